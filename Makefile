@@ -32,7 +32,7 @@ VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM
 TORCH_INSTALL := $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt $(PIP_ARGS)
 # What meets torch's interfaces: layouts on several ranks, models, devices, samplers, checkpoints, exports.
 TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/parallelism tests/tools/plan/test_measure.py \
-  tests/sampler/test_sampling.py tests/sampler/test_torch.py tests/sampler/remote/test_collective.py \
+  tests/sampler/test_sampling.py tests/sampler/test_torch.py \
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
   simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_deepspeed_zero.py --ignore tests/parallelism/test_zero_config.py
 

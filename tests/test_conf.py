@@ -17,6 +17,7 @@ from runner.cli.job_builder import compose_job
 from runner.cli.main import main as run
 from runner.cli.sources import hydra_session
 from runner.core.paths import conf_dir, recipes_dir
+from runner.data.config import ChatConfig
 from runner.spec.base import iter_leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.registry import built_in_registry, default_registry
@@ -28,7 +29,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
-REQUIRED_OF |= {"sampler/vllm_server": {"url": "http://localhost:1", "weight_sync": "reload"}}
+REQUIRED_OF |= {"sampler/server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 
 def required(group: str, name: str) -> dict[str, str]:
@@ -95,7 +96,10 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     del content["hydra"]
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
     assert WatchConfig(**content.pop("watch")) == WatchConfig()
-    assert content == {k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "init_from", "strict")}
+    assert ChatConfig(**content.pop("chat")) == ChatConfig()
+    assert content == {
+        k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "epochs", "init_from", "strict")
+    }
 
 
 @pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig])

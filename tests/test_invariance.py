@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.batch import Batch, pack, with_totals
 from runner.model import tiny

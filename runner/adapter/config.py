@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from runner.spec.base import ComponentConfig, Names
-
-if TYPE_CHECKING:
-    from runner.interfaces import Decide, TrainableModel
-
-M = TypeVar("M", bound="TrainableModel")
 
 
 class AdapterConfig(ComponentConfig):
@@ -34,7 +29,7 @@ class AdapterConfig(ComponentConfig):
 class NoAdapterConfig(AdapterConfig):
     """Full fine-tuning: every parameter learns."""
 
-    factory: ClassVar[str] = "runner.adapter.config:train_all"
+    factory: ClassVar[str] = "runner.adapter.lora:train_all"
     name: Literal["none"] = "none"
     trains_base: ClassVar[bool] = True
 
@@ -66,12 +61,6 @@ class LoraConfig(AdapterConfig):
     @property
     def needs_whole_layers(self) -> str | None:
         return "adapter.dora" if self.dora else None
-
-
-def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
-    """The same model with all its parameters trainable: full fine-tuning."""
-    model.module.requires_grad_(True)
-    return model
 
 
 COMPONENTS = (NoAdapterConfig, LoraConfig)

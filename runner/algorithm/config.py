@@ -10,13 +10,21 @@ from runner.algorithm.loss_registry import RegisteredFunction, with_options
 from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
+SftAggregation = Literal["token_mean", "seq_mean_token_mean"]
+SFT_AGGREGATION: Any = Field(
+    default="token_mean",
+    description="How token losses become one: the mean over the step's tokens (verl, TRL), or over its sequences of "
+    "the mean over each one's tokens.",
+)
+
 
 class SftConfig(AlgorithmConfig):
-    """Supervised fine-tuning: cross-entropy on the answer's tokens, mean over the step's tokens."""
+    """Supervised fine-tuning: cross-entropy on the answer's tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     name: Literal["sft"] = "sft"
+    loss_aggregation: SftAggregation = SFT_AGGREGATION
 
 
 class CptConfig(AlgorithmConfig):
@@ -26,11 +34,13 @@ class CptConfig(AlgorithmConfig):
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     loss_on_prompt: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
+    loss_aggregation: SftAggregation = SFT_AGGREGATION
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if job.data.chooses_tokens:
-            found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
+        if job.chat.train_on != "assistant":
+            text = "algorithm=cpt trains on every token; leave it out, or type algorithm=sft"
+            found.append(("chat.train_on", text))
         return found
 
 

@@ -105,7 +105,7 @@ class Distillation(OfflineAlgorithm):
 
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
         """Any items as what `prepare` takes."""
-        return pack([i.ids for i in items], [i.weights for i in items])
+        return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
 
     def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """The batch in `mini_batches` parts, each with its totals."""

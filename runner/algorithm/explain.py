@@ -18,6 +18,10 @@ RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
 def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
     """Of sft and cpt."""
     where = "the answers' tokens" if isinstance(config, SftConfig) else "every token of the text"
+    if config.loss_aggregation == "seq_mean_token_mean":
+        yield f"loss = −Σ_t log π(token t) / (n·N), over {where}; n = their number in the sequence of token t,"
+        yield "  N = the number of sequences in the whole optimizer step   (loss_aggregation=seq_mean_token_mean)"
+        return
     yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the whole optimizer step"
 
 
@@ -35,7 +39,8 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
     """Of dpo and its variants."""
-    yield "loss = mean over the pairs of the optimizer step of L"
+    more = f" − {config.sft_coef:g}·p_c/n_c   (sft_coef)" if config.sft_coef else ""
+    yield f"loss = mean over the pairs of the optimizer step of L{more}"
     yield from _registered_formula(config, "loss", "L")
     yield SUMS
     if config.has_reference:
@@ -66,13 +71,15 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
     yield from _registered_formula(config, "loss_aggregation", "w", {"loss_norm_length": _longest_answer(job)})
     yield from _registered_formula(config, "policy_loss", "L")
     yield f"  r   {_ratio(config)}   (importance_sampling_level={config.importance_sampling_level})"
+    if config.max_log_ratio is not None:
+        yield f"      logarithms of ratios are kept within ±{config.max_log_ratio:g}   (max_log_ratio)"
     yield f"  π_old   {_old_policy(config)}"
     yield from _advantage(config)
     if config.correction != "none":
         yield from _registered_formula(config, "correction", "c")
         level, of = config.resolved_options.correction_level, {"token": "the token", "sequence": "the whole answer"}
         yield f"      ρ = π_old / π_sampler of {of[level]}   (correction_level={level})"
-    if config.kl_estimator != "none":
+    if config.has_kl:
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
         yield from _registered_formula(config, "kl_estimator", "KL")
         yield f"      d = log π − log π_ref; in the {config.resolved_options.kl_in}"
@@ -114,7 +121,8 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
     penalty = " − β·KL per token" if config.kl_location == "reward" else ""
     match config.advantage_source:
         case GaeCritic() as critic:
-            white = ", whitened over the step's tokens" if critic.normalize_advantages else ""
+            ddof = critic.whiten_ddof
+            white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
             text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
             yield f"  A   {text}; the reward stands on the last token{penalty}"
         case TeacherLogRatio():
@@ -127,7 +135,8 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
 
 def _groups(config: PolicyConfig) -> Iterator[str]:
     if config.needs_reward:
-        yield f"  groups whose rewards are all equal are {_zero_variance_groups(config)}"
+        less = ", less the KL," if config.kl_location == "reward" else ""
+        yield f"  groups whose rewards{less} are all equal are {_zero_variance_groups(config)}"
     if config.mask_truncated:
         yield "  answers cut off at max_new_tokens are left out of the loss"
 
@@ -135,7 +144,7 @@ def _groups(config: PolicyConfig) -> Iterator[str]:
 def _zero_variance_groups(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
-        "drop": "left out",
+        "drop": "left out, and counted in w" if config.counts_dropped_groups else "left out",
         "resample": f"replaced by new prompts, up to {config.max_rounds} rounds",
     }
     return what[config.zero_variance_policy]

@@ -22,11 +22,9 @@ from runner.data.config import DataConfig
 from runner.interfaces import (
     Data,
     Device,
-    EnvironmentFactory,
     GenerativeModel,
     Model,
     RankCollectives,
-    Reward,
     Role,
     TrainableModel,
 )
@@ -38,11 +36,9 @@ from runner.run_dir.folder import RunFolder
 from runner.spec.base import Dtype, Head, ItemKind
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
-from runner.spec.suggest import nearest_word
 from runner.trainer.learner import LocalLearner
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments, PartitionedReward
     from runner.trainer.reference_model import FrozenModel
 
 log = logging.getLogger("runner")
@@ -79,8 +75,14 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer, without the model."""
-    return resolve(type(spec.model).tokenizer_factory)(spec.model)
+    """The model's tokenizer, without the model, with the template of chat.template. Raises DataError for a file that is
+    no template."""
+    tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
+    if spec.chat.template is not None:
+        from runner.data.chat import load_template
+
+        tokenizer.chat_template = load_template(spec.chat.template)
+    return tokenizer
 
 
 def build_data(
@@ -88,11 +90,11 @@ def build_data(
 ) -> Data:
     """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
     config = config or spec.data
-    if spec.algorithm.loss_on_prompt and hasattr(config, "loss_on"):
-        config = config.model_copy(update={"loss_on": "all"})
+    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
     data: Data = default_registry().factory(config)(
         config,
         tokenizer=tokenizer,
+        chat=chat,
         seed=spec.seed,
         decide=decide,
         cache_dir=cache_folder(),
@@ -197,6 +199,8 @@ def build_learner(
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
+    if spec.adapter.trains_base:
+        model.weights_source.refuse_lost_tensors("model.path")
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
@@ -247,18 +251,20 @@ def build_frozen_model(
     world: ParallelContext,
     decide: Decisions,
 ) -> FrozenModel:
-    """A reference model or teacher.
-
-    The reference is the policy with its adapter off, or a copy of the initial weights in the policy's data type, so
-    that both agree before the first step. A teacher, or a reference with a path, is another model.
-    """
+    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
+    say the same before the first step (of an adapter that it came with, the adapter alone); a teacher, or a reference
+    with a path: another model."""
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 
         return build_cached_reference(spec, policy, device, world.peers, world.world_peers, decide, cache_folder())
-    from runner.trainer.reference_model import FrozenModel
+    from runner.trainer.reference_model import FrozenModel, frozen_copy_of_adapter
 
-    way = wanted.mode or ("copy" if spec.adapter.trains_base else "adapter")
+    continues = policy.weights_source.adapter is not None and not spec.adapter.trains_base
+    way = wanted.mode or ("copy" if spec.adapter.trains_base or continues else "adapter")
+    if continues and wanted.path is None:
+        text = "the adapter that the model came with" if way == "copy" else "the base, without the adapter it came with"
+        decide.record_fact(f"algorithm.{role}", way, f"{text}; the other one: algorithm.reference={_other(way)}")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:
@@ -266,12 +272,18 @@ def build_frozen_model(
         _check_equal_layouts(model, policy, world, role)
     elif way == "adapter":
         during = policy.adapter_disabled
+    elif continues and not spec.parallelism.deepspeed:
+        during = frozen_copy_of_adapter(policy)
     else:
         model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
         model.module.requires_grad_(False)
     budget = spec.algorithm.micro_batch_tokens
     options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
     return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
+
+
+def _other(way: str) -> str:
+    return "copy" if way == "adapter" else "adapter"
 
 
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
@@ -348,51 +360,3 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
         for role, one in spec.algorithm.frozen_models().items()
     }
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})
-
-
-def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
-    if not missing:
-        return
-    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
-    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
-    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
-    raise SpecError([Problem(key, message) for key, message in problems])
-
-
-def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
-    """What to do about a column that is not there; a function names its columns itself."""
-    if not key.endswith(".path"):
-        return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
-    return f"rename the argument{renaming}"
-
-
-def build_reward(
-    spec: JobSpec, tokenizer: Any, device: Device, peers: RankCollectives, decide: Decisions, folder: RunFolder
-) -> PartitionedReward | None:
-    """The job's reward, for the thread that has `peers`; user code keeps its log in the run's folder."""
-    reward: Reward | None = default_registry().factory(spec.reward)(
-        spec.reward,
-        device=device.torch_device,
-        tokenizer=tokenizer,
-        seed=spec.seed,
-        decide=decide,
-        folder=folder.root,
-        fit=device_op_installer(device, decide),
-    )
-    from runner.parallelism.rollout_partition import partition_reward
-
-    return None if reward is None else partition_reward(reward, peers)
-
-
-def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
-    """The environments of the thread that has `peers`; None where answers are single turns."""
-    made: EnvironmentFactory | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    if made is None:
-        return None
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
-
-    return PartitionedEnvironments(made.make, made.max_turns, peers)

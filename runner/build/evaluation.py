@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes.episode import EpisodeRunner, ObservationTemplate
+from runner.algorithm.episodes.episode import EpisodeRunner
 from runner.algorithm.episodes.rollouts import RolloutCollector
-from runner.build.components import build_data, build_environments, refuse_missing_columns
+from runner.build.components import build_data
+from runner.build.conversations import build_environments, build_extend
+from runner.build.rewards import MakeReward, refuse_missing_columns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive_seed
@@ -18,8 +20,10 @@ from runner.interfaces import (
     Data,
     EnvironmentFactory,
     EvalQuestion,
+    ExtendConversation,
     GenerativeModel,
     Model,
+    Prompt,
     Reward,
     StopCriterion,
     TrainableModel,
@@ -32,16 +36,15 @@ from runner.sampler.sampling import StopCriteria
 from runner.sampler.torch import TorchSampler
 from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
-from runner.trainer.answer_evaluator import AnswerEvaluator, GreedySampler, ShorteningSampler
+from runner.trainer.answer_evaluator import AnswerEvaluator, GreedySampler, ShorteningSampler, question_prompts
 from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 
-MakeReward = Callable[[JobSpec], Reward | None]
 Evaluation = Callable[[], Report]
 
 
-def no_reward(spec: JobSpec) -> None:
+def no_reward(spec: JobSpec, prompts: Sequence[Prompt], option: str) -> None:
     """Nothing scores."""
 
 
@@ -55,6 +58,7 @@ def build_evaluation(
     world: ParallelContext,
     environments: EnvironmentFactory | None,
     decide: Decisions,
+    extend: ExtendConversation | None = None,
     make_reward: MakeReward = no_reward,
 ) -> Evaluation | None:
     """The evaluation of the job, None where there is nothing to evaluate. make_reward: that of a job or a set."""
@@ -67,12 +71,10 @@ def build_evaluation(
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         own.append(lambda: held_out.evaluate(known))
     policy = as_generative(model)
-    answers = None if policy is None else AnswerParts(spec, policy, world, decide, make_reward)
+    answers = None if policy is None else AnswerParts(spec, policy, world, decide, make_reward, environments, extend)
     if questions and answers is not None:
-        own += _own_answers(spec, questions, answers, learner, environments)
-    sets = (
-        [] if answers is None else [_set_answers(one, answers, environments) for one in spec.evaluation.decoded_sets()]
-    )
+        own += _own_answers(spec, questions, answers, learner)
+    sets = [] if answers is None else [_set_answers(one, answers) for one in spec.evaluation.decoded_sets()]
     if answers is None and spec.evaluation.sets:
         text = f"algorithm={spec.algorithm.name} trains a model that gives no answers; leave it out"
         raise SpecError([Problem("evaluation.sets", text)])
@@ -96,6 +98,8 @@ class AnswerParts:
     world: ParallelContext
     decide: Decisions
     make_reward: MakeReward
+    environments: EnvironmentFactory | None
+    extend: ExtendConversation | None
 
     @property
     def longest(self) -> int | None:
@@ -107,10 +111,9 @@ class AnswerParts:
         full_params = partial(self.world.summon_full_params, self.policy)
         return PartitionedAnswerer(self.policy, self.world.world_peers, full_params)
 
-    def runner(self, environments: EnvironmentFactory | None) -> EpisodeRunner:
-        """Runs episodes in these environments."""
-        template = None if environments is None else ObservationTemplate(self.policy.tokenizer)
-        return EpisodeRunner(self.policy.tokenizer, environments, template, self.longest)
+    def runner(self) -> EpisodeRunner:
+        """Runs episodes in the environments."""
+        return EpisodeRunner(self.policy.tokenizer, self.environments, self.extend, self.longest)
 
     def evaluator(
         self,
@@ -118,7 +121,6 @@ class AnswerParts:
         options: AnswersConfig,
         questions: Sequence[EvalQuestion],
         reward: Reward | None,
-        environments: EnvironmentFactory | None,
         *,
         exact_match: bool = True,
     ) -> AnswerEvaluator:
@@ -127,7 +129,6 @@ class AnswerParts:
         asked = [question for question in questions if question.prompt_ids]
         _check_room(asked, options.max_new_tokens, self.policy.length_limit, self.decide, section)
         tokenizer, limit = self.policy.tokenizer, options.max_new_tokens
-        template = None if environments is None else ObservationTemplate(tokenizer)
         seed = derive_seed(self.spec.seed, "evaluation", name)
         sampler = self._sampler(options) if options.samples else self._greedy_sampler(limit)
         size = options.samples or 1
@@ -135,7 +136,7 @@ class AnswerParts:
         return AnswerEvaluator(
             asked,
             askable(asked, tokenizer, limit, self.decide, f"{prefix}/exact_match", section),
-            RolloutCollector(sampler, reward, tokenizer, seed, size, environments, template),
+            RolloutCollector(sampler, reward, tokenizer, seed, size, self.environments, self.extend),
             prefix,
             section,
             options.pass_threshold,
@@ -166,22 +167,21 @@ def _own_answers(
     questions: Sequence[EvalQuestion],
     answers: AnswerParts,
     learner: LocalLearner,
-    environments: EnvironmentFactory | None,
 ) -> list[Evaluation]:
     """Of the job's own held-out questions: rewards where it has one, pass@k where answers are sampled, loss, and
     eval/exact_match of greedy answers."""
-    options, found = spec.evaluation, list[Evaluation]()
-    reward = answers.make_reward(spec)
+    options, found, environments = spec.evaluation, list[Evaluation](), answers.environments
+    reward = answers.make_reward(spec, question_prompts(questions), "reward")
     asked: Sequence[EvalQuestion] = ()
     if reward is not None or options.samples:
-        scored = answers.evaluator("", options, questions, reward, environments, exact_match=not options.samples)
+        scored = answers.evaluator("", options, questions, reward, exact_match=not options.samples)
         asked = scored.comparable if options.samples else ()
         found.append(scored.evaluate)
     else:
         asked = askable(questions, answers.policy.tokenizer, options.max_new_tokens, answers.decide)
         _check_room(asked, options.max_new_tokens, answers.policy.length_limit, answers.decide, "evaluation")
     finish = _stop_criterion(spec, answers.policy.tokenizer)
-    converse = None if environments is None else answers.runner(environments).run_greedy
+    converse = None if environments is None else answers.runner().run_greedy
     lossy = questions if environments is None else ()  # a single answer is not what is trained on, so it has no loss
     greedy = Evaluator(lossy, asked, options.batch_size, options.max_new_tokens, converse, finish)
     if lossy or asked:
@@ -190,7 +190,7 @@ def _own_answers(
     return found
 
 
-def _set_answers(one: EvaluationSet, answers: AnswerParts, environments: EnvironmentFactory | None) -> Evaluation:
+def _set_answers(one: EvaluationSet, answers: AnswerParts) -> Evaluation:
     """Of a named set, with its own components and otherwise the job's."""
     spec = answers.spec.model_copy(update=dict(one.components))
     spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
@@ -200,11 +200,13 @@ def _set_answers(one: EvaluationSet, answers: AnswerParts, environments: Environ
         refuse_missing_columns(spec, data)
         if "environment" in one.components:
             environments = build_environments(spec, answers.world.world_peers, answers.decide)
+            extend = build_extend(spec, answers.policy.tokenizer, environments, answers.decide)
+            answers = replace(answers, environments=environments, extend=extend)
         questions = data.held_out_questions()[: one.options.limit]
         if not questions:
             raise SpecError([Problem("data", f"data={config.name} holds nothing out; name its held-out rows")])
-        reward = answers.make_reward(spec)
-    return answers.evaluator(one.name, one.options, questions, reward, environments).evaluate
+        reward = answers.make_reward(spec, question_prompts(questions), f"evaluation.sets.{one.name}.reward")
+    return answers.evaluator(one.name, one.options, questions, reward).evaluate
 
 
 def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:

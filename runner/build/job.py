@@ -9,6 +9,7 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -21,15 +22,14 @@ from runner.build.components import (
     Models,
     build_data,
     build_device,
-    build_environments,
     build_models,
-    build_reward,
     build_tokenizer,
-    refuse_missing_columns,
 )
+from runner.build.conversations import build_environments, build_extend
+from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
+from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.device.base import peak_flops
@@ -38,10 +38,9 @@ from runner.interfaces import (
     Algorithm,
     Callback,
     Data,
-    Device,
+    ExtendConversation,
     GenerativeModel,
     RankCollectives,
-    Reward,
     State,
     TrainableModel,
 )
@@ -65,7 +64,7 @@ from runner.trainer.callbacks import (
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments, PartitionedReward
+    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.weight_sync.publisher import Publisher
 
 
@@ -109,6 +108,7 @@ class OutputSinks:
     """Where numbers, samples and words go: given by whoever launches."""
 
     step: Sequence[Callable[[int, Mapping[str, float]], None]] = ()
+    log_first: Callable[[int, Mapping[str, float]], None] = _discard  # the evaluation before the first step
     samples: Samples = _discard  # of an evaluation, which are shown too
     rollouts: Samples = _discard  # of a step
     say: Callable[[str], None] = _discard
@@ -125,6 +125,7 @@ class BuiltJob:
     identity: Mapping[str, Any]
     data: Data
     world: ParallelContext
+    spec: JobSpec  # with the steps that `epochs` came to
     callbacks: Mapping[str, Callback] = field(default_factory=dict)  # of plug-ins, by the names of their sections
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
@@ -170,16 +171,21 @@ def build(
     world: ParallelContext = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    spec = resolve_epochs(spec, len(data), decide)
+    environments = build_environments(spec, world.rollout_peers, decide)
+    extend = build_extend(spec, tokenizer, environments, decide)
+    rewards = RewardBuilder(tokenizer, device, world, decide, folder)
+    build_reward = partial(rewards.build_for_training, spec, data)
+    reward = None if spec.reward.runs_model else build_reward()  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
     main, model = models.main, models.model
-    reward = build_reward(spec, tokenizer, device, world.rollout_peers, decide, folder)
+    reward = build_reward() if spec.reward.runs_model else reward
     sampler = None
     if spec.algorithm.needs_sampler:
         from runner.build.samplers import build_sampler
 
         sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
-    environments = build_environments(spec, world.rollout_peers, decide)
-    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
+    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = None
@@ -187,9 +193,8 @@ def build(
         from runner.build.samplers import build_publisher
 
         publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
-    judges: list[Reward] = []  # of the evaluation
-    rewards = partial(_evaluation_reward, spec, tokenizer, device, world, decide, folder, reward, judges)
-    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, decide, rewards)
+    judges = EvaluationRewards(spec, rewards, reward)
+    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, extend, decide, judges.build)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
@@ -207,12 +212,14 @@ def build(
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
         closing=(
+            *(one.close for one in callbacks if isinstance(one, HangWatch)),  # closed last: closing may hang, too
             activity.close,
             store.close,
-            *(one.close for one in (*judges, reward, publisher, sampler) if one is not None),
+            judges.close,
+            *(one.close for one in (reward, publisher, sampler) if one is not None),
         ),
     )
-    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
+    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
 
@@ -222,6 +229,9 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     data = build_data(spec, tokenizer, decide)
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
+    if (per_step := spec.algorithm.batch_size) > len(data):
+        text = f"above the {len(data)} items of the data: a step sees some of them more than once"
+        decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
 
 
@@ -232,8 +242,9 @@ def _build_evaluation(
     algorithm: Algorithm,
     world: ParallelContext,
     environments: PartitionedEnvironments | None,
+    extend: ExtendConversation | None,
     decide: Decisions,
-    make_reward: Callable[[JobSpec], Reward | None],
+    make_reward: MakeReward,
 ) -> Callable[[], EvaluationReport] | None:
     """What evaluates, in the thread that trains; None where nothing does."""
     if not spec.evaluation.every:
@@ -242,30 +253,23 @@ def _build_evaluation(
 
     here = environments and replace(environments, peers=world.world_peers)
     main, model, roles = models.main, models.model, models.by_role
-    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, make_reward)
+    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, extend, make_reward)
 
 
-def _evaluation_reward(
-    spec: JobSpec,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
-    folder: RunFolder,
-    reward: PartitionedReward | None,
-    built: list[Reward],
-    of: JobSpec,
-) -> Reward | None:
-    """The reward of job or set `of`, with a state of its own: evaluation leaves no trace in training.
+def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:
+    """The spec with the steps of `epochs` passes over `items` items, rounded up, and without `epochs`.
 
-    A reward model is shared with the job, as it has no state and a second one costs memory. built: gets each new one
+    Raises SpecError where the schedule does not fit these steps.
     """
-    if reward is not None and of.reward == spec.reward and spec.reward.uses_device_model():
-        return reward.with_peers(world.world_peers)
-    made = build_reward(of, tokenizer, device, world.world_peers, decide, folder)
-    if made is not None:
-        built.append(made)
-    return made
+    if spec.epochs is None:
+        return spec
+    per_step = spec.algorithm.batch_size
+    steps = math.ceil(spec.epochs * items / per_step)
+    resolved = spec.model_copy(update={"steps": steps, "epochs": None})
+    if problems := resolved.schedule.problems(resolved):
+        raise SpecError([Problem(key, text, f"epochs={spec.epochs:g}") for key, text in problems])
+    decide.record_fact("steps", str(steps), f"epochs={spec.epochs:g} of {items} items, {per_step} per step")
+    return resolved
 
 
 def _precompute_references(
@@ -364,5 +368,11 @@ def _callbacks(
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
     wanted = spec.evaluation
-    keep = wanted.logged_samples * (1 + len(wanted.sets))
-    return RunEvaluation(evaluate, every=wanted.every, keep=keep, record=outlets.samples, say=outlets.say)
+    return RunEvaluation(
+        evaluate,
+        every=wanted.every,
+        keep=wanted.logged_samples * (1 + len(wanted.sets)),
+        record=outlets.samples,
+        log_first=outlets.log_first,
+        say=outlets.say,
+    )

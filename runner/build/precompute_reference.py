@@ -2,8 +2,8 @@
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
-The model that scores is the policy before it learns, its adapter off where it has one: a run that continues loads its
-checkpoint only after this.
+The model that scores is the policy before it learns, a new adapter off, one that it came with on: a run that goes on
+loads its checkpoint only after this.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
@@ -72,7 +73,7 @@ def build_cached_reference(
         everyone,
         budget=spec.algorithm.micro_batch_tokens,
         device=device.torch_device,
-        during=policy.adapter_disabled,
+        during=policy.adapter_disabled if policy.weights_source.adapter is None else nullcontext,
         peers=peers,
         stage=policy.stage,
     )

@@ -2,8 +2,8 @@
 
 torch             in each rank, over the policy (lag 0) or a copy of it
 an engine         in each rank, beside the policy
-launch.samplers   processes of their own: rank 0 speaks to them, for all
-a server          that others run: rank 0 speaks to it, for all
+launch.samplers   rollout servers that the job starts: rank 0 is their client, for all ranks
+a server          that others run: rank 0 is its client, for all ranks
 """
 
 from __future__ import annotations
@@ -28,18 +28,17 @@ from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedSampler, Rank0Sampler
 from runner.run_dir.folder import RunFolder
 from runner.sampler.base import SamplingConfig
-from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import job_token
 from runner.sampler.rollout_journal import RolloutJournal
+from runner.sampler.server.job_token import job_token
+from runner.sampler.server.pool import SamplerPool
 from runner.sampler.sync_probe import SyncProbe
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import DeviceStats
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Route, Shared, Shelving, Weights
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, Weights, WeightTransport
+from runner.weight_sync.weight_store import WeightStore
 
 
 def build_sampler(
@@ -70,7 +69,7 @@ def _sampler(
     folder: RunFolder,
 ) -> Sampler:
     if spec.launch.samplers:
-        return Rank0Sampler(lambda: _remotes(spec, policy, device, folder), world.rollout_peers)
+        return Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), world.rollout_peers)
     if spec.sampler.served:
         return Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), world.rollout_peers)
     if spec.sampler.engine:
@@ -85,18 +84,10 @@ def _sampler(
     )
 
 
-def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: RunFolder) -> Remotes:
+def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
     assert isinstance(spec.sampler, SamplingConfig)  # or nothing would be sampled
-    count = spec.launch.samplers // spec.sampler.cards()
-    vocabulary, by = policy.limits().vocab_size, build_collectives(spec, device)
-    return Remotes(spec.sampler, count, folder.samplers, token=job_token(), vocabulary=vocabulary, collectives=by)
-
-
-def build_collectives(spec: JobSpec, device: Device) -> Collectives | None:
-    """By which weights get from this process, or to it, over the network; None = over HTTP."""
-    if not spec.sampler.uses_collective():
-        return None
-    return Collectives(device.backend.rpartition(":")[2], device.torch_device)
+    count, vocab_size = spec.launch.samplers // spec.sampler.cards(), policy.limits().vocab_size
+    return SamplerPool.of_job(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
 
 
 def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
@@ -121,10 +112,8 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
         decide.record_fact("environment", f"episodes end at {sampler.max_model_len} tokens, cut off", asked)
 
 
-def build_worker_sampler(
-    spec: JobSpec, decide: Decisions, folder: RunFolder
-) -> tuple[Sampler, Collectives | None, DeviceStats]:
-    """The sampler on this process's devices, how it receives weights, and the reader of its device's load.
+def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
+    """The sampler of a rollout server, and the reader of its device's load.
 
     The torch sampler starts with the job's initial weights, an engine without any.
     """
@@ -137,7 +126,7 @@ def build_worker_sampler(
     activity = DeviceStats(
         device.stats_readers() if spec.watch.device_stats_interval_s else (), spec.watch.device_stats_interval_s
     )
-    return make_local_sampler(spec, model, decide, folder), build_collectives(spec, device), activity
+    return make_local_sampler(spec, model, decide, folder), activity
 
 
 def build_publisher(
@@ -153,7 +142,7 @@ def build_publisher(
     if (
         not spec.launch.samplers and not spec.sampler.weights_to_send()
     ):  # the ranks', or of somebody who is sent nothing
-        route: Route = Copied(learner.weights) if lag and not spec.sampler.served else Shared()
+        route: WeightTransport = DeviceCopy(learner.weights) if lag and not spec.sampler.served else SameModel()
         return Publisher(route, sampler, lag, peers=world.rollout_peers)
     route = _weight_route(spec, learner, policy, world, folder)
     return Publisher(
@@ -168,18 +157,18 @@ def build_publisher(
 
 def _weight_route(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, world: ParallelContext, folder: RunFolder
-) -> Route:
+) -> WeightTransport:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
     pieces = policy.whole.is_sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits
-        return Copied(partial(policy.hf_tensors, "all"), handed=True)
+        return DeviceCopy(partial(policy.hf_tensors, "all"), by_reference=True)
     first = 0 if apart else _first_rank_on_host(world)
     changed, fixed, size = _weights_to_send(spec, learner, policy, keep=place.rank == first)
-    shelf = Shelf(claim(folder.root, _shared_memory_bytes(spec, size))) if place.rank == first else None
+    store = WeightStore(reserve_dir(folder.root, _shared_memory_bytes(spec, size))) if place.rank == first else None
     source = None if apart and not place.is_rank0 else first
-    return Shelving(changed, fixed, peers=world.world_peers, shelf=shelf, source=source)
+    return SharedFiles(changed, fixed, peers=world.world_peers, store=store, source=source)
 
 
 def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:

@@ -15,6 +15,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.device.device_kinds import CPU
 from runner.run_dir.folder import display_path
 from runner.tools.bench.suite import STEPS, cases, read_earlier, run_bench
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
     from runner.tools.bench.report import BenchResult
@@ -38,8 +39,8 @@ def run(args: Namespace) -> int:
     from runner.tools.bench import report  # torch is there by now
 
     if earlier is not None:
-        print("\n" + "\n".join(report.format_comparison(result, earlier)))
-    print(f"\nwritten  {display_path(out)}")
+        print_text("\n" + "\n".join(report.format_comparison(result, earlier)))
+    print_text(f"\nwritten  {display_path(out)}")
     if args.min_mfu is not None:
         report.check_min_mfu(result, args.min_mfu)
     return 0

@@ -26,9 +26,19 @@ from runner.cli.sources import group_options, hydra_session
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, second_model_keys, sections
+from runner.tracker.text import print_text
 
 COMMANDS = ("install", "uninstall", "query")
-NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
+NAMING = (
+    "resume",
+    "status",
+    "infer",
+    "serve",
+    "export",
+    "report",
+    "diff",
+    "sweep",
+)  # verbs that name a run, or a sweep
 
 
 def answer(args: Namespace) -> int:
@@ -49,7 +59,7 @@ def answer(args: Namespace) -> int:
         found += _second_model_options(line.split(" ")[-1], group_options(sources, MODEL)) + _plugin_loss_options(
             line.split(" ")[-1]
         )
-    print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
+    print_text(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
 

@@ -23,6 +23,7 @@ from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema
 from runner.spec.suggest import expected_type
 from runner.sweep.config import SweepConfig
+from runner.tracker.text import print_text
 
 SCHEMA = ".schema.json"
 BESIDE: dict[str, type[BaseModel]] = {"sweep": SweepConfig}  # sections of a recipe that are no part of a job
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     stale = [(p, t) for p, t in files(*package) if not p.is_file() or p.read_text(encoding="utf-8") != t]
     for path, text in stale:
-        print(f"{path}: {'written' if mode == '--write' else 'differs from its schema'}")
+        print_text(f"{path}: {'written' if mode == '--write' else 'differs from its schema'}")
         if mode == "--write":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

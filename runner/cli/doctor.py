@@ -18,6 +18,7 @@ from runner.spec.registry import default_registry
 from runner.tools.doctor import report
 from runner.tools.doctor.run_checks import checked_devices, run_checks
 from runner.tools.doctor.system_info import SystemInfo, current_system, device_config, trial_simulator
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:  # whose import is that of Hydra
     from runner.cli.job_builder import ComposedJob
@@ -38,7 +39,7 @@ def show(args: Namespace) -> int:
     entries, devices = run_checks(machine, trial=not args.no_trial, debug=args.debug), checked_devices(machine)
     if args.json:
         found = list(entries)
-        print(report.as_json(found, devices))
+        print_text(report.as_json(found, devices))
     else:
         found = report.print_report(entries, devices, sys.stdout)
     return report.exit_code(found)
@@ -111,7 +112,7 @@ def _prepare(args: Namespace) -> int:
     if args.prepare not in known:
         raise UsageError(f"run doctor --prepare: {unknown_name('device', args.prepare, known)}")
     device_config(args.prepare).preflight()
-    print(f"{args.prepare} is ready")
+    print_text(f"{args.prepare} is ready")
     return 0
 
 

@@ -1,4 +1,5 @@
-"""`run explain KEY`: meaning, unit, type, range, default, current value and origin; `explain loss`."""
+"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`,
+`run explain chat`."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema, sections
 from runner.spec.suggest import TYPES, allowed_values
+from runner.tracker.text import print_text
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
 UNITS = {
@@ -32,6 +34,7 @@ UNITS = {
     "max_length": "tokens",
     "max_positions": "tokens",
     "steps": "steps",
+    "epochs": "passes over the items",
     "every": "steps",
 }
 
@@ -49,6 +52,8 @@ def show(args: Namespace) -> int:
     key = keys[0]
     if key == "loss":
         return _loss(now, registry)
+    if key == "chat" and any(is_override(word) for word in args.words):
+        return _chat(now, registry)
     if key in (*groups_of(registry), *_parts(), CALLBACKS):
         with hydra_session(registry, args.config_dir) as loader:
             names = group_options(loader.get_sources(), key)
@@ -57,6 +62,8 @@ def show(args: Namespace) -> int:
         _section(key, owner, now, ())
     else:
         _key(key, now, registry)
+    if key == "chat":
+        print("\na row, token by token: run explain chat +recipe=sft_demo")
     _notes(now, registry)
     return 0
 
@@ -64,11 +71,11 @@ def show(args: Namespace) -> int:
 def _notes(now: JobDraft, registry: Registry) -> None:
     """What was chosen for the user, and what is wrong with the job that is explained."""
     for note in now.notes:
-        print(f"\nnote: {note}")
+        print_text(f"\nnote: {note}")
     try:
         decode_draft(now, registry)
     except SpecError as error:
-        print(f"\nnote: {error}")
+        print_text(f"\nnote: {error}")
 
 
 def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
@@ -85,8 +92,18 @@ def _loss(now: JobDraft, registry: Registry) -> int:
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:
         raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
-    print("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
+    print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
+    return 0
+
+
+def _chat(now: JobDraft, registry: Registry) -> int:
+    """The first row of the job's data, token by token."""
+    spec = decode_draft(now, registry).spec
+    from runner.cli.explain_chat import explain_chat
+
+    for line in explain_chat(spec):
+        print(line)
     return 0
 
 
@@ -113,13 +130,13 @@ def _owner(section: str, now: JobDraft, registry: Registry) -> type[BaseModel] |
 def _section(section: str, owner: type[BaseModel] | None, now: JobDraft, names: Sequence[str]) -> None:
     if owner is not None:
         chosen = f"={now.data[section]['name']}" if names and section != CALLBACKS else ""
-        print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
+        print_text(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
     if names:
-        print(f"  choose with {section}=NAME: {', '.join(names)}")
+        print_text(f"  choose with {section}=NAME: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
         if name != "name" or not issubclass(owner or JobSpec, ComponentConfig):
             value = _now(f"{section}.{name}", info, now)
-            print(f"  {section}.{name}={value}\n      {info.description}")
+            print_text(f"  {section}.{name}={value}\n      {info.description}")
 
 
 def _key(key: str, now: JobDraft, registry: Registry) -> None:
@@ -141,9 +158,9 @@ def _key(key: str, now: JobDraft, registry: Registry) -> None:
         if group == CALLBACKS and name not in now.data.get(CALLBACKS, {}):
             standing = [("now", f"not used: choose it with {CALLBACKS}={name}")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
-        print(f"{label.ljust(9)}{text}")
+        print_text(f"{label.ljust(9)}{text}")
     for function in _functions(owner, leaf):
-        print(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
+        print_text(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
 
 
 def _hint(section: str, leaf: str, registry: Registry) -> str:

@@ -13,6 +13,7 @@ from runner.cli.sources import group_options, hydra_session
 from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of
 from runner.sweep.config import SweepConfig
+from runner.tracker.text import print_text
 
 SCREEN_WIDTH = 110
 HEAD = """run trains language models after pre-training (SFT, preferences, RL, distillation) from one declarative job.
@@ -54,7 +55,7 @@ def show(args: Namespace) -> int:
     elif topic in VERBS:
         _verb(topic)
     elif topic in all_verbs():  # of a plug-in, which reads its words itself
-        print(f"{all_verbs()[topic]}\n\nusage: run {topic} …")
+        print_text(f"{all_verbs()[topic]}\n\nusage: run {topic} …")
     elif topic == "verbs":
         _verbs()
     elif topic in TOPICS:
@@ -75,14 +76,14 @@ def _screen() -> None:
     wide, wider = max(map(len, verbs)), max(len(VERBS[verb]) for verb in VERBS)
     for verb, line in verbs.items():
         text = f"  {verb.ljust(wide)}  {line.ljust(wider)}  {EXAMPLES.get(verb, '')}".rstrip()
-        print(text if len(text) <= SCREEN_WIDTH else f"{text[: SCREEN_WIDTH - 1]}…")  # of a plug-in
+        print_text(text if len(text) <= SCREEN_WIDTH else f"{text[: SCREEN_WIDTH - 1]}…")  # of a plug-in
     print(MORE_EXAMPLES)
 
 
 def _verb(verb: str) -> None:
-    print(f"{VERBS[verb]}; e.g. {EXAMPLES[verb]}\n\n{parser_of(verb).format_help()}", end="")
+    print_text(f"{VERBS[verb]}; e.g. {EXAMPLES[verb]}\n\n{parser_of(verb).format_help()}", end="")
     if verb == "run":
-        print(f"\n{JOBS}", end="")
+        print_text(f"\n{JOBS}", end="")
     if verb == "sweep":
         _about_sweeps()
 
@@ -91,7 +92,7 @@ def _verbs() -> None:
     """Each verb with what it takes; what all of them take at the end."""
     common = {action.dest for action in parser_of("schema")._actions}
     for verb, line in all_verbs().items():
-        print(f"{verb}: {line}")
+        print_text(f"{verb}: {line}")
         actions = parser_of(verb)._actions if verb in VERBS else []
         words = [("WORDS", str(a.help)) for a in actions if a.dest == "words"]
         flags = [(_flag(a), str(a.help).replace("%%", "%")) for a in actions if a.dest not in common]
@@ -119,12 +120,12 @@ def _options(args: Namespace) -> None:
         sources = loader.get_sources()
         print("groups and their options: run GROUP=OPTION; more on them: run list GROUP, run explain GROUP=OPTION")
         print_table([(group, ", ".join(group_options(sources, group))) for group in groups_of(registry)])
-    print(f"\n{JOBS}", end="")
+    print_text(f"\n{JOBS}", end="")
 
 
 def _about_sweeps() -> None:
     """How a sweep is started, and what can be set of it."""
-    print(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
+    print_text(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
     fields = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
     values = {name: info.get_default(call_default_factory=True) for name, info in fields}
     print_table([(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in fields])

@@ -7,28 +7,41 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
+from runner.cli.job_builder import (
+    SPEC,
+    ComposedJob,
+    ExtraWords,
+    JobDraft,
+    compose_job,
+    draft,
+    no_extra_words,
+    re_decode,
+)
 from runner.cli.overrides import TRUST
-from runner.core.errors import NotReady
+from runner.core.errors import EnvironmentProblem, NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
+from runner.spec.base import origin_of
+from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
-    from runner.run_dir.folder import RunFolder
+    from runner.inference.model_source import ModelSource
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
-USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
+USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|model\.dtype=|{re.escape(TRUST)})")
 
 
 def run(args: Namespace) -> int:
@@ -65,7 +78,10 @@ def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> It
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = compose_from_args(args, words, _slurm_overrides)
+    try:
+        job = compose_from_args(args, words, _slurm_overrides)
+    except SpecError as error:
+        raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
     from runner.launch import local
 
     if not job.spec.launch.queued:
@@ -75,11 +91,33 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
+        print_text(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
+
+
+def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
+    """What this machine lacks for the device and the sampler of a wrong job, where these are not wrong themselves.
+
+    Nothing that asks a network: the answer to a mistake does not wait for that.
+    """
+    wrong = {problem.key.partition(".")[0] for problem in error.problems}
+    if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
+        return []
+    drafted = draft(words, args.config_dir)
+    spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
+    if spec is None or not spec.launch.here:
+        return []
+    found = []
+    for part, check in (("device", spec.device.preflight), ("sampler", spec.sampler.preflight_here)):
+        try:
+            check()
+        except RunnerError as lack:
+            if part not in wrong:
+                found.append(Problem(part, str(lack), origin_of(part, drafted.origins)))
+    return found
 
 
 def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:
@@ -105,7 +143,7 @@ def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = 
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     return job
 
 
@@ -146,29 +184,41 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
 
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
-    _check_sampling(args)
-    folder, prompts, composed = _resolve_run(args)
-    _load_torch(composed.spec)
-    from runner.launch import infer_export
-    from runner.run_dir.folder import display_path
+    check_sampling(args)
+    source, prompts, settings = resolve_source(args)
+    from runner.inference.model_source import load_source
     from runner.tracker.text import escape_controls
 
     if args.file:
-        prompts += infer_export.read_prompts(args.file)
-    model, loaded = infer_export.load_model(folder, composed.spec, args.checkpoint)
-    style = loaded.state["identity"]["prompt_style"]
-    asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{display_path(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
+        prompts += _read_prompts(args.file)
+    if len(source.adapters) > 1:
+        raise UsageError("one adapter at a time; run serve answers with several by name")
+    loaded = load_source(source, **settings)
+    from runner.core.auto_choices import Decisions
+    from runner.inference.engine import SamplingParams
+    from runner.inference.generate import never_stopped, stream_answer
+    from runner.inference.torch_engine import TorchEngine
+    from runner.launch.infer_export import prompt_ids
+
+    style = loaded.prompt_style
+    asked = "prompts are plain text"
+    if style == "chat":
+        context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
+        asked = f"prompts go through the chat template: {context!r}"
+    step = "" if loaded.step is None else f", step {loaded.step}"
+    print_text(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
-    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
+    longest = engine.limits.length_limit
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
+        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
+        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
+        params = SamplingParams(args.temperature, args.top_p or 1.0, max_new_tokens=room, seed=args.seed or 0)
         written = False
-        for piece in infer_export.stream_answer(
-            model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings
-        ):
+        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
@@ -177,30 +227,91 @@ def infer(args: Namespace) -> int:
     return 0
 
 
-def export(args: Namespace) -> int:
-    """Write an export of a run."""
-    folder, more, composed = _resolve_run(args)
-    if more:
-        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
-    _load_torch(composed.spec)
-    from runner.launch import infer_export
+def _read_prompts(path: Path) -> list[str]:
+    """One prompt per line of a text file; empty lines are left out."""
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def describe_source(source: ModelSource) -> str:
+    """A source as a user knows it: a run by its folder, `latest` too."""
     from runner.run_dir.folder import display_path
 
-    target, step = infer_export.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
-    kind = (
-        "a PEFT adapter (--merge writes a whole model)" if infer_export.is_adapter(target) else "a Hugging Face folder"
-    )
-    print(f"{display_path(folder.root)}, step {step}: {kind}", file=sys.stderr)
-    print(display_path(target))
+    return display_path(Path(source.path)) if source.kind == "run" else source.text
+
+
+def export(args: Namespace) -> int:
+    """Write an export of a run, or adapters as one folder."""
+    source, more, settings = resolve_source(args)
+    if more:
+        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+    _check_export(args, source)
+    from runner.inference.model_source import prepare_process, source_spec
+    from runner.run_dir.folder import RunFolder, display_path
+
+    if source.kind == "run":
+        spec = source_spec(source, **settings)
+        prepare_process(spec)
+        from runner.launch import infer_export
+
+        done = infer_export.export(
+            RunFolder(Path(source.path)), spec, source.checkpoint, args.out, merge=args.merge, check=args.check
+        )
+        target, what = done.folder, f"{describe_source(source)}, step {done.step}"
+        checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
+        print(checked, file=sys.stderr)
+    else:
+        from runner.launch import infer_export
+
+        target, what = args.out, ", ".join(adapter.name for adapter in source.adapters)
+        weights = args.weights or (1.0,) * len(source.adapters)
+        density = 0.5 if args.density is None else args.density
+        infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
+    whole = not infer_export.is_adapter(target)
+    kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
+    print_text(f"{what}: {kind}", file=sys.stderr)
+    if whole:
+        print(_other_formats(target), file=sys.stderr)
+    print_text(display_path(target))
+    if args.push:
+        print(infer_export.push(target, args.push))
     return 0
 
 
-def _load_torch(spec: JobSpec) -> None:
-    from runner.core.auto_choices import Decisions
-    from runner.launch.session import load_torch, set_environment
+def _check_export(args: Namespace, source: ModelSource) -> None:
+    """Raise UsageError for options of `run export` that do not fit the source, or one another."""
+    if args.push and not re.fullmatch(r"(hub|modelscope):[\w.-]+/[\w.-]+", args.push):
+        raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
+    if source.kind == "run":
+        if args.adapter or args.combine:
+            raise UsageError("--adapter and --combine are for a base's folder or hub id, and this is a run")
+        return
+    if not source.adapters:
+        raise UsageError(f"{source.text} is a whole model already; run export takes a run, or adapters")
+    if len(source.adapters) > 1 and not args.combine:
+        raise UsageError("several adapters are given; say how they become one: --combine linear|ties|dare_linear")
+    if len(source.adapters) == 1 and (args.combine or not args.merge):
+        raise UsageError("one adapter is a folder already; --merge writes it into its base, --adapter adds another one")
+    if args.weights and len(args.weights) != len(source.adapters):
+        raise UsageError(f"--weights has {len(args.weights)} numbers for {len(source.adapters)} adapters")
+    if args.check:
+        raise UsageError("--check compares an export with its run, and this is none")
+    if args.out is None or (args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))):
+        raise UsageError("--out FOLDER is needed, an empty or a new folder")
 
-    set_environment(spec, Decisions(spec.strict))
-    load_torch(spec.device.name)
+
+def _other_formats(folder: Path) -> str:
+    """The commands that make a GGUF file and an Ollama model of a Hugging Face folder."""
+    from runner.run_dir.folder import display_path
+
+    folder = folder.resolve()
+    called = folder.parent.name if folder.name.startswith("export") else folder.name
+    path, name = shlex.quote(display_path(folder)), re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")
+    return (
+        f"gguf     python llama.cpp/convert_hf_to_gguf.py {path} --outfile {name}.gguf\n"
+        f"ollama   echo 'FROM ./{name}.gguf' > Modelfile && ollama create {name} -f Modelfile"
+    )
 
 
 def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
@@ -210,27 +321,39 @@ def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
     return "latest", list(words)
 
 
-def _resolve_run(args: Namespace) -> tuple[RunFolder, list[str], ComposedJob]:
-    """The run, the words that are prompts, and its job with the allowed overrides. Raises UsageError."""
-    settings = [word for word in args.words if _is_setting(word)]
-    for word in settings:
+def resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
+    """The model meant, the words that are prompts, and what `load_source` takes beside it. Raises UsageError."""
+    set_words = [word for word in args.words if _is_setting(word)]
+    for word in set_words:
         if not USABLE.match(word):
             prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
             raise UsageError(
-                f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
+                f"run {args.verb}: only device=…, model.dtype=…, model.path=… and {TRUST}… can be set, not "
+                f"{word}{prompt}"
             )
-    from runner.run_dir.folder import display_path, find_trained_run
+    where, words = _split_run([word for word in args.words if word not in set_words])
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in set_words)}
+    from runner.inference.model_source import parse_source
 
-    words = [word for word in args.words if word not in settings]
-    where, words = _split_run(words)
-    folder, passed_over = find_trained_run(where)
-    if passed_over is not None:
-        from runner.launch.local import read_status
+    base = values.get("model.path") or args.base
+    source = parse_source(where, checkpoint=args.checkpoint, base=base, adapters=args.adapter or ())
+    trust = yaml.safe_load(values.get("model.trust_remote_code", "false")) is True
+    device = _device_section(source, [word for word in set_words if word.lstrip("+").startswith("device")])
+    settings = {"device": device, "dtype": values.get("model.dtype"), "trust_remote_code": trust}
+    return source, [*words, *args.literal], settings
 
-        failed = read_status(passed_over).get("state") == "failed"
-        why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
-    return folder, [*words, *args.literal], re_decode(folder.spec, settings)
+
+def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any] | None:
+    """The device of a spec: what is typed, on top of a run's own; None = nothing is typed."""
+    if not words:
+        return None
+    from runner.run_dir.folder import RunFolder, read_mapping
+
+    own = read_mapping(RunFolder(Path(source.path)).spec)["device"] if source.kind == "run" else {"name": "auto"}
+    if any(word.lstrip("+").startswith("device=") for word in words):
+        return dict(compose_job([*words, "tracker=none"]).data["device"])
+    typed = compose_job([f"device={own['name']}", *words, "tracker=none"]).data["device"]
+    return {**own, **{key: typed[key] for key in (word.partition("=")[0].rpartition(".")[2] for word in words)}}
 
 
 def _is_setting(word: str) -> bool:
@@ -243,7 +366,7 @@ def _trust(words: Sequence[str]) -> list[str]:
     return [w for w in words if w.startswith(TRUST)]
 
 
-def _check_sampling(args: Namespace) -> None:
+def check_sampling(args: Namespace) -> None:
     for name, value, good in (
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),

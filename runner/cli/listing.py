@@ -21,6 +21,7 @@ from runner.spec import suggest
 from runner.spec.migrate import table
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of, job_schema, recipe_schema
+from runner.tracker.text import print_text
 
 ROOT = "<root>"  # what Hydra calls the parent of job.yaml
 PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
@@ -38,7 +39,7 @@ def show(args: Namespace) -> int:
         sources = loader.get_sources()
         found = {group: group_options(sources, group) for group in wanted}
         for index, group in enumerate(group for group in wanted if found[group] or args.words):
-            print(("\n" if index else "") + group)
+            print_text(("\n" if index else "") + group)
             print_table([(name, option_summary(sources, group, name, registry)) for name in found[group]])
     return 0
 
@@ -81,7 +82,7 @@ def info(args: Namespace) -> int:
             rows.append((label(path, sources), entry.package or "_global_", file, parent))
     _columns(rows)
     for note in drafted.notes:
-        print(f"\nnote: {note}")
+        print_text(f"\nnote: {note}")
     if drafted.problems:
         raise SpecError(drafted.problems)
     return 0
@@ -95,7 +96,7 @@ def source_url(source: ConfigSource) -> str:
 def _columns(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print_text("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
 def option_summary(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
@@ -130,4 +131,4 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
     """Two columns, indented."""
     width = max((len(left) for left, _ in rows), default=0)
     for left, right in rows:
-        print(f"  {left.ljust(width)}  {right}".rstrip())
+        print_text(f"  {left.ljust(width)}  {right}".rstrip())

@@ -14,15 +14,17 @@ from collections.abc import Sequence
 
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
-from runner.core.errors import Interrupted, RunnerError
+from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.imports import import_frozen, plugin_warnings
-from runner.tracker.text import escape_controls
+from runner.tracker.text import print_text
 
 HANDLERS = {
     "run": "runner.cli.job:run",
     "resume": "runner.cli.job:resume",
     "status": "runner.cli.report:show",
     "infer": "runner.cli.job:infer",
+    "chat": "runner.cli.chat:run",
+    "serve": "runner.cli.serve:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",
     "doctor": "runner.cli.doctor:show",
@@ -48,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run_verb(words)
     except Interrupted as stop:  # what the user wanted, and no error
-        print(escape_controls(str(stop)), file=sys.stderr)
+        print_text(str(stop), file=sys.stderr)
         return stop.exit_code
     except RunnerError as error:
         if debug:
@@ -69,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run_verb(words: list[str]) -> int:
     """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise EnvironmentProblem("the current folder was deleted; change to another one: cd FOLDER") from error
     completing = _completing(words)
     try:
         if (verb := plugin_verb(words)) is not None:
@@ -76,7 +82,7 @@ def _run_verb(words: list[str]) -> int:
         return _dispatch(_parse(completing))
     finally:
         for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
-            print(f"warning: {escape_controls(str(text))}", file=sys.stderr)
+            print_text(f"warning: {text}", file=sys.stderr)
 
 
 def _parse(words: list[str]) -> Namespace:
@@ -93,7 +99,7 @@ def _parse(words: list[str]) -> Namespace:
 
 def _dispatch(args: Namespace) -> int:
     if args.version:
-        print(f"run {__version__}")
+        print_text(f"run {__version__}")
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
@@ -109,7 +115,10 @@ def _completing(words: list[str]) -> list[str]:
 
 def _print_error(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(("\033[31merror:\033[0m " if red else "error: ") + escape_controls(message), file=sys.stderr)
+    from runner.run_dir.manifest import redact  # here, because only an error needs it
+
+    print("\033[31merror:\033[0m " if red else "error: ", end="", file=sys.stderr)
+    print_text(redact(message), file=sys.stderr)  # in a sweep or a queue, the screen is a file
 
 
 def _our_bug(error: Exception, debug: bool) -> str:

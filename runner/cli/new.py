@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from runner.cli.args import UsageError
 from runner.spec import suggest
+from runner.tracker.text import print_text
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 PROJECT = """[build-system]
@@ -345,6 +346,6 @@ def create(args: Namespace) -> int:
     files = {"pyproject.toml": PROJECT, "$module.py": skeleton.module, "test_$module.py": skeleton.test}
     for path, text in files.items():
         (folder / Template(path).substitute(texts)).write_text(Template(text).substitute(texts), encoding="utf-8")
-    print(f"wrote    {folder}\ntest it  pip install ./{folder} && python -m pytest {folder}")
-    print(f"try it   {Template(skeleton.try_it).substitute(texts)}")
+    print_text(f"wrote    {folder}\ntest it  pip install ./{folder} && python -m pytest {folder}")
+    print_text(f"try it   {Template(skeleton.try_it).substitute(texts)}")
     return 0

@@ -18,6 +18,7 @@ from runner.device.cards import CARDS, DEFAULT_CARDS, Card
 from runner.run_dir.folder import display_path
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.tracker.text import print_text
 
 
 def show(args: Namespace) -> int:
@@ -27,7 +28,7 @@ def show(args: Namespace) -> int:
         re_decode(spec_file, args.words, args.config_dir) if spec_file else compose_job(args.words, args.config_dir)
     )
     for note in composed.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     spec = composed.spec
     card = _card(args.card, spec)
     from runner.tools.plan import plan_text
@@ -37,7 +38,9 @@ def show(args: Namespace) -> int:
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
     given = (spec, plan, card, advice)
-    print(json.dumps(plan_text.as_json(*given), indent=1) if args.json else "\n".join(plan_text.plan_lines(*given)))
+    print_text(
+        json.dumps(plan_text.as_json(*given), indent=1) if args.json else "\n".join(plan_text.plan_lines(*given))
+    )
     return 0
 
 
@@ -75,13 +78,13 @@ def _record(args: Namespace) -> int:
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
     for note in composed.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     recording = run_parity.record_steps(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
     steps = "1 step" if len(recording.steps) == 1 else f"{len(recording.steps)} steps"
-    print(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
+    print_text(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
     if recording.no_gradient_note:
-        print(f"note: {recording.no_gradient_note}", file=sys.stderr)
-    print(f"compare  run parity --compare {display_path(path)} device=npu")
+        print_text(f"note: {recording.no_gradient_note}", file=sys.stderr)
+    print_text(f"compare  run parity --compare {display_path(path)} device=npu")
     return 0
 
 
@@ -106,7 +109,7 @@ def _compare(args: Namespace) -> int:
     recorded = recording.read(args.compare)
     spec = _compose_recorded(recorded.spec, args.words).spec
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    run_parity.compare_with(recorded, spec, tolerance, lambda lines: print("\n".join(lines)))
+    run_parity.compare_with(recorded, spec, tolerance, lambda lines: print_text("\n".join(lines)))
     print("\nthey agree")
     return 0
 

@@ -14,6 +14,7 @@ from runner.sweep.plan import SweepFolder
 from runner.tools.report import diff as differ
 from runner.tools.report.page import write_page
 from runner.tools.report.run_status import read_run_status, status_lines
+from runner.tracker.text import print_text
 
 
 def report(args: Namespace) -> int:
@@ -26,7 +27,7 @@ def report(args: Namespace) -> int:
     folder = find_run(where)
     path = args.out or folder.report
     write_page(folder, path)
-    print(display_path(path))
+    print_text(display_path(path))
     return 0
 
 
@@ -35,10 +36,10 @@ def diff(args: Namespace) -> int:
     if len(args.words) != 2:
         raise UsageError("run diff: two runs are expected, e.g. run diff outputs/2026-11-21/101500-a-3f2a latest")
     first, second = (find_run(where) for where in args.words)
-    print("\n".join(differ.diff_lines(first, second)))
+    print_text("\n".join(differ.diff_lines(first, second)))
     if args.out:
         differ.write_page(first, second, args.out)
-        print(f"\npage     {display_path(args.out)}")
+        print_text(f"\npage     {display_path(args.out)}")
     return 0
 
 
@@ -50,5 +51,5 @@ def show(args: Namespace) -> int:
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep status {where}; a job of it: run status {where}/000")
     found = read_run_status(find_run(where))
-    print(json.dumps(found.plain(), indent=1) if args.json else "\n".join(status_lines(found)))
+    print_text(json.dumps(found.plain(), indent=1) if args.json else "\n".join(status_lines(found)))
     return 0

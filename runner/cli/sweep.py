@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,20 @@ from runner.cli.job_builder import SPEC, compose_job, re_decode
 from runner.cli.overrides import TRUST, read_overrides
 from runner.cli.sweep_axes import decode_sweep_options, metric_directions
 from runner.core.errors import Problem, SpecError
+from runner.launch.preflight import mask_secrets
+from runner.run_dir.manifest import redact
 from runner.spec import suggest
 from runner.spec.evaluation import unmeasured_reason
 from runner.spec.job import JobSpec
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
-from runner.sweep.config import SweepConfig
+from runner.sweep.config import SweepConfig, as_tuple
 from runner.sweep.executor import Cards, request_of
+from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose, load_optuna, search_problems
 from runner.sweep.space import SearchSpace
+from runner.tracker.text import print_text
 
 
 def start_sweep(args: Namespace) -> int:
@@ -36,16 +41,19 @@ def start_sweep(args: Namespace) -> int:
         raise UsageError("--folder is for one run; a sweep makes its own folder below outputs/sweeps/")
     expansion = expand(args.words, args.config_dir, args.spec and _spec_file(args.spec))
     for note in expansion.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     if args.cfg:
         documents = [member.composed.data for member in expansion.members]
         print(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, explicit_start=True), end="")
         return 0
+    expansion = _mask_secrets(expansion)
     specs = [member.composed.spec for member in expansion.members]
     options = expansion.options
     if options.on == "local":
         for one in {repr(spec.device): spec for spec in specs}.values():
             one.device.preflight()
+    if problems := metric_problems(as_tuple(options.metric), specs):
+        raise SpecError(problems)
     if options.search:
         _refuse_search(expansion, options)
     with make_executor(options) as executor:
@@ -90,7 +98,7 @@ def make_plan(folder: SweepFolder, args: Namespace, expansion: Expansion, cards:
     """What is written of a sweep before it begins; `cards`: the kinds of card where its jobs run."""
     members, options, prefix = expansion.members, expansion.options, _prefix(args)
     base, specs = _with_sweep_tracker(members[0], folder), [member.composed.spec for member in members]
-    head = (_name(specs), tuple(args.words), base)
+    head = (_name(specs), tuple(map(redact, args.words)), base)
     said, best = options.model_dump(mode="json", exclude={"over"}, exclude_unset=True), rankings(options, specs)
     if options.search:
         where = (str(path.absolute()) if path else None for path in (args.config_dir, args.spec))
@@ -126,6 +134,18 @@ def _job(
         need=request_of(member.composed.spec, cards),
         again=tuple(word for word in typed if word.lstrip("+").startswith(TRUST)),
     )
+
+
+def _mask_secrets(expansion: Expansion) -> Expansion:
+    """The jobs as they may be written to sweep.json. Raises SecurityError for a secret that cannot be masked."""
+    noted: set[str] = set()
+    members = []
+    for member in expansion.members:
+        spec = mask_secrets(member.composed.spec, member.composed.origins, noted)
+        words = [redact(word) for word in member.composed.overrides]
+        composed = replace(member.composed, spec=spec, data=spec.model_dump(mode="json"), overrides=words)
+        members.append(SweepMember(composed, {key: redact(value) for key, value in member.varied.items()}))
+    return replace(expansion, members=tuple(members), fixed=tuple(map(redact, expansion.fixed)))
 
 
 def _spec_file(path: Path) -> Path:

@@ -85,31 +85,35 @@ class Batch:
         }
 
 
-def pack(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Batch:
-    """Lay rows end to end, each row its own unit; the weight of each row's first token is set to 0.
+def pack(
+    ids: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
+    branches: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """Lay rows end to end, each its own unit; the weight of each unit's first token is set to 0.
 
-    ids and weights have N rows of equal lengths. Raises ValueError for an empty row and for other lengths.
+    ids and weights have N rows of equal lengths. branches: of each, where the continuations of its beginning start;
+    the beginning and each of these is then a row of the unit. Raises ValueError for an empty row and for other lengths.
     """
-    if not ids or any(len(row) == 0 for row in ids):
+    edges = [(0, *(branches[at] if branches else ()), len(row)) for at, row in enumerate(ids)]
+    if not ids or any(stop <= start for edge in edges for start, stop in pairwise(edge)):
         raise ValueError("a batch needs at least one row and no row may be empty")
     sizes = list(map(len, ids))
     if sizes != list(map(len, weights)):
         raise ValueError("every token needs a weight, and every weight a token")
-    lengths = torch.tensor(sizes)
+    lengths = torch.tensor([stop - start for edge in edges for start, stop in pairwise(edge)])
+    unit = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(edge) - 1 for edge in edges]))
     starts = torch.cumsum(lengths, 0) - lengths
+    roots = torch.tensor([0, *accumulate(sizes)][:-1])
+    shared = torch.tensor([edge[1] if at else 0 for edge in edges for at in range(len(edge) - 1)])
     index = torch.arange(sum(sizes))
-    positions = index - torch.repeat_interleave(starts, lengths)
+    positions = index - torch.repeat_interleave(starts - shared, lengths)
+    parent = index - 1
+    parent[starts] = torch.where(shared > 0, roots[unit] + shared - 1, -1)
     weight = flatten_rows(weights, np.float32)
-    weight[starts] = 0.0
-    return Batch(
-        tokens={
-            "ids": flatten_rows(ids, np.int64),
-            "positions": positions,
-            "parent": torch.where(positions == 0, -1, index - 1),
-            "weight": weight,
-        },
-        rows={"lengths": lengths, "unit": torch.arange(len(ids))},
-    )
+    weight[roots] = 0.0
+    tokens = {"ids": flatten_rows(ids, np.int64), "positions": positions, "parent": parent, "weight": weight}
+    return Batch(tokens, rows={"lengths": lengths, "unit": unit})
 
 
 def flatten_rows(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:

@@ -147,9 +147,10 @@ def render_problems(problems: Sequence[Problem]) -> str:
     """The table of problems as the user sees it: key and message left, who set it right."""
     count = len(problems)
     head = f"the job spec has {count} problem{'s' if count != 1 else ''}"
-    bodies = [f"{p.key}: {p.message}" if p.key else p.message for p in problems]
-    width = min(max(map(len, bodies), default=0), 100)
-    lines = [
-        f"  {b.ljust(width)}  [{p.origin}]" if p.origin else f"  {b}" for b, p in zip(bodies, problems, strict=True)
-    ]
-    return "\n".join([head, *lines])
+    bodies = [(f"{p.key}: {p.message}" if p.key else p.message).split("\n") for p in problems]
+    width = min(max((len(first) for first, *_ in bodies), default=0), 100)
+    lines = [head]
+    for (first, *more), p in zip(bodies, problems, strict=True):
+        lines.append(f"  {first.ljust(width)}  [{p.origin}]" if p.origin else f"  {first}")
+        lines += [f"    {line}" for line in more]
+    return "\n".join(lines)

@@ -1,13 +1,60 @@
 """What a user can set of the data."""
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig, ItemKind, Names, Numbers, absolute_if_local
+from runner.core.errors import DataError
+from runner.spec.base import ComponentConfig, Config, ItemKind, Names, Numbers, absolute_if_local
 
 MOST_DIGITS = 18  # of all numbers of a sum together: its questions are numbered in 64 bits
+TRAINING_TEMPLATES = {"deepseek_r1": "<｜Assistant｜><think>"}  # name of a file in templates/ → mark of its family
+DropPart = Literal["reasoning", "system", "tools"]  # of a conversation: thoughts, system prompts, schemas of tools
 TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a prompt and its answers are apart
+
+
+class ChatConfig(Config):
+    """How conversations become tokens, the same in training, rollouts, environments, evaluation and `run infer`."""
+
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A jinja file, or the name of a training template of this project; null = the tokenizer's own.",
+    )
+    kwargs: dict[str, bool | int | float | str] | None = Field(
+        default=None, description="Variables for the template, e.g. {enable_thinking: false}; null = none."
+    )
+    train_on: Literal["assistant", "answers", "last", "all"] = Field(
+        default="assistant",
+        description="What sft trains on: every assistant turn, these without their reasoning (answers), the last turn, "
+        "or all tokens.",
+    )
+    drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
+        default=(), description="Parts of conversations to leave out because the template cannot write them."
+    )
+
+    def with_absolute_paths(self) -> Self:
+        """The same config with the path of a template file made absolute."""
+        file = self.template_file()
+        return self.model_copy(update={"template": absolute_if_local(str(file))}) if file else self
+
+    def template_file(self) -> Path | None:
+        """The user's own template; None for the tokenizer's and for a training template of this project."""
+        return None if self.template is None or self.template in TRAINING_TEMPLATES else Path(self.template)
+
+    def preflight(self) -> None:
+        """Raise DataError for a template that is not there; imports no tokenizer."""
+        file = self.template_file()
+        if file and not file.is_file():
+            named = ", ".join(TRAINING_TEMPLATES)
+            raise DataError(f"chat.template={file}: no such file; expected a jinja file, or one of: {named}")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.train_on == "assistant" or job.algorithm.item_kind == "sft":
+            return []
+        why = f"algorithm={job.algorithm.name} decides itself which tokens it trains on; leave it out"
+        return [("chat.train_on", f"is for sft and cpt; {why}")]
 
 
 class DataConfig(ComponentConfig):
@@ -53,11 +100,6 @@ class DataConfig(ComponentConfig):
     @property
     def is_mixture(self) -> bool:
         """Whether its sources are drawn from by weight, each at a pace of its own."""
-        return False
-
-    @property
-    def chooses_tokens(self) -> bool:
-        """Whether it says which tokens are trained on, other than the assistant's."""
         return False
 
 
@@ -127,12 +169,14 @@ class SourceConfig(DataConfig):
     mixture_weights: Numbers | None = Field(
         default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
     )
-    loss_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant",
-        description="Which tokens of a conversation sft learns (completions count as the assistant's).",
-    )
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
+    )
+    holdout: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
     )
     max_eval_examples: int | None = Field(
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
@@ -143,16 +187,27 @@ class SourceConfig(DataConfig):
     def is_mixture(self) -> bool:
         return bool(self.mixture_weights)
 
-    @property
-    def chooses_tokens(self) -> bool:
-        return self.loss_on != "assistant"
-
     def sources(self) -> tuple[str, ...]:
         """The places the training items come from."""
         raise NotImplementedError
 
+    def eval_option(self) -> str | None:
+        """The option that names held-out rows of their own, with its value; None if it is not set."""
+        raise NotImplementedError
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*self._weights_problems(), *self._columns_problems(), *self._kind_problems(job.algorithm)]
+        return [
+            *self._holdout_problems(),
+            *self._weights_problems(),
+            *self._columns_problems(),
+            *self._kind_problems(job.algorithm),
+        ]
+
+    def _holdout_problems(self) -> list[tuple[str, str]]:
+        other = self.eval_option()
+        if self.holdout is None or other is None:
+            return []
+        return [("data.holdout", f"{self.holdout:g}, and {other} names the held-out rows; leave one of them out")]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
         if self.mixture_weights is None:
@@ -178,9 +233,6 @@ class SourceConfig(DataConfig):
         if algorithm.item_kind == "sft":
             return []
         found = []
-        if self.loss_on != "assistant":
-            why = f"algorithm={algorithm.name} decides itself which tokens are learnt; leave it out"
-            found.append(("data.loss_on", f"is for sft and cpt; {why}"))
         if self.truncation not in TREE_RULES:
             why = f"algorithm={algorithm.name} needs whole answers"
             found.append(
@@ -190,16 +242,18 @@ class SourceConfig(DataConfig):
 
 
 class FileConfig(SourceConfig):
-    """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
+    """Local files: JSONL, JSON, CSV, TSV, text, Parquet, Arrow, or a folder of them."""
 
     factory: ClassVar[str] = "runner.data.prepare:build"
     name: Literal["file"] = "file"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
-        description="A file or folder, or a list of them (a mixture)."
+        description="A file, a folder, a data set saved with save_to_disk, or a list of them (a mixture)."
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
 
     def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
         return self.model_copy(update={"eval_path": self.eval_path or self.sources()[0], "path": self.sources()[0]})
 
     @property
@@ -221,6 +275,9 @@ class FileConfig(SourceConfig):
 
         validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
 
+    def eval_option(self) -> str | None:
+        return None if self.eval_path is None else f"data.eval_path={self.eval_path}"
+
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
 
@@ -239,6 +296,8 @@ class HubConfig(SourceConfig):
     revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
 
     def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
         return self.model_copy(update={"eval_split": self.eval_split or self.split})
 
     @property
@@ -247,6 +306,9 @@ class HubConfig(SourceConfig):
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    def eval_option(self) -> str | None:
+        return None if self.eval_split is None else f"data.eval_split={self.eval_split}"
 
 
 COMPONENTS = (DemoConfig, FileConfig, HubConfig)

@@ -1,7 +1,7 @@
 """The data of a job: tokenised rows as Arrow tables, and an order over them. A table is memory-mapped from the cache on
 disk, or held in memory.
 
-    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
     cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
 
@@ -30,7 +30,7 @@ import pyarrow as pa
 
 from runner.core.errors import StorageError
 from runner.data.items import ITEMS, QUESTIONS
-from runner.data.sampling_order import RefillOrders
+from runner.data.sampling_order import RefillOrders, apportion
 from runner.interfaces import EvalQuestion
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
@@ -38,9 +38,11 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 5  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
-ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
+ROWS = pa.schema(
+    [("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
+)
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]
 Summary = dict[str, Any]
@@ -156,13 +158,23 @@ def sha256(file: Path) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out rows and how many of them are used."""
+    """Held-out rows of one or several tables, and how many of them are used."""
 
-    table: TokenizedTable
+    tables: Sequence[TokenizedTable]
     limit: int | None  # None = all
 
+    @property
+    def total(self) -> int:
+        """Number of rows of all tables."""
+        return sum(map(len, self.tables))
+
     def __len__(self) -> int:
-        return min(len(self.table), self.limit or len(self.table))
+        return min(self.total, self.limit or self.total)
+
+    def records(self) -> list[Record]:
+        """The first rows of each table, as many as are used, by the tables' sizes."""
+        counts = apportion([len(table) for table in self.tables], len(self))
+        return [record for table, count in zip(self.tables, counts, strict=True) for record in table.rows(range(count))]
 
 
 @dataclass(frozen=True)
@@ -212,4 +224,4 @@ class TokenizedData:
         return ITEMS[self.kind](record, self.tokenizer)
 
     def _held_out(self) -> list[Record]:
-        return self.evaluation.table.rows(range(len(self.evaluation))) if self.evaluation else []
+        return self.evaluation.records() if self.evaluation else []

@@ -27,12 +27,21 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from runner.data.config import DemoConfig
+from runner.data.config import ChatConfig, DemoConfig
 from runner.data.examples import AnswersExample, ChatExample, Example, Message, PromptExample, Reading, held_out_reading
 from runner.data.items import ITEMS, QUESTIONS, LengthLimit, TruncationCounts
 from runner.data.readers import Problems, SourceLocation
 from runner.data.sampling_order import ProportionalOrder, RefillOrders, permutation, random_stream
-from runner.data.tokenization import EncodedAnswers, EncodedExample, ExampleTokenizer, digest, encode, tokenizer_digest
+from runner.data.tokenization import (
+    EncodedAnswers,
+    EncodedExample,
+    EncodedRows,
+    ExampleTokenizer,
+    digest,
+    encode,
+    share_prefix,
+    tokenizer_digest,
+)
 from runner.interfaces import Decide, EvalQuestion
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
@@ -150,7 +159,8 @@ class DemoData:
 
     def __init__(self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind) -> None:
         self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed
-        self.fingerprint = digest(config.model_dump(), kind, seed, tokenizer_digest(tokeniser.tokenizer))
+        chat = tokeniser.chat.model_dump(mode="json", exclude={"template"})
+        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokeniser.tokenizer))
         self._task = make_task(config)
         self._numbers = draw_numbers(self._task.space, config.held_out + config.items, seed)
         self._rounds = RefillOrders(
@@ -215,7 +225,7 @@ class DemoData:
         problems = Problems("data", "demo")
         rows = encode(self.tokeniser, [self._example(index, reading) for index in indices], problems)
         problems.raise_if_any()
-        return rows
+        return [share_prefix(row.rows) or row.rows[-1] if isinstance(row, EncodedRows) else row for row in rows]
 
     def _example(self, index: int, reading: Reading) -> Example:
         place, number = SourceLocation("demo", index + 1, "item"), self._numbers[index]
@@ -251,12 +261,14 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> DemoData:
     """The demo's data; `cache_dir` is not used, as generating is faster than reading.
 
     Raises DataError where the tokenizer has no chat template or items are too long.
     """
-    data = DemoData(config, ExampleTokenizer(tokenizer, "assistant" if kind == "sft" else "completion"), seed, kind)
+    tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
+    data = DemoData(config, tokeniser, seed, kind)
     for note in sorted(data.tokeniser.notes):
         decide("data.end_token", "learnt", "not learnt", f"data=demo: {note}")
     return data

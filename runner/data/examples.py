@@ -79,11 +79,28 @@ def _message_fault(message: Message) -> str | None:
         return None
     if "content" not in message:
         return f": no content; expected the keys role and content, found {', '.join(message)}"
+    if isinstance(content, list):
+        other = next((part for part in content if not (isinstance(part, str) or _is_text_part(part))), None)
+        if other is not None:
+            kind = other.get("type", "no type") if isinstance(other, dict) else json_type_name(other)
+            return f".content: expected parts of type text, found {kind}; only text can be trained on"
+        content = join_text_parts(content)
     if not isinstance(content, str):
         return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         return f".content: the {role}'s turn is empty; expected text"
     return None
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def join_text_parts(content: Any) -> Any:
+    """The text of a list of text parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def _role_fault(message: Message) -> str:
@@ -325,8 +342,9 @@ def _as_text(value: Any) -> str:
 
 def _last_assistant_text(messages: Sequence[Message]) -> Any:
     """What the assistant says last; messages that say nothing stay as they are."""
-    said = [m["content"] for m in messages if m.get("role") == "assistant" and isinstance(m.get("content"), str)]
-    return said[-1] if said else list(messages)
+    said = [join_text_parts(m.get("content")) for m in messages if m.get("role") == "assistant"]
+    texts = [text for text in said if isinstance(text, str)]
+    return texts[-1] if texts else list(messages)
 
 
 def _tools(row: Row) -> Tools:

@@ -7,18 +7,18 @@ tokenizer.
     prompts    prompt, and any columns for rewards                                questions  prompt + answer
 
 The first row decides; each later row must have the same format. `text` is text and `messages` a conversation;
-the others may be either. A conversation may have a column `tools`, a pair a `margin`.
+the others may be either. A conversation may have a column `tools`, a pair a `margin`. Rows of other projects' formats
+(ShareGPT, Alpaca, query/response) are converted first; see runner/data/conversions.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
+from runner.data.conversions import Conversion, find_conversion
 from runner.data.examples import (
     AnswersExample,
     Example,
@@ -35,7 +35,8 @@ from runner.data.examples import (
     question_example,
     text_example,
 )
-from runner.data.readers import FileList, Problems, Row, SourceLocation, find_files, json_type_name, read_file
+from runner.data.files import find_sources
+from runner.data.readers import Problems, Row, SourceLocation, json_type_name
 from runner.spec.base import ItemKind
 
 
@@ -99,6 +100,13 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "judged": "with a label, these are judged answers (algorithm=kto)",
     "sft": "these are answers to imitate (algorithm=sft)",
 }
+CONVERTED: dict[Reading, Columns] = {  # what rows of other projects' formats become
+    "sft": ("messages",),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "judged": ("prompt", "completion", "label"),
+    "prompts": ("prompt",),
+    "questions": ("prompt", "answer"),
+}
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
@@ -113,26 +121,37 @@ class Format:
 
     columns: Columns
     chat: bool  # made of messages, not of text
+    conversion: Conversion | None = None  # from the format of another project
 
     def __str__(self) -> str:
         name = "+".join(self.columns)
-        return name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        name = name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        return f"{self.conversion.name} → {name}" if self.conversion else name
 
 
 class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
-    ignored: columns that are not read; given: columns that rewards (held out: environments) see; alike: number of pairs
-    left out because their answers are the same; several_turns: number of rows whose answers are more than one message
+    ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see;
+    converted: those that a conversion made messages of; num_identical_pairs: pairs left out because their answers
+    are the same; num_several_turns: rows whose answers are more than one message
     """
 
-    def __init__(self, problems: Problems, reading: Reading, columns: Mapping[str, str] | None = None) -> None:
-        self.problems, self.reading = problems, reading
+    def __init__(
+        self,
+        problems: Problems,
+        reading: Reading,
+        columns: Mapping[str, str] | None = None,
+        keep: Callable[[Format, Row], bool] = lambda form, row: True,
+    ) -> None:
+        """`keep`: whether a row becomes an example; the others are only looked at."""
+        self.problems, self.reading, self.keep = problems, reading, keep
         self.renaming = Renaming(columns)
         self.format: Format | None = None
         self.first: SourceLocation | None = None
         self.ignored: set[str] = set()
         self.reward_columns: set[str] = set()
+        self.converted: set[str] = set()
         self.num_identical_pairs = self.num_several_turns = 0
 
     def examples(self, rows: Iterable[Row]) -> Iterator[Example]:
@@ -141,13 +160,17 @@ class FormatCheck:
             if self.format is None:
                 self.format, self.first = detect_format(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add_fault(row.place, _unknown(row.value, self.reading))
+                self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
                 return
-            row = self._select_columns(self.format, row)
             try:
+                row = self._convert(self.format, row)
+                if not self.keep(self.format, row):
+                    continue
+                row = self._select_columns(self.format, row)
                 example = self._example(self.format, row)
             except RowError as fault:
-                self.problems.add_fault(row.place, str(fault))
+                said = f" (read as {self.format.conversion.name})" if self.format.conversion else ""
+                self.problems.add_fault(row.place, f"{fault}{said}")
                 continue
             if not self._count_identical_pair(example):
                 yield example
@@ -159,6 +182,15 @@ class FormatCheck:
         self.num_several_turns += example.has_several_turns()
         self.num_identical_pairs += example.is_identical_pair()
         return example.is_identical_pair()
+
+    def _convert(self, form: Format, row: Row) -> Row:
+        """The row in the columns of this project; notes the columns and the keys that it was made of."""
+        if form.conversion is None:
+            return row
+        value, used, unread = form.conversion.apply(row.value, self.reading)
+        self.converted.update(used)
+        self.ignored |= unread
+        return replace(row, value=value)
 
     def _select_columns(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
@@ -188,8 +220,18 @@ class FormatCheck:
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     """The format of a row, by its columns and the type of the first of them; None if it is none of the reading's.
 
-    A prompt in words beside answers that are whole conversations is left to these, which begin with it.
+    A prompt in words beside answers that are whole conversations is left to these, which begin with it. Formats of
+    other projects come after those with `prompt` and before `text` and answers that begin alike: Alpaca's own data have
+    a column `text` too.
     """
+    found = _detect_own_format(value, reading)
+    if found is not None and found.columns[0] == "prompt":
+        return found
+    conversion = find_conversion(value, reading)
+    return Format(CONVERTED[reading], chat=True, conversion=conversion) if conversion else found
+
+
+def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     for columns in FORMATS[reading]:
         if all(name in value for name in columns):
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
@@ -204,14 +246,12 @@ def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
 
 
-def _unknown(value: Mapping[str, Any], reading: Reading) -> str:
+def _unknown_format(value: Mapping[str, Any], reading: Reading) -> str:
     return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
 
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     """What the row may be, and what to type."""
-    if "conversations" in value:
-        return "; rename `conversations` to `messages`, and its keys from/value to role/content"
     renamed = {
         next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
     }
@@ -228,36 +268,6 @@ def _hint(value: Mapping[str, Any], reading: Reading) -> str:
 
 
 PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one
-
-
-@dataclass(frozen=True)
-class FileSource:
-    """A file or a folder of files, in the order of their names."""
-
-    name: str
-    file_list: FileList
-    key: str = "data.path"
-
-    def digest(self) -> str:
-        """sha256 over the names and bytes of all files."""
-        total = hashlib.sha256()
-        for file in self.file_list.files:
-            with file.open("rb") as handle:
-                total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-        return total.hexdigest()
-
-    def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
-        """The rows of every file, of each the first `most`."""
-        for file in self.file_list.files:
-            yield from islice(read_file(file, problems), most)
-
-
-def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
-    """(training sources, held-out source). Raises DataError for a path where no data file is."""
-    training = [FileSource(path, find_files(path)) for path in paths]
-    if eval_path is None:
-        return training, None
-    return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")
 
 
 def validate_files(

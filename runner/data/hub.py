@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import HubConfig
+from runner.data.config import ChatConfig, HubConfig
 from runner.data.dataset import sha256
+from runner.data.files import without_nulls
 from runner.data.prepare import SourcePreparation, build_data
-from runner.data.readers import Problems, Row, SourceLocation, without_nulls
+from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -78,10 +79,12 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> Data:
     """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
     training = [load_split(config, path, config.split) for path in config.sources()]
     held_out = None
     if config.eval_split is not None:
         held_out = load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
-    return build_data(SourcePreparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    return build_data(prepare, training, held_out, seed)

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Reading
 from runner.data.readers import Problems
-from runner.data.tokenization import EncodedAnswers, EncodedExample
+from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
 from runner.interfaces import EvalQuestion, LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.spec.base import ItemKind
 
@@ -47,10 +47,21 @@ class TruncationCounts:
     overlong: int = 0
     cut_tokens: int = 0
     left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
+    branched: int = 0  # rows whose turns are trained on under different contexts
+    plain_tokens: int = 0  # of these rows, each conversation once
+    branched_tokens: int = 0  # of these rows as they are trained on
 
     def __str__(self) -> str:
-        learnt = f", {self.learnt} of them learnt" if self.learnt else ""
+        learnt = f", {self.learnt} of them trained on" if self.learnt else ""
         return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
+
+    def branches_text(self) -> str:
+        """What training on every turn under its own context costs; empty where no template rewrites history."""
+        if not self.branched:
+            return ""
+        times = self.branched_tokens / self.plain_tokens
+        why = "the chat template rewrites earlier turns, so each turn has a row with the context that generation sees"
+        return f"{self.branched} of {self.rows} rows: {why}; {times:.2g} times their tokens (chat.train_on=last: once)"
 
     def count_row(self, length: int) -> None:
         """Count a row of `length` tokens."""
@@ -73,9 +84,12 @@ class LengthLimit:
     reading: Reading = "sft"
 
     def apply(
-        self, row: EncodedExample | EncodedAnswers, tally: TruncationCounts, problems: Problems
+        self, row: EncodedExample | EncodedRows | EncodedAnswers, tally: TruncationCounts, problems: Problems
     ) -> Iterator[EncodedExample | EncodedAnswers]:
-        """The items that a row becomes: one, none, or several; faults go to `problems`."""
+        """The items that a row of data becomes: one, none, or several; faults go to `problems`."""
+        if isinstance(row, EncodedRows):
+            yield from self._apply_to_rows(row, tally, problems)
+            return
         length = self._length(row)
         tally.count_row(length)
         if _is_empty(row):
@@ -85,9 +99,37 @@ class LengthLimit:
         elif length <= self.max_length:
             yield _count_item(row, tally)
         elif self.rule == "error":
-            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
+            tally.overlong += 1
+            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}")
         else:
             yield from self._truncate(row, length, tally)
+
+    def _apply_to_rows(
+        self, example: EncodedRows, tally: TruncationCounts, problems: Problems
+    ) -> Iterator[EncodedExample]:
+        """Items of several rows that share their beginning, each item of at most max_length tokens."""
+        alone = TruncationCounts()
+        rows = [r for row in example.rows for r in self.apply(row, alone, problems) if isinstance(r, EncodedExample)]
+        tally.count_row(alone.longest)
+        tally.overlong += alone.overlong > 0
+        tally.left_out += alone.left_out > 0
+        tally.cut_tokens += alone.cut_tokens
+        tally.branched += 1
+        tally.plain_tokens += len(example.rows[-1].ids)
+        groups: list[list[EncodedExample]] = []
+        items: list[EncodedExample] = []
+        for row in rows:
+            joined = share_prefix([*groups[-1], row]) if groups else None
+            if joined is not None and len(joined.ids) <= self.max_length:
+                groups[-1].append(row)
+                items[-1] = joined
+            else:
+                groups.append([row])
+                items.append(row)
+        for item in items:
+            tally.branched_tokens += len(item.ids)
+            _count_item(item, tally)
+            yield item
 
     def _length(self, row: EncodedExample | EncodedAnswers) -> int:
         if isinstance(row, EncodedExample):
@@ -119,13 +161,14 @@ class LengthLimit:
             pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
         return [piece for piece in pieces if any(piece.learnt)]
 
-    def _way_out(self) -> str:
-        if self.reading != "sft":
-            return "raise data.max_length, or set data.truncation to skip or truncate_left (of the prompt)"
-        return (
-            "raise data.max_length, or set data.truncation to skip, truncate_left, truncate_right (or "
-            "split: plain text)"
-        )
+    def way_out(self, tally: TruncationCounts) -> str:
+        """What to type where rows are refused because of their length, counted to the end; empty if none is."""
+        if self.rule != "error" or not tally.overlong:
+            return ""
+        cut = "skip, truncate_left or truncate_right (split: of plain text)"
+        rules = cut if self.reading == "sft" else "skip or truncate_left (of the prompt)"
+        rows = "1 row is" if tally.overlong == 1 else f"{tally.overlong} of {tally.rows} rows are"
+        return f"{rows} too long; type data.max_length={tally.longest} to keep all, or data.truncation={rules}"
 
     def report(self, tally: TruncationCounts) -> str:
         """What the rule did, in words; empty if no row was too long."""
@@ -166,7 +209,9 @@ Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
     """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
-    return TokenizedExample(tuple(record["ids"]), tuple(map(float, record["learnt"])))
+    return TokenizedExample(
+        tuple(record["ids"]), tuple(map(float, record["learnt"])), tuple(record.get("branches") or ())
+    )
 
 
 def preference_pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> PreferencePair:
@@ -194,7 +239,10 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
     """
     ids, first, last = record["ids"], record["first"], record["last"]
     whole = tokenized_example(record, tokenizer)
-    return _question(tokenizer, whole, ids[:first], ids[first:last]) if last else EvalQuestion(whole)
+    if not last:
+        return EvalQuestion(whole)
+    context = [*ids[: whole.branches[0]], *ids[whole.branches[-1] : first]] if whole.branches else ids[:first]
+    return _question(tokenizer, whole, context, ids[first:last])
 
 
 def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
@@ -213,6 +261,7 @@ def _question(
         prompt_ids=tuple(prompt),
         prompt=str(tokenizer.decode(list(prompt))),
         answer=str(tokenizer.decode(list(answer), skip_special_tokens=True)),
+        answer_ids=tuple(answer),
     )
 
 

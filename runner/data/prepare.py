@@ -18,7 +18,7 @@ import tokenizers
 import transformers
 
 from runner.core.errors import DataError
-from runner.data.config import FileConfig, SourceConfig
+from runner.data.config import ChatConfig, FileConfig, SourceConfig
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -32,7 +32,9 @@ from runner.data.dataset import (
     load_or_build,
 )
 from runner.data.examples import Reading, held_out_reading
-from runner.data.formats import FormatCheck, find_sources
+from runner.data.files import find_sources
+from runner.data.formats import Format, FormatCheck
+from runner.data.holdout import Holdout, row_key
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
@@ -61,6 +63,26 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True)
+class Portion:
+    """Rows of a source that become one table: all of them, or those on one side of data.holdout."""
+
+    source: RowSource
+    reading: Reading
+    holdout: Holdout | None = None
+    held_out: bool = False
+
+    @property
+    def where(self) -> str:
+        """The option that named the source, and the source."""
+        named = f"{self.source.key}={self.source.name}"
+        return f"held out of {named}" if self.holdout and self.held_out else named
+
+    def keeps(self, form: Format, row: Row) -> bool:
+        """Whether the row belongs to it."""
+        return self.holdout is None or self.holdout.is_held_out(form, row) == self.held_out
+
+
+@dataclass(frozen=True)
 class SourcePreparation:
     """Turns a source into a table of tokens, by the job's options."""
 
@@ -69,40 +91,65 @@ class SourcePreparation:
     decide: Decide
     cache_dir: Path
     kind: ItemKind
+    chat: ChatConfig
 
-    def key(self, source: RowSource, reading: Reading) -> str:
-        """sha256 of everything that the source's items depend on."""
+    def key(self, portion: Portion) -> str:
+        """sha256 of everything that the portion's items depend on."""
+        source, reading = portion.source, portion.reading
         options = {name: getattr(self.config, name) for name in ("max_length", "truncation", "rename_columns")}
-        learnt = self.config.loss_on if reading == "sft" else None
-        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, learnt)
+        side = [portion.holdout.fraction, portion.held_out] if portion.holdout else []
+        chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
+        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
 
-    def table(self, source: RowSource, reading: Reading, key: str) -> tuple[TokenizedTable, Summary]:
-        """The source's table, from the cache where it is; what was found in the rows is said either way."""
+    def table(self, portion: Portion, key: str) -> tuple[TokenizedTable, Summary]:
+        """The portion's table, from the cache where it is; what was found in the rows is said either way."""
 
         def fill(write: Write) -> Summary:
-            return self._fill(source, reading, write)
+            return self._fill(portion, write)
 
-        schema = ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
+        schema = ROWS if portion.reading == "sft" else PROMPTS_WITH_ANSWERS
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
             table, summary = load_or_build(folder, schema, fill, self._report_damage)
         else:
             table, summary = build_in_memory(schema, fill)
-        self._report_source(source, reading, summary)
+        self._report_source(portion, summary)
         return table, summary
 
-    def _fill(self, source: RowSource, reading: Reading, write: Write) -> Summary:
-        """Write every item of the source. Raises DataError with all that is wrong with it."""
+    def holdout(self, source: RowSource) -> Holdout | None:
+        """The rule that data.holdout makes for a source; it reads the rows when it is first used."""
+        if self.config.holdout is None:
+            return None
+
+        def read_keys() -> set[int]:
+            keys: set[int] = set()
+
+            def note(form: Format, row: Row) -> bool:
+                keys.add(row_key(form, row))
+                return False
+
+            problems = Problems(source.key, source.name)  # faults are raised by who reads the rows to the end
+            for _ in FormatCheck(problems, self.kind, self.config.rename_columns, note).examples(source.rows(problems)):
+                pass
+            return keys
+
+        return Holdout(self.config.holdout, f"{source.key}={source.name}", read_keys)
+
+    def _fill(self, portion: Portion, write: Write) -> Summary:
+        """Write every item of the portion. Raises DataError with all that is wrong with it."""
+        source, reading = portion.source, portion.reading
         problems, tally = Problems(source.key, source.name), TruncationCounts()
-        check = FormatCheck(problems, reading, self.config.rename_columns)
-        tokeniser = ExampleTokenizer(self.tokenizer, self.config.loss_on if reading == "sft" else "completion")
+        check = FormatCheck(problems, reading, self.config.rename_columns, portion.keeps)
+        tokeniser = ExampleTokenizer(self.tokenizer, self.chat, None if reading == "sft" else "completion")
         limit = LengthLimit(self.config.max_length, self.config.truncation, reading)
         examples = check.examples(source.rows(problems))
         while batch := list(islice(examples, BATCH)):
             self._refuse_split(check)
             encoded = encode(tokeniser, batch, problems)
             write([piece.record() for row in encoded for piece in limit.apply(row, tally, problems)])
+        if hint := limit.way_out(tally):
+            problems.add_hint(hint)
         problems.raise_if_any()
         if not tally.items:
             why = limit.report(tally) or (
@@ -118,11 +165,13 @@ class SourcePreparation:
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def _report_source(self, source: RowSource, reading: Reading, summary: Summary) -> None:
+    def _report_source(self, portion: Portion, summary: Summary) -> None:
         """Format, counts, and what was left out or could not be had."""
-        where = f"{source.key}={source.name}"
-        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}")
-        self._report_columns(where, reading, summary)
+        where, reading = portion.where, portion.reading
+        made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
+        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
+        if not (portion.held_out and reading == self.kind):  # the columns of the training rows, said with these
+            self._report_columns(where, reading, summary)
         if summary["alike"]:
             left_out = f"{summary['alike']} left out"
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
@@ -133,6 +182,10 @@ class SourcePreparation:
             self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
             self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
+        for note in summary["chat_notes"]:
+            self._record_fact("chat", note, where)
+        if summary["branches"]:
+            self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 
     def _report_columns(self, where: str, reading: Reading, summary: Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
@@ -166,11 +219,14 @@ def _summary(
         "counts": str(tally),
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
+        "converted": sorted(check.converted),
         "given": sorted(check.reward_columns),
         "alike": check.num_identical_pairs,
         "several_turns": check.num_several_turns,
         "overlong": limit.report(tally),
         "notes": sorted(tokeniser.notes),
+        "chat_notes": sorted(tokeniser.chat_notes),
+        "branches": tally.branches_text(),
     }
 
 
@@ -179,11 +235,12 @@ def build_data(
 ) -> TokenizedData:
     """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
-    readings: list[tuple[RowSource, Reading]] = [(source, kind) for source in sources]
+    portions = [Portion(source, kind, prepare.holdout(source)) for source in sources]
     if held_out is not None:
-        readings.append((held_out, held_out_reading(kind)))
-    keys = [prepare.key(source, reading) for source, reading in readings]
-    built = [prepare.table(source, reading, key) for (source, reading), key in zip(readings, keys, strict=True)]
+        portions.append(Portion(held_out, held_out_reading(kind)))
+    portions += [Portion(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]
+    keys = [prepare.key(portion) for portion in portions]
+    built = [prepare.table(portion, key) for portion, key in zip(portions, keys, strict=True)]
     _refuse_unseen(config, [summary for _, summary in built])
     tables = [table for table, _ in built]
     training = tables[: len(sources)]
@@ -195,15 +252,17 @@ def build_data(
         prompt_style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
         columns=frozenset().union(*(summary["given"] for _, summary in built[: len(sources)])),
-        evaluation=_held_out(prepare, tables[-1]) if held_out is not None else None,
+        evaluation=_held_out(prepare, tables[len(sources) :]),
     )
 
 
-def _held_out(prepare: SourcePreparation, table: TokenizedTable) -> HeldOut:
-    """The held-out rows that are used; says so if these are not all."""
-    found = HeldOut(table, prepare.config.max_eval_examples)
-    if len(found) < len(table):
-        used = f"the first {len(found)} of {len(table)} held-out items"
+def _held_out(prepare: SourcePreparation, tables: Sequence[TokenizedTable]) -> HeldOut | None:
+    """The held-out rows that are used, None if there are none; says so if these are not all."""
+    if not tables:
+        return None
+    found = HeldOut(tables, prepare.config.max_eval_examples)
+    if len(found) < found.total:
+        used = f"the first {len(found)} of {found.total} held-out items"
         prepare.decide("data.max_eval_examples", used, used, f"data.max_eval_examples={found.limit}; null uses all")
     return found
 
@@ -235,11 +294,13 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> Data:
     """The data of the user's files. Raises DataError, StorageError."""
     training, held_out = find_sources(config.sources(), config.eval_path)
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
-            names = f"not read: {', '.join(f.name for f in source.file_list.ignored)}"
-            decide("data.files", names, names, f"{source.key}={source.name}: no data files")
-    return build_data(SourcePreparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
+            names = f"not read: {', '.join(source.file_list.ignored)}"
+            decide("data.files", names, names, f"{source.key}={source.name}")
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    return build_data(prepare, training, held_out, seed)

@@ -1,10 +1,9 @@
-"""Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
+"""Text files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
 
-    data.path ──find_files──▶ files ──read_file──▶ Row = (Place, columns), …      faults ──▶ Problems, one DataError
-
-    lines           UTF-8; what is not, or is far too long, is a problem
+    lines           UTF-8, gzip if the name ends in .gz; another encoding, or a line over 16 MiB, is a fault
     JSONL, JSON     no NaN, no key twice
-    CSV             a header, comma-separated; every value is text, nothing is taken for a number or a date
+    CSV, TSV        a header, separated by commas or tabs; every value is text, never a number or a date
+    TXT             one row a line, column `text`; blank lines are no rows
 
 `datasets` does not parse the text: its JSON reader turns a column of strings into integers or dates when
 some values look like them, and lets broken bytes and missing columns pass. No torch, no transformers here.
@@ -13,10 +12,10 @@ some values look like them, and lets broken bytes and missing columns pass. No t
 from __future__ import annotations
 
 import csv
-import difflib
+import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +61,11 @@ class Problems:
         if len(self._shown) < MAX_SHOWN:
             self._shown.append(f"{place}: {message}")
         if hint:
-            self._hints[hint] = None
+            self.add_hint(hint)
+
+    def add_hint(self, hint: str) -> None:
+        """What to type, shown once below all faults."""
+        self._hints[hint] = None
 
     def error(self) -> DataError:
         """All of it as one error."""
@@ -109,7 +112,7 @@ def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tu
     """(line number, byte offset, bytes) of each line; one above the limit is a problem and left out."""
     most = -1 if limit is None else limit + 1
     number, offset = 0, 0
-    with file.open("rb") as handle:
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as handle:
         while raw := handle.readline(most):
             number, start = number + 1, offset
             offset += len(raw)
@@ -131,10 +134,24 @@ def _not_utf8(raw: bytes, error: UnicodeDecodeError, start: int) -> str:
     return f"not UTF-8 at {at}; save the file as UTF-8{utf16}"
 
 
-def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
+def read_text(file: Path, problems: Problems) -> Iterator[Row]:
+    """One row a line, in the column `text`, without its line end; blank lines hold no row."""
+    number = 0
+    for line in read_lines(file, problems):
+        if line.text.strip():
+            number += 1
+            yield Row(line.place, {"text": line.text.rstrip("\r\n")})
+    if not number:
+        problems.add_fault(str(file), "only blank lines; expected at least one row")
+
+
+KIND_OF_DELIMITER = {",": "CSV", "\t": "TSV"}
+
+
+def read_csv(file: Path, problems: Problems, delimiter: str = ",") -> Iterator[Row]:
     """Rows under the header's names; a row stands at the line where it begins, as fields may hold line breaks."""
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB is below a long text
-    records = _records(file, problems)
+    records = _records(file, problems, delimiter)
     header = next(records, None)
     if header is None or not _header_is_sound(header, problems):
         return
@@ -151,9 +168,9 @@ def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
         problems.add_fault(str(file), "a header and no rows; expected at least one row")
 
 
-def _records(file: Path, problems: Problems) -> Iterator[tuple[SourceLocation, list[str]]]:
+def _records(file: Path, problems: Problems, delimiter: str) -> Iterator[tuple[SourceLocation, list[str]]]:
     """Every record with its place, blank lines left out; broken quoting ends the reading."""
-    reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True)
+    reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True, delimiter=delimiter)
     first = 1
     try:
         for fields in reader:
@@ -163,7 +180,7 @@ def _records(file: Path, problems: Problems) -> Iterator[tuple[SourceLocation, l
     except csv.Error as error:
         problems.add_fault(
             SourceLocation(str(file), first),
-            f"broken CSV in the row that begins here: {error}; expected quotes in pairs",
+            f"broken {KIND_OF_DELIMITER[delimiter]} in the row that begins here: {error}; expected quotes in pairs",
         )
 
 
@@ -295,94 +312,3 @@ def _row(place: SourceLocation, value: Any, source: str, problems: Problems) -> 
         problems.add_fault(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
     else:
         yield Row(place, value)
-
-
-@dataclass(frozen=True, slots=True)
-class FileList:
-    """The data files under a path, sorted by name, and the other files that lie beside them in a folder."""
-
-    files: tuple[Path, ...]
-    ignored: tuple[Path, ...] = ()
-
-
-def find_files(path: str, key: str = "data.path") -> FileList:
-    """The file called `path`, or all data files in the folder `path` and below, hidden ones excepted.
-
-    Raises DataError if there is none.
-    """
-    root = Path(path).expanduser()
-    if root.is_dir():
-        found = sorted(f for f in root.rglob("*") if f.is_file() and not _hidden(f.relative_to(root)))
-        files = tuple(f for f in found if _suffix(f) in READERS)
-        if not files:
-            raise DataError(f"{key}={path}: the folder holds no data file; expected {', '.join(READERS)}")
-        return FileList(files, tuple(f for f in found if _suffix(f) not in READERS))
-    if not root.exists():
-        raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
-    if _suffix(root) not in READERS:
-        raise DataError(
-            f"{key}={path}: a file of this kind is not read; expected {', '.join(READERS)}, or a folder of them"
-        )
-    return FileList((root,))
-
-
-def read_file(file: Path, problems: Problems) -> Iterator[Row]:
-    """Every row of one file in order; a faulty row is left out and added to `problems`."""
-    try:
-        if file.stat().st_size == 0:
-            problems.add_fault(str(file), "the file is empty; expected at least one row")
-            return
-        yield from READERS[_suffix(file)](file, problems)
-    except OSError as error:
-        problems.add_fault(str(file), f"cannot be read: {error.strerror or error}")
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without the keys whose value is null, at any depth.
-
-    Arrow gives every object in a column the same keys and fills the missing ones with null.
-    """
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def _read_parquet(file: Path, problems: Problems) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(batch_size=1000):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield Row(SourceLocation(str(file), number, "row"), without_nulls(value))
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        problems.add_fault(str(file), f"broken Parquet after row {number}: {error}")
-        return
-    if not number:
-        problems.add_fault(str(file), "no rows; expected at least one")
-
-
-def _suffix(file: Path) -> str:
-    return file.suffix.lower()
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _nearest(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
-
-
-READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": _read_parquet,
-}

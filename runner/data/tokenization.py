@@ -1,10 +1,10 @@
 """Examples to tokens: ids, which of them are learnt, and where the last answer stands; and the digest of what they
 depend on.
 
-    Chat    ──chat.segments──▶ text, learnt?  ──┐
-    Plain   ─────────────────▶ text, learnt?  ──┴─ one batch call ──▶ Encoded
-    Ask     ──the very first segment of these ─── one batch call ──▶ ids ──▶ Answered
-    Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ Answered
+    Chat    ──Renderer.render──▶ rows of (text, learnt?)  ──┐
+    Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
+    Prompt  ──Renderer.render_prompt──▶ text ─── one batch call ──▶ ids ──▶ EncodedAnswers
+    Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 
 What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
 learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
@@ -17,150 +17,180 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import ChatTemplate, Learnt, NotPrefixStable, Segment
-from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample, is_learnt
+from runner.data.chat import Renderer, RenderError, TrainOn
+from runner.data.config import ChatConfig
+from runner.data.control_tokens import Segment, common_length, join_anchor
+from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
 from runner.data.readers import Problems, SourceLocation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 2  # raise it when the same rows give other tokens, so that no old cache is used
-UNSTABLE = (
-    "the chat template writes an assistant turn in another way once the conversation goes on (some drop earlier "
-    "thinking), and has no {% generation %} marks, so its turns cannot be told apart"
-)
-UNOPENED = (
-    "the chat template opens an answer (with its generation prompt) in another way than it writes one, "
-    "so prompt and answer cannot be told apart"
-)
+VERSION = 3  # raise it when the same rows give other tokens, so that no old cache is used
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """A tokenised example; `answer` is the half-open span of the last assistant turn, (0, 0) if there is none."""
+    """A tokenised example. answer: the half-open span of the last assistant turn, (0, 0) if there is none; branches:
+    where each continuation of a shared beginning starts, in order; none where the example is one row."""
 
     place: SourceLocation
     ids: list[int]
     learnt: list[int]  # 1 = learnt, 0 = context
     answer: tuple[int, int] = (0, 0)
+    branches: list[int] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """What is stored of it."""
-        return {"ids": self.ids, "learnt": self.learnt, "first": self.answer[0], "last": self.answer[1]}
+        first, last = self.answer
+        return {"ids": self.ids, "learnt": self.learnt, "first": first, "last": last, "branches": self.branches}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedRows:
+    """An example of several rows, each the whole context of the turns that it trains on."""
+
+    rows: list[EncodedExample]
+
+    @property
+    def place(self) -> SourceLocation:
+        """Where the example comes from."""
+        return self.rows[0].place
+
+
+def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
+    """Rows as one example, in which what all of them begin with stands once: not further than to the first token that
+    any of them trains on. The answer is that of the last row. None if they begin with nothing alike."""
+    if len(rows) == 1:
+        return rows[0]
+    shared = min(common_length(rows[0].ids, row.ids) for row in rows)
+    shared = min(shared, *(row.learnt.index(1) for row in rows))
+    if not shared:
+        return None
+    ids, learnt, branches = list(rows[0].ids[:shared]), [0] * shared, []
+    for row in rows:
+        branches.append(len(ids))
+        ids += row.ids[shared:]
+        learnt += row.learnt[shared:]
+    moved = branches[-1] - shared
+    first, last = rows[-1].answer
+    return EncodedExample(rows[0].place, ids, learnt, (first + moved, last + moved) if last else (0, 0), branches)
 
 
 class ExampleTokenizer:
-    """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way."""
+    """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, loss_on: Learnt = "assistant") -> None:
-        self.tokenizer = tokenizer
-        self.loss_on: Learnt = loss_on
+    train_on: None = as the options of `chat` say
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig | None = None, train_on: TrainOn | None = None
+    ) -> None:
+        self.tokenizer, self.chat = tokenizer, chat or ChatConfig()
+        self.train_on: TrainOn = train_on or self.chat.train_on
         self.notes: set[str] = set()
-        self._template: ChatTemplate | None = None
+        self._text_notes: set[str] = set()
         self._bos, self._eos = bos_and_eos(tokenizer)
-        self._anchor = _anchor(tokenizer)
+        self._anchor = join_anchor(tokenizer)
+        self._special_texts = {str(token) for token in tokenizer.all_special_tokens}
         self._special = {
             *tokenizer.all_special_ids,
             *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
         }
 
+    @cached_property
+    def renderer(self) -> Renderer:
+        """The chat template. Raises DataError if there is none."""
+        return Renderer(self.tokenizer, self.chat)
+
+    @property
+    def chat_notes(self) -> set[str]:
+        """What was noticed of control tokens in conversations and texts, and of lost reasoning."""
+        return self._text_notes | (self.renderer.notes if "renderer" in self.__dict__ else set())
+
     def encode_examples(
         self, examples: Sequence[TextExample | ChatExample], problems: Problems
-    ) -> list[EncodedExample]:
+    ) -> list[EncodedExample | EncodedRows]:
         """Tokens of each example in order; one that cannot be encoded goes to `problems`. Raises DataError."""
         return [row for row in self.encode_each(examples, problems) if row is not None]
 
     def encode_each(
         self, examples: Sequence[TextExample | ChatExample], problems: Problems
-    ) -> list[EncodedExample | None]:
+    ) -> list[EncodedExample | EncodedRows | None]:
         """As `encode`, with None for each example that cannot be encoded; several of one row are one problem."""
-        plans: list[list[Segment] | EncodedExample | None] = []
-        failed: set[SourceLocation] = set()
+        plans: list[list[list[Segment]]] = []
+        failed: dict[SourceLocation, RenderError] = {}
         for example in examples:
             try:
                 plans.append(self._plan(example))
-            except NotPrefixStable:
-                plans.append(None)
-                failed.add(example.place)
-        for place in sorted(failed, key=lambda p: p.number):
-            problems.add_fault(place, UNOPENED if self.loss_on == "completion" else UNSTABLE, self._remedy())
-        parts = iter(self._tokens([s for plan in plans if isinstance(plan, list) for s in _continuation_flags(plan)]))
-        return [
-            self._assemble(example, plan, [next(parts) for _ in plan]) if isinstance(plan, list) else plan
+            except RenderError as error:
+                plans.append([])
+                failed.setdefault(example.place, error)
+        for place, fault in failed.items():
+            problems.add_fault(place, str(fault), fault.hint)
+        parts = iter(self._tokens([s for plan in plans for row in plan for s in _continuation_flags(row)]))
+        made = [
+            [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
             for example, plan in zip(examples, plans, strict=True)
         ]
+        return [(rows[0] if len(rows) == 1 else EncodedRows(rows)) if rows else None for rows in made]
 
-    def encode_prompts(self, asks: Sequence[PromptExample]) -> list[list[int]]:
-        """What generation sees of each prompt; what `encode` puts before an answer to it. Raises DataError."""
-        plain = [isinstance(ask.prompt, str) for ask in asks]
-        parts = self._tokens([(self._prompt_text(ask), False) for ask in asks])
-        return [[*self._start(part), *part] if p else part for p, part in zip(plain, parts, strict=True)]
+    def encode_prompts(self, asks: Sequence[PromptExample], problems: Problems) -> list[list[int] | None]:
+        """What generation sees of each prompt; what `encode` puts before an answer to it; None and a problem for one
+        that cannot be written. Raises DataError."""
+        plans: list[list[Segment] | None] = []
+        for ask in asks:
+            try:
+                plans.append(self._prompt_plan(ask))
+            except RenderError as error:
+                plans.append(None)
+                problems.add_fault(ask.place, str(error), error.hint)
+        parts = iter(self._tokens([flag for plan in plans if plan for flag in _continuation_flags(plan)]))
+        rows = [plan if plan is None else [i for _ in plan for i in next(parts)] for plan in plans]
+        return [
+            [*self._start(ids), *ids] if ids is not None and isinstance(ask.prompt, str) else ids
+            for ask, ids in zip(asks, rows, strict=True)
+        ]
 
-    def _prompt_text(self, ask: PromptExample) -> str:
+    def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
         if isinstance(ask.prompt, str):
-            return ask.prompt
-        return self._chat_template().render(
-            ChatExample(ask.place, ask.prompt, tools=ask.tools), ask.prompt, prompt=True
-        )
+            self._note_special_tokens(ask.prompt)
+            return [Segment(ask.prompt, learnt=False)]
+        return self.renderer.render_prompt(ask.prompt, ask.tools)
 
-    def _plan(self, example: TextExample | ChatExample) -> list[Segment] | EncodedExample:
+    def _plan(self, example: TextExample | ChatExample) -> list[list[Segment]]:
         if isinstance(example, TextExample):
-            return self._plain(example)
-        template = self._chat_template()
-        try:
-            return template.segments(example, self.loss_on)
-        except NotPrefixStable:
-            return self._by_marks(template, example)
+            return [self._plain(example)]
+        return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
 
-    def _chat_template(self) -> ChatTemplate:
-        if self._template is None:
-            self._template = ChatTemplate(self.tokenizer)
-        return self._template
+    def _note_special_tokens(self, text: str) -> None:
+        if any(token in text for token in self._special_texts):
+            self._text_notes.add("texts hold special tokens, which are encoded as these tokens")
 
     def _plain(self, example: TextExample) -> list[Segment]:
+        self._note_special_tokens(f"{example.prompt or ''}\n{example.completion}")
         if example.prompt is None:
-            if self.loss_on == "last_assistant":
-                raise DataError(
-                    f"data.loss_on=last_assistant: {example.place} is plain text without turns; use assistant or all"
-                )
+            if self.train_on == "last":
+                raise DataError(f"chat.train_on=last: {example.place} is plain text without turns; type assistant")
             return [Segment(example.completion, learnt=True)]
-        return [Segment(example.prompt, self.loss_on == "all"), Segment(example.completion, learnt=True, answer=True)]
+        return [Segment(example.prompt, self.train_on == "all"), Segment(example.completion, learnt=True, answer=True)]
 
-    def _by_marks(self, template: ChatTemplate, chat: ChatExample) -> EncodedExample:
-        """The template's own marks say where the assistant speaks; they know nothing of a prompt's turns.
-
-        The last turn is an answer to ask for only if generation would see the very ids that stand before it.
-        """
-        whole = self.loss_on == "assistant" and not chat.context and all(map(is_learnt, chat.messages))
-        marked = template.ids_and_mask(chat) if whole else None
-        if marked is None:
-            raise NotPrefixStable
-        ids, mask = marked
-        mask[0] = 0
-        first, last = _last_span(mask)
-        self._note_end(ids[first:last])
-        turn = max(i for i, m in enumerate(chat.messages) if m["role"] == "assistant")
-        [asked] = self._tokens([(template.render(chat, chat.messages[:turn], prompt=True), False)])
-        return EncodedExample(chat.place, ids, mask, (first, last) if ids[:first] == asked else (0, 0))
-
-    def _remedy(self) -> str:
-        if self.loss_on == "assistant":
-            return "set data.loss_on=last_assistant: the last turn alone is learnt"
-        return "use another chat template, or give the prompt and what answers it as plain text"
-
-    def _tokens(self, texts: Sequence[tuple[str, bool]]) -> list[list[int]]:
-        """Ids of each (text, whether it continues a row), each distinct text tokenised once, all in one call."""
-        known = list(dict.fromkeys(texts))
-        if not known:
-            return []
-        anchor, ids_of_anchor = self._anchor
-        full = [anchor + text if goes_on else text for text, goes_on in known]
-        found = self.tokenizer(full, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-        cut = len(ids_of_anchor)
-        ids = {key: row[cut:] if key[1] else row for key, row in zip(known, found, strict=True)}
+    def _tokens(self, texts: Sequence[tuple[str, bool, bool]]) -> list[list[int]]:
+        """Ids of each (text, whether it continues a row, whether it is literal), each distinct text tokenised once, all
+        in one call."""
+        known = [text for text in dict.fromkeys(texts) if not text[2]]
+        ids = {text: self.renderer.control.literal_ids(text[0]) for text in dict.fromkeys(texts) if text[2]}
+        if known:
+            anchor, ids_of_anchor = self._anchor
+            full = [anchor + text if goes_on else text for text, goes_on, _ in known]
+            options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+            cut = len(ids_of_anchor)
+            rows = self.tokenizer(full, **options)["input_ids"]
+            ids |= {key: row[cut:] if key[1] else row for key, row in zip(known, rows, strict=True)}
         return [ids[key] for key in texts]
 
     def _start(self, part: Sequence[int]) -> list[int]:
@@ -176,7 +206,7 @@ class ExampleTokenizer:
             learnt = [int(segments[0].learnt)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
-                answer = (len(ids), len(ids) + len(part))
+                answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
             ids += part
             learnt += [int(segment.learnt)] * len(part)
         if isinstance(example, TextExample):
@@ -213,35 +243,8 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | No
     return (whole[: starts[0]] if starts else []), (eos if isinstance(eos, int) else None)
 
 
-def _anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """A text to put before a segment that goes on, and the ids to take off again.
-
-    Empty for most. Some SentencePiece tokenizers put a space before every text they are given; behind a line
-    break they do not, so that the segments join without a space that nobody wrote.
-    """
-
-    def ids(text: str) -> list[int]:
-        return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-    if tokenizer.decode(ids("a") + ids("b")) == "ab":
-        return "", []
-    start = ids("\n")
-    joined = ids("\nb")
-    works = joined[: len(start)] == start and tokenizer.decode(ids("a") + joined[len(start) :]) == "ab"
-    return ("\n", start) if works else ("", [])
-
-
-def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool]]:
-    return [(segment.text, at > 0) for at, segment in enumerate(segments)]
-
-
-def _last_span(mask: Sequence[int]) -> tuple[int, int]:
-    """The last stretch of ones, half-open."""
-    stop = max((i + 1 for i, m in enumerate(mask) if m), default=0)
-    start = stop
-    while start and mask[start - 1]:
-        start -= 1
-    return start, stop
+def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool, bool]]:
+    return [(segment.text, at > 0, segment.literal) for at, segment in enumerate(segments)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +263,7 @@ class EncodedAnswers:
 
 def encode(
     tokeniser: ExampleTokenizer, examples: Sequence[Example], problems: Problems
-) -> list[EncodedExample | EncodedAnswers]:
+) -> list[EncodedExample | EncodedRows | EncodedAnswers]:
     """Tokens of each example; those of one source are all of one type, so that their order stays.
 
     One that cannot be encoded goes to `problems`. Raises DataError.
@@ -270,17 +273,20 @@ def encode(
     answers = [e for e in examples if isinstance(e, AnswersExample)]
     return [
         *tokeniser.encode_examples(single, problems),
-        *encode_prompts(tokeniser, asks),
+        *encode_prompts(tokeniser, asks, problems),
         *encode_answers(tokeniser, answers, problems),
     ]
 
 
-def encode_prompts(tokeniser: ExampleTokenizer, asks: Sequence[PromptExample]) -> list[EncodedAnswers]:
-    """Each prompt alone, with its conversation and its other columns. Raises DataError."""
+def encode_prompts(
+    tokeniser: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
+) -> list[EncodedAnswers]:
+    """Each prompt alone, with its conversation and its other columns; one that cannot be written goes to `problems`."""
     facts = [{"messages": a.prompt if isinstance(a.prompt, tuple) else None, "columns": a.columns} for a in asks]
     return [
         EncodedAnswers(ask.place, prompt, [], known)
-        for ask, prompt, known in zip(asks, tokeniser.encode_prompts(asks), facts, strict=True)
+        for ask, prompt, known in zip(asks, tokeniser.encode_prompts(asks, problems), facts, strict=True)
+        if prompt is not None
     ]
 
 
@@ -291,7 +297,7 @@ def encode_answers(
     flat = iter(tokeniser.encode_each([answer for row in rows for answer in row.answers], problems))
     found = []
     for row in rows:
-        each = [answer for answer in [next(flat) for _ in row.answers] if answer is not None]
+        each = [answer for answer in [next(flat) for _ in row.answers] if isinstance(answer, EncodedExample)]
         if len(each) == len(row.answers):
             prompt = each[0].ids[: each[0].answer[0]]
             found.append(EncodedAnswers(row.place, prompt, [e.ids[slice(*e.answer)] for e in each], row.facts))

@@ -35,6 +35,10 @@ class CalculatorConfig(EnvironmentConfig):
         default=4, ge=2, description="Turns of the policy, the final answer included; one turn is environment=none."
     )
 
+    role: Literal["tool", "user"] = Field(
+        default="tool", description="Role of its answers; user where the chat template does not write role tool."
+    )
+
     def most_turns(self) -> int:
         return self.max_turns
 

@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from runner.interfaces.sampling import Environment as Environment
     from runner.interfaces.sampling import EnvironmentBatch as EnvironmentBatch
     from runner.interfaces.sampling import EnvironmentFactory as EnvironmentFactory
+    from runner.interfaces.sampling import ExtendConversation as ExtendConversation
     from runner.interfaces.sampling import GreedyOutput as GreedyOutput
     from runner.interfaces.sampling import ModelLimits as ModelLimits
     from runner.interfaces.sampling import Observation as Observation
@@ -104,7 +105,8 @@ lazy_exports(
         "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle GenerativeModel "
         "GreedyAnswerer ScoringModel TrainableModel WeightSubset",
         "runner.interfaces.sampling": "Completion Environment EnvironmentBatch EnvironmentFactory "
-        "GreedyOutput ModelLimits Observation Request Reward Rollout Sampler SamplerWrapper StopCriterion",
+        "ExtendConversation GreedyOutput ModelLimits Observation Request Reward Rollout Sampler "
+        "SamplerWrapper StopCriterion",
         "runner.reward.group_scorer": "GroupScorer GroupScores require_column score_each ScoringFailure "
         "ScoringFailures UnscorableError unscored_group",
         "runner.run_dir.folder": "RunFolder",

@@ -11,10 +11,14 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = in the loss, 0 = context)."""
+    """A tokenised row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
+
+    branches: where each of several continuations of the same beginning starts, in order; empty for one row
+    """
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]
+    branches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +61,7 @@ class EvalQuestion:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
-    where the row has them; for an environment.
+    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item.
     """
 
     item: TokenizedExample
@@ -66,6 +70,7 @@ class EvalQuestion:
     answer: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    answer_ids: tuple[int, ...] = ()
 
 
 class Data(Protocol):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from runner.core.metrics import Metrics
     from runner.interfaces.data import Data
     from runner.interfaces.device import Decide
-    from runner.interfaces.sampling import EnvironmentFactory, Reward, Sampler
+    from runner.interfaces.sampling import EnvironmentFactory, ExtendConversation, Reward, Sampler
 
 T = TypeVar("T")
 
@@ -267,7 +267,7 @@ class HeadedModel(Model, Protocol):
 class AlgorithmInputs:
     """What `build` gives to every algorithm; sampler, reward and environments may be None.
 
-    frozen_models: the models that only score, by role
+    frozen_models: the models that only score, by role; extend: continues a conversation by an environment's message
     """
 
     data: Data
@@ -278,6 +278,7 @@ class AlgorithmInputs:
     reward: Reward | None = None
     environments: EnvironmentFactory | None = None
     frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
+    extend: ExtendConversation | None = None
 
 
 class OfflineAlgorithm:

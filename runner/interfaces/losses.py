@@ -77,6 +77,7 @@ INPUTS: dict[Kind, dict[str, str]] = {
         "logprobs": "log π of each token; carries the policy's gradient where the penalty is in the loss",
         "reference_logprobs": "log π_ref of each token; without gradient",
         "ratio": "importance ratio π / π_old of the token; 1 where the penalty is in the reward",
+        "max_log_ratio": "float: bound of a log-ratio that is exponentiated, on both sides of 0; None = none",
     },
     "preference_loss": {
         "chosen_log_ratios": "float [P]: Σ (log π − log π_ref) over the chosen answer's tokens",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,20 @@ WeightSubset = Literal["all", "changed", "fixed", "base", "adapter"]  # see `run
 Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 
 
+class CachedDecoder(Protocol):
+    """Rows that grow, numbered 0 … B-1, with their keys and values kept; see `runner.model.kv_cache`."""
+
+    admits_any_time: ClassVar[bool]  # whether rows may join while others live
+
+    def expect(self, prompts: Sequence[tuple[int, ...]]) -> None: ...  # that will join, in this order; before they do
+
+    def admit(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> Tensor: ...  # the first logits [n, V]
+
+    def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
+
+    def evict(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
+
+
 class BatchDecoder(Protocol):
     """Continues many prompts at once.
 
@@ -37,7 +51,14 @@ class BatchDecoder(Protocol):
     vocab_size: int
     length_limit: tuple[int, str] | None
 
+    generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates
+
     def decode(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+
+    def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
+
+    # The logits [n, V] after each of these ids, from the one at the yielded index on, `chunk` ids at a time
+    def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]: ...
 
 
 class ScoringModel(Protocol):
@@ -103,6 +124,8 @@ class TrainableModel(ScoringModel, Protocol):
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
 
+    def merge_adapter(self, *, decide: Decide) -> Self: ...  # the same model with its adapter in its weights
+
     def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None: ...
 
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None: ...
@@ -165,11 +188,7 @@ class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
 
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]: ...
-
-    def batch_decoder(self, *, decide: Decide) -> BatchDecoder: ...
+    def batch_decoder(self, *, decide: Decide, merge: bool = True) -> BatchDecoder: ...
 
     def limits(self) -> ModelLimits: ...
 

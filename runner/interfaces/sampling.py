@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.interfaces.data import Prompt
@@ -17,7 +17,7 @@ class Request:
     """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
 
     seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn); raw: asks
-    for raw_logprobs, which cost a pass over the vocabulary for each token
+    for raw_logprobs, which under truncation cost a pass over the vocabulary for each token
     """
 
     prompt: tuple[int, ...]
@@ -32,8 +32,10 @@ class Rollout:
     """A sampled answer.
 
     ids: the new tokens, the end token included if it was drawn
-    logprobs: of the distribution really sampled from (tempered, truncated)
-    raw_logprobs: at temperature 1, untruncated; None unless the request asked for them
+    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs again, where an engine reports
+    only those
+    raw_logprobs: at the sampling temperature, before truncation (top_k, top_p, min_p): what a ratio is taken to; None
+    unless the request asked for them, and where an engine cannot report them
     version: of the weights that drew it; finish: "stop" or "length"
     """
 
@@ -127,12 +129,21 @@ class Environment(Protocol):
     def step(self, answer: str) -> Observation | None: ...
 
 
+# The ids of a conversation that ends with the policy's turn, and a message → the ids that follow, up to the next turn.
+# Raises EnvironmentProblem if the chat template cannot write the message.
+ExtendConversation = Callable[[Sequence[int], Mapping[str, Any]], list[int]]
+
+
 @dataclass(frozen=True, slots=True)
 class EnvironmentFactory:
-    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy.
+
+    roles: those of its observations, as far as they are known before the first one
+    """
 
     make: Callable[[], Environment]
     max_turns: int
+    roles: tuple[str, ...] = field(default=(), kw_only=True)
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
         """An environment for an episode of each prompt."""

@@ -8,29 +8,48 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
+from runner.model.hub_access import is_hub_id
+from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base
+from runner.model.model_folder import is_adapter as is_adapter_folder
 from runner.run_dir.folder import display_path
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
-MODEL_CARD = "README.md"
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """What the model card says beside the spec. values: metrics of the exported step; samples: of its evaluation."""
+
+    step: int
+    values: Mapping[str, float]
+    prompt_style: PromptStyle = "chat"
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
-def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
-    """Write `model` and its card, with the metrics `values` of `step`, as the folder `target`.
+CheckFolder = Callable[[Path], object]  # raises where the folder is not what it should be; its text goes into the card
 
-    Raises StorageError, with `target` as it was, where the disk refuses or something else than a folder is there.
+
+def write_export(
+    model: TrainableModel, target: Path, spec: JobSpec, facts: CardFacts, check: CheckFolder | None = None
+) -> object:
+    """Write `model` and its card as the folder `target`; returns what `check` found in the folder, None without it.
+
+    Raises StorageError where the disk refuses or something else than a folder is there, and what `check` does; `target`
+    is then as it was.
     """
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with _translate_errors(target):
@@ -39,12 +58,14 @@ def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, 
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             model.save(staging)
-            write_card(staging, spec, step, values)
+            found = check(staging) if check is not None else None
+            write_card(staging, spec, facts, found)
             _open_to_readers(staging)
             _replace_target(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
+    return found
 
 
 def _open_to_readers(staging: Path) -> None:
@@ -75,24 +96,69 @@ def _translate_errors(target: Path) -> Iterator[None]:
         ) from error
 
 
-def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
-    """Write README.md into an export; `values` are the metrics of the exported step."""
-    base = spec.model.source
+def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = None) -> None:
+    """Write README.md into an export: what it was made of and how it is loaded, without a path of this machine."""
+    is_adapter = (export / "adapter_config.json").is_file()
+    base = base_of(spec)
     head = {
-        "library_name": "peft" if (export / "adapter_config.json").is_file() else "transformers",
+        "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
-        **({"base_model": base} if base and not Path(base).is_absolute() else {}),  # a hub id: others can follow it
+        **({"base_model": base} if base and is_hub_id(base) else {}),  # others can follow it
+        **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
+    shown = sorted(name for name in facts.values if name.startswith(("eval/", "train/loss")))
     rows = [
-        ("base model", base or f"{spec.model.name}, from random weights"),
-        ("data", spec.data.source),
+        ("base model", _public_name(base) if base else f"{spec.model.name}, from random weights"),
+        ("data", ", ".join(map(_public_name, _sources(spec)))),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
-        ("step", f"{step} of {spec.steps}"),
-        *((name, f"{value:.4g}") for name, value in sorted(values.items()) if name.startswith(("eval/", "train/loss"))),
+        ("step", f"{facts.step} of {spec.steps}"),
+        *((name, f"{facts.values[name]:.4g}") for name in shown),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export, is_adapter)]
+    if facts.samples:
+        parts += ["## Samples", *map(_sample_text, facts.samples)]
+    if check is not None:
+        parts += ["## Check", f"This folder was compared with the run that it was written of: {check}."]
     front = yaml.safe_dump(head, sort_keys=False)
-    text = f"---\n{front}---\n\n# {spec.name}\n\n| | |\n| --- | --- |\n{table}\n"
+    text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
     (export / MODEL_CARD).write_text(text, encoding="utf-8")
+
+
+def base_of(spec: JobSpec) -> str | None:
+    """The folder or hub id of the model that training began with; that of an adapter is its base's."""
+    source = spec.model.source
+    return adapter_base(source) if source and is_adapter_folder(source) else source
+
+
+def _sources(spec: JobSpec) -> tuple[str, ...]:
+    source = spec.data.source
+    return (source,) if isinstance(source, str) else tuple(source)
+
+
+def _public_name(source: str) -> str:
+    """A source as others may know it: a folder or file of this machine by its name alone."""
+    return source if not Path(source).is_absolute() and not Path(source).exists() else f"{Path(source).name} (local)"
+
+
+def _loading_code(export: Path, is_adapter: bool) -> str:
+    """Python that loads a folder, by its kind."""
+    library, kind = ("peft", "AutoPeftModelForCausalLM") if is_adapter else ("transformers", "AutoModelForCausalLM")
+    if not is_adapter and "ForSequenceClassification" in (export / "config.json").read_text(encoding="utf-8"):
+        kind = "AutoModelForSequenceClassification"
+    lines = [
+        f"from {library} import {kind}",
+        "from transformers import AutoTokenizer",
+        "",
+        'folder = "."  # this folder, or its id on the hub',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"model = {kind}.from_pretrained(folder)",
+    ]
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _sample_text(row: Mapping[str, Any]) -> str:
+    text = f"{str(row.get('prompt', '')).strip()}\n→ {str(row.get('answer', '')).strip()}"
+    return "\n".join(f"    {line}" for line in text.splitlines())  # indented: a fence could be in it

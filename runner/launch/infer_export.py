@@ -2,130 +2,178 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from runner import build
-from runner.checkpoint.reader import LoadedCheckpoint
-from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, SpecError
-from runner.data.tokenization import bos_and_eos
-from runner.launch.export import write_export
-from runner.launch.local import read_status
+from runner.core.errors import DataError, EnvironmentProblem
+from runner.data.config import ChatConfig
+from runner.data.examples import PromptExample
+from runner.data.readers import Problems, SourceLocation
+from runner.data.tokenization import ExampleTokenizer
+from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
+from runner.launch.export import CardFacts, CheckFolder, write_export
+from runner.launch.run_messages import ChatMarkers, plain_sample
 from runner.run_dir.folder import RunFolder, display_path, hold_lock
-from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
-from runner.trainer.optimizer_state import load_parameters
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
-    from runner.interfaces import GenerativeModel
-
-SETTABLE = ("device", "model.path", "model.trust_remote_code")  # what a use may set of a run's spec
+    from runner.interfaces import TrainableModel
 
 
-def load_model(
-    folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None
-) -> tuple[Any, LoadedCheckpoint]:
-    """A run's model in evaluation mode at a checkpoint (a step, "best", the newest); and that checkpoint.
+def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
+    """A prompt tokenized as in training: a user's message, or plain text after the start token.
 
-    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
-    written under.
+    Raises DataError for a plain prompt without a token.
     """
-    decide = Decisions(spec.strict)
-    store = build.build_store(spec, folder)
-    step = checkpoint if isinstance(checkpoint, int) else None
-    if checkpoint == "best" and (step := store.best()) is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no best checkpoint; checkpoint.best names no metric that was seen"
-        )
-    loaded = store.load(step)
-    if loaded is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no checkpoint was written yet; {_next_step_hint(folder, spec)}"
-        )
-    check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
-    device = build.build_device(spec, decide)
-    role, head = next(iter(spec.algorithm.trained_models().items()))
-    model = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
-    check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
-    load_parameters(model.trainable(), loaded.state[role]["tensors"])
-    model.eval()
-    return model, loaded
-
-
-def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
-    """What to do about a run without a checkpoint."""
-    known = read_status(folder)
-    resume = f"continue: run resume {display_path(folder.root)}"
-    if known.get("state") == "running":
-        first = min(spec.checkpoint.every or spec.steps, spec.steps)
-        return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
-    if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
-        return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
-    return resume
-
-
-def stream_answer(
-    model: GenerativeModel,
-    prompt: str,
-    style: PromptStyle,
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int,
-) -> Iterator[str]:
-    """Pieces of the answer to a prompt, as they come. Raises EnvironmentProblem for an empty prompt."""
-    if not hasattr(model, "stream"):
-        raise EnvironmentProblem(
-            "this run made a model that scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
-        )
-    ids = prompt_ids(model.tokenizer, prompt, style)
+    said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    problems = Problems("prompt", "what was typed")
+    asked = PromptExample(SourceLocation("prompt", 1), said)
+    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([asked], problems)
+    problems.raise_if_any()
     if not ids:
-        raise EnvironmentProblem("the prompt is empty; type a text to continue from")
-    yield from model.stream(ids, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+        raise DataError("the prompt is empty; type a text to continue")
+    return ids
 
 
-def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle) -> list[int]:
-    """A prompt tokenized as in training: a user's message, or plain text after the start token."""
-    if style == "chat":
-        messages = [{"role": "user", "content": prompt}]
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
-        return list(encoded["input_ids"])
-    begin, _ = bos_and_eos(tokenizer)
-    ids = list(tokenizer(prompt, add_special_tokens=False)["input_ids"])
-    return ids if ids[:1] == begin[:1] else [*begin, *ids]
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written. check: what was compared, None = nothing was."""
+
+    folder: Path
+    step: int
+    check: object | None
 
 
 def export(
-    folder: RunFolder, spec: JobSpec, checkpoint: int | Literal["best"] | None, out: Path | None, merge: bool = False
-) -> tuple[Path, int]:
-    """Write a Hugging Face folder or a PEFT adapter; returns its path and the checkpoint's step.
+    folder: RunFolder,
+    spec: JobSpec,
+    checkpoint: Checkpoint,
+    out: Path | None,
+    *,
+    merge: bool = False,
+    check: bool | None = None,
+) -> ExportResult:
+    """Write a Hugging Face folder or a PEFT adapter from a checkpoint.
 
     Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
     export-step-N/ for one that was named. `merge` writes an adapter merged into its base, to a name with -merged.
+    `check` compares the folder with the run's model (see `check_export`); None = where its weights are below 2 GB.
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
     with hold_lock(folder) if out is None else nullcontext():
-        model, loaded = load_model(folder, spec, checkpoint)
+        model, loaded = load_run(folder, spec, checkpoint)
         if merge:
             model.merge_on_save()
-        own = folder.export if checkpoint is None else folder.export_of(loaded.step)
+        own = folder.export if checkpoint == "last" else folder.export_of(loaded.step)
         target = out or (own.with_name(f"{own.name}-merged") if merge else own)
-        write_export(model, target, spec, loaded.step, loaded.metrics)
-    return target, loaded.step
+        style = loaded.state["identity"]["prompt_style"]
+        samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style, spec.chat)
+        facts = CardFacts(loaded.step, loaded.metrics, style, samples)
+        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check))
+    return ExportResult(target, loaded.step, found)
+
+
+def _folder_check(
+    model: TrainableModel, folder: RunFolder, spec: JobSpec, style: PromptStyle, wanted: bool | None
+) -> CheckFolder | None:
+    from runner.interfaces import as_generative
+    from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
+
+    generative = as_generative(model)
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+    if wanted is False or generative is None or (wanted is None and size > LARGEST_CHECKED):
+        return None
+    prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
+    return lambda written: check_export(generative, written, prompts, style)
+
+
+def _evaluation_samples(
+    folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle, chat: ChatConfig
+) -> list[Mapping[str, Any]]:
+    """Three answers of the last evaluation until a step, in plain words."""
+    if not folder.samples.is_file():
+        return []
+    with folder.samples.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.endswith("\n")]
+    rows = [row for row in rows if row.get("step", 0) <= step and "answer" in row]
+    last = max((row["step"] for row in rows), default=0)
+    markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
+    return [plain_sample(row, markers) for row in rows if row["step"] == last][:3]
+
+
+def combine_adapters(
+    source: ModelSource,
+    out: Path,
+    how: str | None,
+    weights: Sequence[float],
+    density: float,
+    merge: bool,
+    **loading: Any,
+) -> None:
+    """Write the adapters of a source as one: combined by peft as `how` says, or, with `merge`, in their base's weights.
+
+    weights: one for each adapter; density: of ties and dare. Raises EnvironmentProblem where peft cannot combine them.
+    """
+    loaded = load_source(source, **loading)
+    names = list(loaded.adapters.values())
+    module: Any = loaded.model.module
+    active = names[0]
+    if how is not None:
+        options = {"density": density} if how.startswith(("ties", "dare")) else {}
+        try:
+            module.add_weighted_adapter(names, list(weights), "combined", combination_type=how, **options)
+        except (ValueError, RuntimeError) as error:
+            raise EnvironmentProblem(f"--combine {how}: {error}") from error
+        active = "combined"
+    module.set_adapter(active)
+    if merge:
+        loaded.model.merge_on_save()
+        loaded.model.save(out)
+        return
+    module.save_pretrained(out, selected_adapters=[active], save_embedding_layers=False)
+    if (inner := out / active).is_dir():  # where peft puts an adapter that is not called default
+        for path in inner.iterdir():
+            shutil.move(path, out / path.name)
+        inner.rmdir()
+    loaded.tokenizer.save_pretrained(out)
+
+
+def push(folder: Path, target: str) -> str:
+    """Upload an exported folder as a private repository; returns its address. Raises EnvironmentProblem.
+
+    target: hub:OWNER/NAME or modelscope:OWNER/NAME.
+    """
+    where, _, name = target.partition(":")
+    try:
+        if where == "modelscope":
+            from modelscope.hub.api import HubApi
+
+            HubApi().upload_folder(repo_id=name, folder_path=str(folder))
+            return f"https://modelscope.cn/models/{name}"
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+        return str(address)
+    except ImportError as error:
+        text = "--push modelscope needs the package modelscope: pip install 'posttrain-run[modelscope]'"
+        raise EnvironmentProblem(text) from error
+    except Exception as error:  # requests', httpx' and the libraries' own
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        login = "hf auth login" if where == "hub" else "modelscope login"
+        raise EnvironmentProblem(
+            f"--push {target}: {first}\n  the export is whole in {display_path(folder)}; log in ({login}) and try again"
+        ) from error
 
 
 def is_adapter(export: Path) -> bool:
     """Whether an export is an adapter without its base."""
     return (export / "adapter_config.json").is_file()
-
-
-def read_prompts(path: Path) -> Sequence[str]:
-    """One prompt per line of a text file; empty lines are left out."""
-    if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -21,9 +21,16 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
-from runner.launch.base import ExternalLaunchConfig
 from runner.launch.preflight import mask_secrets, preflights, refuse_unready
-from runner.launch.run_records import TRUST_REMOTE_CODE, archive_attempt, is_upstream_run, status_of, write_yaml
+from runner.launch.run_records import (
+    TRUST_REMOTE_CODE,
+    archive_attempt,
+    is_upstream_run,
+    spec_to_write,
+    status_of,
+    write_spec,
+    write_yaml,
+)
 from runner.launch.session import Session, run_argument
 from runner.run_dir.folder import (
     RunFolder,
@@ -40,7 +47,7 @@ from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
-from runner.tracker.text import labeled_line
+from runner.tracker.text import labeled_line, print_text
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
     from runner.launch.multi_node import PeerNodes
@@ -113,12 +120,12 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
     DataError, NotReady.
     """
-    local = ("data", "model", "algorithm", "reward", "evaluation")
-    spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in local})
+    parts = ("data", "chat", "model", "algorithm", "reward", "evaluation")
+    spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
     if spec.model.source is not None:
-        from runner.model.hub_access import check_path
+        from runner.inference.model_source import resolve_model_path
 
-        check_path(spec.model.source)
+        spec = spec.model_copy(update={"model": spec.model.with_resolved_source(resolve_model_path)})
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
@@ -127,10 +134,10 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
-    if read_status(folder).get("state") == "done" and spec.steps <= before.steps:
+    if read_status(folder).get("state") == "done" and spec.steps <= before.steps and spec.epochs is None:
         more = f"run resume {display_path(folder.root)} steps={before.steps * 2}"
         refuse_ignored_changes(before, spec_to_write(spec), more)
-        print(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
+        print_text(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
         return 0
     from runner.launch.slurm import srun_task, submission
 
@@ -167,24 +174,7 @@ def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
     """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
-        print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
-
-
-def write_spec(folder: RunFolder, spec: JobSpec) -> None:
-    """Write spec.yaml: every value filled in, fit for `run --spec`."""
-    write_yaml(
-        folder.spec,
-        spec_to_write(spec).model_dump(mode="json"),
-        head=f"# The resolved job spec. Run it again: run --spec {display_path(folder.spec)}\n",
-    )
-
-
-def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told again whenever they are started."""
-    if not isinstance(spec.launch, ExternalLaunchConfig):
-        return spec
-    launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
-    return spec.model_copy(update={"launch": launch})
+        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

@@ -31,6 +31,7 @@ from runner.launch.exit_cause import INTERRUPTED, KILLED, LOST, WAITED, ExitCaus
 from runner.run_dir.folder import RunFolder
 from runner.spec.base import iter_leaves
 from runner.spec.job import RECIPE, JobSpec
+from runner.tracker.text import print_text
 
 RETRY_S = 0.5
 SEND_S = 5.0
@@ -138,7 +139,7 @@ def gather_nodes(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[
     with stop.handle_signals(), ExitStack() as closing, stop.interrupt_immediately():
         door = closing.enter_context(_listen(host, port, _address_text(spec)))
         listener = closing.enter_context(_listen(host, 0, _address_text(spec)))
-        print(
+        print_text(
             f"waiting for {spec.launch.machines - 1} more of {spec.launch.machines} machines at {_address_text(spec)}"
         )
         store = (host, listener.getsockname()[1])
@@ -160,7 +161,7 @@ def join_node0(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[PeerNo
     """
     stop = StopSignal()
     with stop.handle_signals(), ExitStack() as closing, stop.interrupt_immediately():
-        print(
+        print_text(
             f"machine {spec.launch.machine} of {spec.launch.machines}: looking for machine 0 at {_address_text(spec)}"
         )
         line = NodeConnection(closing.enter_context(_connect(spec)), "machine 0")

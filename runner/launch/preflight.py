@@ -13,6 +13,7 @@ from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, Securi
 from runner.run_dir.manifest import redact
 from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 TEXTS = "tracker"
 
@@ -30,6 +31,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
     yield "sampler", spec.sampler.preflight
     yield "reward", spec.reward.preflight
     yield "data", lambda: spec.data.preflight(spec.algorithm.item_kind)
+    yield "chat", spec.chat.preflight
     yield "evaluation", spec.evaluation.preflight
 
 
@@ -47,8 +49,12 @@ def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
         raise NotReady(faults)
 
 
-def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
-    """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere."""
+def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | None = None) -> JobSpec:
+    """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere.
+
+    noted: options of which a note was printed before, for the jobs of a sweep
+    """
+    noted = set() if noted is None else noted
     found = [key for key, text in _texts(spec.model_dump(mode="json"), "") if redact(text) != text]
     for key in found:
         if not key.startswith(f"{TEXTS}."):
@@ -58,7 +64,9 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str]) -> JobSpec:
                 f"theirs from the environment, and reward.env=[NAME] lets a reward see a variable"
                 f"{f'  [{who}]' if who else ''}"
             )
-        print(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+        if key not in noted:
+            print_text(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+        noted.add(key)
     if not found:
         return spec
     masked = {name: _mask_value(value) for name, value in spec.tracker}

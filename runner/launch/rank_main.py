@@ -22,7 +22,8 @@ from runner.launch.exit_cause import ExitReport, HeartbeatWriter
 from runner.launch.session import Session
 from runner.launch.worker_process import enable_stack_dumps
 from runner.run_dir.folder import RunFolder, read_mapping
-from runner.sampler.remote.wire import take_token
+from runner.run_dir.manifest import redact
+from runner.sampler.server.job_token import take_token
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 
@@ -55,7 +56,7 @@ def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], 
             link.report(ExitReport.from_error(error))
             return error.exit_code
         except Exception as error:
-            traceback.print_exc(file=log)
+            log.write(redact(traceback.format_exc()))
             text = f"this is a bug of ours: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
             link.report(ExitReport.from_error(RunnerError(text)))
             return RunnerError.exit_code

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.rank_info import RankInfo
+from runner.data.config import ChatConfig
 from runner.run_dir.folder import display_path
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
@@ -85,12 +86,12 @@ class ChatMarkers:
     special: tuple[str, ...] = ()  # what an answer ends with, and its like
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Any) -> ChatMarkers:
+    def from_tokenizer(cls, tokenizer: Any, chat: ChatConfig) -> ChatMarkers:
         """The marks of a tokenizer that has a chat template."""
-        messages = [{"role": "user", "content": "MESSAGE"}]
-        before, _, after = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=False
-        ).rpartition("MESSAGE")
+        from runner.data.chat import Renderer
+
+        rendered = Renderer(tokenizer, chat).render_prompt([{"role": "user", "content": "MESSAGE"}])
+        before, _, after = "".join(segment.text for segment in rendered).rpartition("MESSAGE")
         return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after, tuple(tokenizer.all_special_tokens))
 
     def user_message(self, prompt: str) -> str:

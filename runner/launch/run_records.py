@@ -20,6 +20,7 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
+from runner.launch.base import ExternalLaunchConfig
 from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, display_path, write_atomic, write_json
 from runner.spec.job import JobSpec
@@ -97,6 +98,23 @@ def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> No
 def write_yaml(path: Path, value: object, head: str = "") -> None:
     """`write_atomic` of YAML, after a line of words."""
     write_atomic(path, head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
+
+
+def write_spec(folder: RunFolder, spec: JobSpec) -> None:
+    """Write spec.yaml: every value filled in, fit for `run --spec`."""
+    write_yaml(
+        folder.spec,
+        spec_to_write(spec).model_dump(mode="json"),
+        head=f"# The resolved job spec. Run it again: run --spec {display_path(folder.spec)}\n",
+    )
+
+
+def spec_to_write(spec: JobSpec) -> JobSpec:
+    """The spec without what its processes are told again whenever they are started."""
+    if not isinstance(spec.launch, ExternalLaunchConfig):
+        return spec
+    launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
+    return spec.model_copy(update={"launch": launch})
 
 
 @dataclass(slots=True)

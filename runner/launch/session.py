@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,14 +18,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
+from runner.core.errors import DeadlineExceeded, OutOfMemory, Problem, RankLost, SpecError
 from runner.core.imports import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
-from runner.device.device_kinds import NPU
-from runner.device.env_presets import npu_objection, resolve_presets
-from runner.device.torch_npu_import import hide_torch_npu
-from runner.launch.export import write_export
+from runner.device.process_setup import load_torch, set_environment
+from runner.launch.export import CardFacts, write_export
 from runner.launch.run_messages import (
     NO_EXAMPLE,
     ChatMarkers,
@@ -37,7 +34,7 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run
+from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run, write_spec
 from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec
@@ -111,11 +108,24 @@ class Session:
         outlets = self._sinks(build.OutputSinks, records, console)
         built = build.build(self.spec, self.folder, store, records.decide, self.stop, outlets, self.place)
         build.refuse_different_steps(first, built.world.world_peers)
+        self._keep_resolved_steps(built.spec, first, records)
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
-        self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer) if built.data.prompt_style == "chat" else None
+        if built.data.prompt_style == "chat":
+            self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer, self.spec.chat)
         return built, first
+
+    def _keep_resolved_steps(self, spec: JobSpec, first: int, records: RunRecords) -> None:
+        """Write the steps that `epochs` came to into spec.yaml, so that the run resumes with them."""
+        if self.spec.epochs is None:
+            return
+        if spec.steps < first:
+            text = f"{self.spec.epochs:g} come to {spec.steps} steps, and {first} are done; a run can only get longer"
+            raise SpecError([Problem("epochs", text)])
+        self.spec = records.spec = spec
+        if self.place.is_rank0:
+            write_spec(self.folder, spec)
 
     def _load(self, store: CheckpointStore, records: RunRecords, console: Console) -> LoadedCheckpoint | None:
         """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""
@@ -143,7 +153,8 @@ class Session:
             self.progress(step)
 
         sinks = (records.log, console.step, remember)
-        return outlets(step=sinks, samples=samples, rollouts=records.log_samples, say=console.message)
+        said = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
+        return outlets(step=sinks, log_first=records.log, **said)
 
     def _loop(self, built: BuiltJob, first: int, console: Console) -> float:
         from runner.trainer.loop import run_loop
@@ -163,7 +174,8 @@ class Session:
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
-            write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
+            facts = CardFacts(self.spec.steps, self.values, built.data.prompt_style)
+            write_export(built.model, self.folder.export, self.spec, facts)
             lines.append(labeled_line("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
@@ -173,7 +185,9 @@ class Session:
 
     def _try_it(self, built: BuiltJob) -> str:
         """The command that uses what was made."""
-        if not hasattr(built.model, "stream"):
+        from runner.interfaces import as_generative
+
+        if as_generative(built.model) is None:
             return (
                 f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
             )
@@ -226,37 +240,3 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
             f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
             "or set model.gradient_checkpointing=true"
         ) from error
-
-
-def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set the device's presets where the user has set nothing; the manifest records what applies.
-
-    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
-    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
-    """
-    if not spec.launch.here:
-        spec.device.preflight()
-    presets = spec.device.environment(spec)
-    found = resolve_presets(presets, dict(os.environ))
-    for name, (value, variable) in found.kept.items():
-        decide.record_fact(f"environment.{name}", value, f"yours; not {variable.value}: {variable.reason}")
-    os.environ.update({name: variable.value for name, variable in found.set.items()})
-    if found.set:
-        late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
-        words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
-        decide.record_fact("environment", " + ".join(preset.name for preset in presets), words + late)
-    if left_out := hide_torch_npu(spec.device.name, spec.device.kind):
-        decide.record_fact("environment.torch_npu", "left out of this process", left_out)
-    if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
-        raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
-    spec.device.enter()
-
-
-def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, e.g. if torch_npu does not fit."""
-    try:
-        import_frozen("torch")
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
-        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

@@ -35,7 +35,7 @@ from runner.launch.run_records import is_upstream_run
 from runner.launch.session import run_argument
 from runner.launch.worker_process import WorkerLauncher, WorkerProcess, WorkerSpec, WorkerStatusFile, dump_stacks
 from runner.run_dir.folder import RunFolder, display_path
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.server.job_token import TOKEN
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 

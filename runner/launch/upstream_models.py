@@ -18,6 +18,7 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, StorageError
 from runner.core.signals import SignalRecorder
+from runner.inference.model_source import MODELSCOPE, resolve_model_path
 from runner.launch.run_records import TRUST_REMOTE_CODE
 from runner.launch.upstream_run import (
     UpstreamRunFailed,
@@ -28,10 +29,10 @@ from runner.launch.upstream_run import (
     upstream_environment,
 )
 from runner.model.hub_access import is_hub_id
+from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter
 from runner.run_dir.folder import RunFolder, display_path, read_mapping
 from runner.spec.job import RECIPE, JobSpec
-
-TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
+from runner.tracker.text import print_text
 
 
 def resolve_init_from(spec: JobSpec) -> JobSpec:
@@ -44,8 +45,13 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
     if spec.init_from.startswith(RECIPE):
         where = _run_upstream(spec, spec.init_from.removeprefix(RECIPE), "init_from", own_model=False)
     else:
-        where = Path(spec.init_from).expanduser()
-    return spec.model_copy(update={"init_from": str(_weights_folder(where, "init_from"))})
+        where = _locate(spec.init_from, "init_from")
+    folder = _weights_folder(where, "init_from")
+    if is_adapter(folder) and spec.model.source is None:
+        text = f"{display_path(folder)} is an adapter, and model={spec.model.name} is not its base"
+        typed = f"type model=hf model.path={adapter_base(folder)} adapter=lora"
+        raise SpecError([Problem("init_from", f"{text}; {typed}")])
+    return spec.model_copy(update={"init_from": str(folder)})
 
 
 def resolve_other_models(spec: JobSpec) -> JobSpec:
@@ -64,17 +70,17 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
     key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
     if path.startswith(RECIPE):
         where = _run_upstream(spec, path.removeprefix(RECIPE), key, own_model=True)
-    elif is_hub_id(path) and "/" not in path:
+    elif is_hub_id(path) and "/" not in path and path != "latest":
         raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
-    elif is_hub_id(path):
-        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+    elif is_hub_id(path) and path != "latest" and not path.startswith(MODELSCOPE):
+        print_text(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
         return path
     else:
-        where = Path(path).expanduser()
+        where = _locate(path, key)
     if getattr(spec.algorithm, revision, None) is not None:
         raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it belongs to a hub id")])
     folder = _weights_folder(where, key)
-    if not any(found for pattern in TOKENIZERS for found in folder.glob(pattern)):
+    if not has_tokenizer(folder) and not (is_adapter(folder) and adapter_base(folder)):
         text = (
             f"{display_path(folder)} has no tokenizer ({', '.join(TOKENIZERS)}); copy the one it was trained with there"
         )
@@ -82,16 +88,22 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
     return str(folder)
 
 
+def _locate(text: str, key: str) -> Path:
+    """The folder that a model's name means; `latest` and modelscope:ID as everywhere. Raises SpecError."""
+    if text == "latest" or text.startswith(MODELSCOPE):
+        return Path(resolve_model_path(text, key))
+    return Path(text).expanduser()
+
+
 def _weights_folder(where: Path, key: str) -> Path:
-    """The folder with safetensors at `where`, or in its export."""
+    """The folder with safetensors at `where`, or in its export: a model's, or an adapter's."""
     for folder in (where / "export", where):
-        if (folder / "adapter_config.json").exists():
-            text = f"{display_path(folder)} is an adapter; merge it into its base first: run export RUN --merge"
-            raise SpecError([Problem(key, text)])
-        if list(folder.glob("*.safetensors")):
+        if is_adapter(folder) or list(folder.glob("*.safetensors")):
+            if is_adapter(folder) or (folder / "config.json").exists():
+                check_model_folder(folder, key)
             return folder.resolve()
-    text = f"no weights in {display_path(where)}; a finished run's folder, an export, or {RECIPE}NAME is expected"
-    raise SpecError([Problem(key, text)])
+    expected = f"a finished run's folder, an export, an adapter's folder or {RECIPE}NAME is expected"
+    raise SpecError([Problem(key, f"no weights in {display_path(where)}; {expected}")])
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
@@ -108,7 +120,7 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
     with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
         if _is_done(folder):
             again = f"(to run it again: rm -r {display_path(folder.root)})"
-            print(
+            print_text(
                 f"{key}: +recipe={recipe} was run before, with this spec and code: taking its weights {again}",
                 file=sys.stderr,
             )
@@ -126,10 +138,10 @@ def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> li
     layout, why_not = layout_words(words, spec.model_dump(mode="json"))
     said = f"{key}: +recipe={recipe} runs"
     if why_not:
-        print(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
+        print_text(f"{said} as one process, as this job's layout is not for it:\n{why_not}", file=sys.stderr)
     elif spec.launch.machines > 1:
         wait = "the others wait for it, parallelism.timeout_s at most"
-        print(f"{said} on this machine's devices; {wait}", file=sys.stderr)
+        print_text(f"{said} on this machine's devices; {wait}", file=sys.stderr)
     return layout
 
 
@@ -142,7 +154,9 @@ def _run(
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
     verb = "continuing" if begun else "running"
-    print(f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True)
+    print_text(
+        f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True
+    )
     trust = [word for word in words if word == TRUST_REMOTE_CODE]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
     typed += layout
@@ -189,7 +203,7 @@ def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(
+            print_text(
                 f"{whose} is being run by another job; waiting for it ({display_path(folder.root)})",
                 file=sys.stderr,
                 flush=True,

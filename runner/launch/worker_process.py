@@ -34,7 +34,7 @@ from runner.core.subprocess import ChildProcess
 from runner.launch.cleanup_process import CleanupProcess
 from runner.launch.exit_cause import HeartbeatReader, ProcessExit
 from runner.run_dir.folder import RunFolder, display_path
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 
 Role = Literal["rank", "sampler"]
 # What a process of each role runs, after the interpreter
@@ -88,7 +88,7 @@ class WorkerSpec:
         """The folders that it may leave where it is killed."""
         first = self.place is not None and self.place.local_rank == 0  # who has the weights for samplers
         engine = self.folder.engine
-        return (engine, temporary_folder(engine), *(places(self.folder.root) if first else ()))
+        return (engine, temporary_folder(engine), *(store_dirs(self.folder.root) if first else ()))
 
     def command_line(self, pipe: int, listener: int | None) -> list[str]:
         """What follows the interpreter.

@@ -9,7 +9,7 @@ Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S pred
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import UnsupportedModelError
 from runner.distributed.dtensor_utils import full_tensor
@@ -106,8 +107,8 @@ class CausalLM(TransformersModel):
 
         lm_head = self.causal.get_output_embeddings()
         parameters = {name: full_tensor(p) for name, p in lm_head.named_parameters()}
-        if self._compute_dtype is not None:
-            parameters = {name: p.to(self._compute_dtype) for name, p in parameters.items()}
+        if self._head_dtype is not None:
+            parameters = {name: p.to(self._head_dtype) for name, p in parameters.items()}
 
         @torch.no_grad()
         def logits(hidden: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class CausalLM(TransformersModel):
         if self.chunked:
             parts = self._head_inputs(tokens, places)
             total, values = chunked_lm_head.chunked_logprob_loss(
-                *parts, chosen, self.config.lm_head_chunk_tokens, self._compute_dtype
+                *parts, chosen, self.config.lm_head_chunk_tokens, self._head_dtype, _temperature(tokens, places)
             )
         else:
             values, _ = self._score(tokens, places)
@@ -160,6 +161,7 @@ class CausalLM(TransformersModel):
         """Σ chosen · terms["loss"] at `places` [S] with coefficients `chosen` [S]; and the detached terms [S]."""
         from runner.model.chunked_logit_loss import chunked_logit_loss
 
+        assert "temperature" not in tokens.batch.tokens, "a loss of logits has a temperature of its own"
         channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
         if self.chunked:
             lm_head, states, _ = self._head_inputs(tokens, places)
@@ -169,7 +171,7 @@ class CausalLM(TransformersModel):
                 tokens.values_at(self._logits(tokens), tokens.batch.tokens["parent"][places]),
             )
         return chunked_logit_loss(
-            lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._compute_dtype
+            lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._head_dtype
         )
 
     def generate(
@@ -189,48 +191,26 @@ class CausalLM(TransformersModel):
 
         rows, finish = rows or len(prompts), finish or generation.finish_at_limit
         with self.summon_full_params():  # also where there is nothing to write, for the sake of the other ranks
-            if (way := self._greedy_decoder) is None:
-                with self._bulk_generation_mode():
-                    return generation.greedy_hf_generate(
-                        self.causal, self.tokenizer, prompts, max_new_tokens, rows, finish
-                    )
-            return generation.greedy_decode(self._make_generator(way), prompts, max_new_tokens, rows, finish)
+            generator = self._make_generator(self._greedy_decoder)
+            return generation.greedy_decode(generator, prompts, max_new_tokens, rows, finish)
 
     @cached_property
-    def _greedy_decoder(self) -> MakeDecoder | None:
-        from runner.model.kv_cache import fitting_decoder
+    def _greedy_decoder(self) -> MakeDecoder:
+        from runner.model.kv_cache import choose_decoder
 
         with self._generation_mode():
-            return fitting_decoder(self.causal)
+            return choose_decoder(self.causal, Decisions())
 
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]:
-        """Text pieces of one answer as they are made, never half a character; temperature 0 is greedy.
+    def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
+        """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
 
-        Draws from a generator of its own, seeded with `seed`. Raises ValueError for an empty prompt.
-        """
-        from runner.model import generation
-
-        if not prompt_ids:
-            raise ValueError("a prompt needs at least one token")
-        generator = torch.Generator().manual_seed(seed)
-        pick = partial(generation.sample_token, temperature=temperature, top_p=top_p, generator=generator)
-        ends = generation.eos_token_ids(self.causal, self.tokenizer)
-        ids = generation.stream_ids(self._forward_step, prompt_ids, ends, max_new_tokens, pick, self.device)
-        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
-        return generation.stream_text(ids, decode)
-
-    def batch_decoder(self, *, decide: Decide) -> CompletionGenerator:
-        """The generator for many answers at once, as a sampler uses it; `decide` records a slow one.
-
-        Raises SpecError if no method fits this model.
+        Raises SpecError if the model cannot be sampled from; `decide` is told if the way is not the fast one.
         """
         from runner.model.kv_cache import choose_decoder
 
         with self._generation_mode():
-            way = choose_decoder(self.causal, decide)
-        return self._make_generator(way)
+            make_decoder = choose_decoder(self.causal, decide)
+        return self._make_generator(make_decoder, merge)
 
     def limits(self) -> ModelLimits:
         """What bounds an answer, whoever writes it."""
@@ -239,12 +219,11 @@ class CausalLM(TransformersModel):
         config, ends = self.causal.config, eos_token_ids(self.causal, self.tokenizer)
         return ModelLimits(ends, config.get_text_config().vocab_size, max_row_length(config))
 
-    def _make_generator(self, make_decoder: MakeDecoder) -> CompletionGenerator:
+    def _make_generator(self, make_decoder: MakeDecoder, merge: bool = True) -> CompletionGenerator:
         from runner.model.generation import CompletionGenerator, eos_token_ids
 
-        return CompletionGenerator(
-            self.causal, eos_token_ids(self.causal, self.tokenizer), make_decoder, self._bulk_generation_mode
-        )
+        ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
+        return CompletionGenerator(self.causal, ends, make_decoder, mode)
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
@@ -264,19 +243,19 @@ class CausalLM(TransformersModel):
             yield
 
     @contextmanager
-    def _bulk_generation_mode(self) -> Iterator[None]:
+    def _bulk_generation_mode(self, merge: bool = True) -> Iterator[None]:
         """Generation mode with adapters merged where products are in float32, else with weights cast once."""
         training = self.module.training
-        prepared = merge_temporarily(self.module) if self._compute_dtype is None else cache_casts(self.module)
+        prepared: AbstractContextManager[None] = nullcontext()
+        if self._compute_dtype is not None:
+            prepared = cache_casts(self.module)
+        elif merge:
+            prepared = merge_temporarily(self.module)
         try:
             with self.summon_full_params(), prepared, self._generation_mode():
                 yield
         finally:
             self._set_mode(training)
-
-    def _forward_step(self, ids: Tensor, cache: Any) -> Any:
-        with self._generation_mode():
-            return self.causal(input_ids=ids, past_key_values=cache, use_cache=True)
 
     def _visible_output(self, tokens: BatchTokens) -> Tensor:
         """See `TransformersModel`; logits of a model that shows no backbone."""
@@ -292,24 +271,10 @@ class CausalLM(TransformersModel):
     def _head_inputs(
         self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids.
-
-        Both are such that the head's logits are tempered: [S, H + 1] where it has a bias, which dividing the hidden
-        states would leave as it is.
-        """
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
         batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
         states = tokens.values_at(hidden, batch.tokens["parent"][places])
-        lm_head = self.causal.get_output_embeddings()
-        if "temperature" in batch.tokens:
-            temperature = batch.tokens["temperature"][places, None]
-            if getattr(lm_head, "bias", None) is None:
-                states = (states / temperature).to(states.dtype)
-            else:
-                lm_head, states = (
-                    chunked_lm_head.TemperatureScaled(lm_head),
-                    torch.cat([states, 1 / temperature], dim=1),
-                )
-        return lm_head, states, batch.tokens["ids"][places]
+        return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]
 
     def _score(self, tokens: BatchTokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
@@ -318,13 +283,21 @@ class CausalLM(TransformersModel):
         """
         if self.chunked:
             return chunked_lm_head.chunked_logprobs(
-                *self._head_inputs(tokens, places, made), self.config.lm_head_chunk_tokens, self._compute_dtype
+                *self._head_inputs(tokens, places, made),
+                self.config.lm_head_chunk_tokens,
+                self._head_dtype,
+                _temperature(tokens, places),
             )
         batch = tokens.batch
         logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
-        if "temperature" in batch.tokens:
-            logits = logits / batch.tokens["temperature"][places, None]
+        logits = chunked_lm_head.divide_logits(logits, _temperature(tokens, places))
         return chunked_lm_head.logprobs_and_entropy(logits, batch.tokens["ids"][places])
+
+
+def _temperature(tokens: BatchTokens, places: Tensor) -> Tensor | None:
+    """What divides the logits that predict the tokens at `places` [S], [S]; None = 1 for all."""
+    channel = tokens.batch.tokens.get("temperature")
+    return None if channel is None else channel[places]
 
 
 def model_class_for_head(head: Head) -> type[TransformersModel]:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from runner.distributed import dtensor_utils
-from runner.model.parameters import original_class, stored_parameter
+from runner.model.parameters import cast_inputs_to_float32, original_class, stored_parameter
 
 
 class VocabShard:
@@ -130,37 +130,30 @@ def local_vocab(head: nn.Module) -> tuple[Tensor, VocabShard]:
 
 def is_plain_linear(head: nn.Module) -> bool:
     """Whether the head is nothing but hidden · weightᵀ + bias, so that its gradient can be written down."""
-    return original_class(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks
-
-
-class TemperatureScaled(nn.Module):
-    """A head with one temperature per token: hidden [S, H] and its inverse as one more column → logits."""
-
-    def __init__(self, head: nn.Module) -> None:
-        super().__init__()
-        self.head: Any = head
-
-    def forward(self, states: Tensor) -> Tensor:
-        """Logits [S, V] of `states` [S, H + 1], divided by the temperature."""
-        hidden, inverse = states[:, :-1], states[:, -1:]
-        logits: Tensor = self.head(hidden.to(self.head.weight.dtype))
-        return logits * inverse
+    own = all(hook is cast_inputs_to_float32 for hook in head._forward_pre_hooks.values())
+    return original_class(head) is nn.Linear and not head._forward_hooks and own
 
 
 def chunked_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, compute: torch.dtype | None = None
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    chunk: int,
+    compute: torch.dtype | None = None,
+    temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(targets | hidden) and the entropy of p(· | hidden) in nats; differentiable in hidden and head.
 
     hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
-    weight). Returns two [S] in float32 (float64 for a float64 head). An entropy that is not used costs one pass
-    over the chunk's log-probabilities and no memory.
+    weight); `temperature` float [S] divides the logits, in float32 or better (None: 1). Returns two [S]
+    in float32 (float64 for a float64 head). An entropy that is not used costs one pass over the chunk's
+    log-probabilities and no memory.
     """
     if not is_plain_linear(head):
-        return _checkpointed_chunks(head, hidden, targets, chunk)
+        return _checkpointed_chunks(head, hidden, targets, chunk, temperature)
     weight, ids = local_vocab(head)
     values: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
-        hidden, weight, stored_parameter(head, "bias"), targets, chunk, compute, ids
+        hidden, weight, stored_parameter(head, "bias"), targets, chunk, compute, temperature, ids
     )
     return values
 
@@ -172,17 +165,18 @@ def chunked_logprob_loss(
     coefficients: Tensor,
     chunk: int,
     compute: torch.dtype | None = None,
+    temperature: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Σ coefficients · logprobs, differentiable once in hidden and head, and the logprobs, detached.
 
-    Shapes as in `score`; coefficients float [S], constant.
+    Shapes as in `chunked_logprobs`; coefficients float [S], constant.
     """
     if not (is_plain_linear(head) and torch.is_grad_enabled()):
-        values, _ = chunked_logprobs(head, hidden, targets, chunk, compute)
+        values, _ = chunked_logprobs(head, hidden, targets, chunk, compute, temperature)
         return (values * coefficients).sum(), values.detach()
     weight, ids = local_vocab(head)
     total, values = _ChunkedLogprobLoss.apply(
-        hidden, weight, stored_parameter(head, "bias"), targets, coefficients, chunk, compute, ids
+        hidden, weight, stored_parameter(head, "bias"), targets, coefficients, chunk, compute, temperature, ids
     )
     return total, values
 
@@ -202,15 +196,25 @@ def _finite(log_softmax: Tensor) -> Tensor:
     return log_softmax.clamp(min=torch.finfo(log_softmax.dtype).min)
 
 
-def _checkpointed_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    def piece(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return logprobs_and_entropy(head(states), ids)
+def divide_logits(logits: Tensor, temperature: Tensor | None) -> Tensor:
+    """Logits [n, V] divided by the temperature [n] of their token, in float32 or better; None = as they are."""
+    if temperature is None:
+        return logits
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[:, None]
 
-    pairs = zip(hidden.split(chunk), targets.split(chunk), strict=True)
+
+def _checkpointed_chunks(
+    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, temperature: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    def piece(span: slice) -> tuple[Tensor, Tensor]:
+        part = None if temperature is None else temperature[span]
+        return logprobs_and_entropy(divide_logits(head(hidden[span]), part), targets[span])
+
+    spans = list(chunk_spans(len(hidden), chunk)) or [slice(0, 0)]
     if torch.is_grad_enabled():
-        pieces = [checkpoint(piece, h, t, use_reentrant=False) for h, t in pairs]
+        pieces = [checkpoint(piece, span, use_reentrant=False) for span in spans]
     else:
-        pieces = [piece(h, t) for h, t in pairs]
+        pieces = [piece(span) for span in spans]
     logprobs, entropy = zip(*pieces, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
@@ -222,9 +226,15 @@ class LogitOperands:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: torch.dtype | None, ids: VocabShard
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        compute: torch.dtype | None,
+        ids: VocabShard,
+        temperature: Tensor | None = None,
     ) -> None:
-        self.ids, dtype = ids, compute or weight.dtype
+        self.ids, dtype, self.temperature = ids, compute or weight.dtype, temperature
         self.hidden = hidden.detach().to(dtype)
         self.weight = weight.detach().to(dtype)
         self.bias = None if bias is None else bias.detach().to(dtype)
@@ -241,8 +251,9 @@ class LogitOperands:
         )
 
     def logits(self, span: slice) -> Tensor:
-        """[chunk, V] of one chunk of tokens."""
-        return F.linear(self.hidden[span], self.weight, self.bias)
+        """[chunk, V] of one chunk of tokens, divided by their temperature."""
+        temperature = None if self.temperature is None else self.temperature[span]
+        return divide_logits(F.linear(self.hidden[span], self.weight, self.bias), temperature)
 
     def log_softmax(self, span: slice) -> Tensor:
         """The same as log-probabilities, in float32 or better."""
@@ -272,6 +283,8 @@ class LogitOperands:
     def add_logit_gradients(self, span: slice, d_logits: Tensor) -> None:
         """Add what one chunk's gradient of its logits [chunk, V] means for hidden states, weight and bias."""
         d_hidden, d_weight, d_bias = self.grads
+        if self.temperature is not None:
+            d_logits = d_logits / self.temperature[span, None]
         if d_bias is not None:
             d_bias += d_logits.sum(0)
         d_logits = d_logits.to(self.weight.dtype)
@@ -306,12 +319,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         compute: torch.dtype | None,
+        temperature: Tensor | None,
         ids: VocabShard,
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
         ctx.chunk, ctx.compute, ctx.ids = chunk, compute, ids
         ctx.set_materialize_grads(False)
-        operands = LogitOperands(hidden, weight, bias, compute, ids)
+        operands = LogitOperands(hidden, weight, bias, compute, ids, temperature)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         entropy = torch.empty_like(logprobs)
         for span in chunk_spans(len(targets), chunk):
@@ -321,17 +335,17 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
         if grad is None:
-            return (None,) * 7
-        operands = LogitOperands(hidden, weight, bias, ctx.compute, ctx.ids)
+            return (None,) * 8
+        operands = LogitOperands(hidden, weight, bias, ctx.compute, ctx.ids, temperature)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         for span in chunk_spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
             operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
-        return (*operands.results(), None, None, None, None)
+        return (*operands.results(), None, None, None, None, None)
 
 
 class _ChunkedLogprobLoss(torch.autograd.Function):
@@ -347,9 +361,10 @@ class _ChunkedLogprobLoss(torch.autograd.Function):
         coefficients: Tensor,
         chunk: int,
         compute: torch.dtype | None,
+        temperature: Tensor | None,
         ids: VocabShard,
     ) -> tuple[Tensor, Tensor]:
-        operands = LogitOperands(hidden, weight, bias, compute, ids)
+        operands = LogitOperands(hidden, weight, bias, compute, ids, temperature)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         factors = coefficients.to(out.dtype)
@@ -368,4 +383,4 @@ class _ChunkedLogprobLoss(torch.autograd.Function):
             raise RuntimeError("the linear loss can be differentiated once only: its gradients have been given away")
         scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)

@@ -1,12 +1,14 @@
 """What a user can set of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
+
+ResolveSource = Callable[[str, str, str | None], str]
 
 
 class ModelConfig(ComponentConfig):
@@ -18,6 +20,11 @@ class ModelConfig(ComponentConfig):
         default=None,
         description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
         "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
+    )
+    head_dtype: Literal["float32"] | None = Field(
+        default=None,
+        description="Data type of the LM head's matrix product and logits, in training and with sampler=torch; null = "
+        "model.dtype.",
     )
     batch_layout: Literal["packed", "padded"] = Field(
         default="packed",
@@ -59,11 +66,17 @@ class ModelConfig(ComponentConfig):
         """The same config with the paths of local folders made absolute."""
         return self
 
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        """The same config with what `source` means as a folder or hub id; `resolve` takes the value of an option, the
+        option, and the base of an adapter."""
+        return self
+
     def preflight(self) -> None:
         """Raise EnvironmentProblem where this machine cannot get the model's files."""
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
+        found += self._head_dtype_problems(job)
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
@@ -71,6 +84,19 @@ class ModelConfig(ComponentConfig):
             text = "device=cpu keeps activations in the host's memory already; leave it out"
             found.append(("model.activation_offloading", text))
         return found
+
+    def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
+        """Where a float32 head beside bfloat16 layers has not been tried."""
+        if self.head_dtype is None or self.compute_dtype == "float32":
+            return
+        try:
+            mesh = job.parallelism.mesh(job.launch.world)
+        except SpecError:  # which the mesh says itself
+            return
+        cut = [name for name, size in mesh._asdict().items() if size > 1 and name != "dp_replicate"]
+        if cut or job.parallelism.shards or job.parallelism.deepspeed:
+            text = f"a float32 head is not tried with {'|'.join(cut) or job.parallelism.name}, which gathers or cuts it"
+            yield "model.head_dtype", f"{text} in bfloat16; leave it out, or type parallelism=ddp"
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Why not to compile the layers."""
@@ -173,7 +199,13 @@ class HfConfig(ModelConfig):
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
     name: Literal["hf"] = "hf"
     path: str = Field(
-        min_length=1, description="Folder or hub id of the model, e.g. /models/Qwen3-0.6B or Qwen/Qwen3-0.6B."
+        min_length=1,
+        description="The model: a folder, a run, a PEFT adapter's folder, a hub id or modelscope:ID, e.g. "
+        "/models/Qwen3-0.6B or Qwen/Qwen3-0.6B.",
+    )
+    base: str | None = Field(
+        default=None,
+        description="Base of the adapter at model.path, a folder or hub id; null = the one that the adapter names.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; null = its default branch."
@@ -194,8 +226,11 @@ class HfConfig(ModelConfig):
         return self.from_scratch
 
     def with_absolute_paths(self) -> Self:
-        tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
-        return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
+        tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))
+        return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base)})
 
     def preflight(self) -> None:
         from runner.model.hub_access import check  # here, because every command reads this module

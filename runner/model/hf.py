@@ -5,18 +5,22 @@ The model's own code runs only with model.trust_remote_code.
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
@@ -30,11 +34,24 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     place_on_device,
+    refuse_nonfinite_weights,
 )
+from runner.model.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TOKENIZERS,
+    adapter_base,
+    check_model_folder,
+    has_tokenizer,
+    is_adapter,
+    read_adapter_config,
+    read_header,
+)
+from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MEDIA = re.compile(r"visual|vision|image|audio|speech")  # in the names of tensors
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -46,6 +63,16 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
     path = config.tokenizer or config.path
     path = _check_path(path, "model.tokenizer" if config.tokenizer else key)
     revision = None if config.tokenizer else config.revision
+    if not config.tokenizer:
+        weights = find_weights(config, key)
+        own = weights.adapter is not None and has_tokenizer(weights.adapter)
+        path, revision = (str(weights.adapter), None) if own else (weights.path, weights.revision)
+    if Path(path).is_dir() and not has_tokenizer(path):  # of which transformers would make an empty one
+        option = key if key != "model.path" else "model.tokenizer"
+        raise EnvironmentProblem(
+            f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
+            f"  copy the one it was trained with there, or give it: {option}=FOLDER"
+        )
     with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
@@ -75,14 +102,17 @@ def build(
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
     key = key if init_from is None else "init_from"
-    path = _check_path(init_from or config.path, key)
     kept = DTYPES[stored or config.compute_dtype]
-    auto, scratch = _AUTO[head], config.from_scratch and init_from is None
+    weights = find_weights(config, key, init_from)
+    path, auto, scratch = weights.path, _AUTO[head], config.from_scratch and init_from is None
+    if scratch and weights.adapter is not None:
+        raise EnvironmentProblem(
+            f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
+        )
     with _translate_errors(path, key):
-        source = _weights_source(path, key, config.revision, f"from seed {seed}" if scratch else None)
-        config = config.model_copy(
-            update={"revision": source.commit or config.revision}
-        )  # one commit for config and weights
+        source = _weights_source(weights, f"from seed {seed}" if scratch else None)
+        # one commit for config and weights
+        config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
         check_row_length(longest, max_row_length(architecture))
         if admit is not None:
@@ -92,30 +122,69 @@ def build(
             module = init_with_seed(lambda: _init_random(auto, config, architecture, dtype), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
+            source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _fix_generation_config(path, module.generation_config, decide)
-    made = model_class_for_head(head)
     module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype])
-    return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
+    if weights.adapter is not None:
+        module = attach_adapter(module, weights.adapter, head=head)
+    return model_class_for_head(head)(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _weights_source(path: str, key: str, revision: str | None, drawn: str | None) -> WeightsSource:
-    """The folder, or the hub commit of `revision`. Raises EnvironmentProblem if it is an adapter."""
-    if find_adapter_config_file(path, revision=revision) is not None:
-        raise _adapter_error(path, key)
+@dataclass(frozen=True, slots=True)
+class WeightsLocation:
+    """The folder or hub id that a model's weights are read from, and the folder of an adapter that goes onto it."""
+
+    path: str
+    revision: str | None = None
+    adapter: Path | None = None
+
+
+def find_weights(config: HfConfig, key: str = "model.path", init_from: str | None = None) -> WeightsLocation:
+    """Where `config`, or the folder `init_from`, has its weights. An adapter's base is model.base, or the one that the
+    adapter names; that of an adapter in `init_from` is the model's.
+
+    Raises EnvironmentProblem, CheckpointError or SecurityError for a folder that cannot be used, naming `key`.
+    """
+    adapter, path = _find_adapter(init_from or config.path, key, None if init_from else config.revision)
+    if init_from is not None and adapter is not None:
+        return replace(find_weights(config), adapter=adapter)
+    if adapter is not None:
+        base = _check_path(config.base or adapter_base(adapter), "model.base" if config.base else key)
+        return WeightsLocation(base, read_adapter_config(adapter).get("revision"), adapter)
+    if config.base is not None and init_from is None:
+        raise EnvironmentProblem(f"model.base={config.base} is for an adapter, and {key}={path} is none; leave it out")
+    return WeightsLocation(path, None if init_from else config.revision)
+
+
+def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | None, str]:
+    """The adapter's folder, downloaded where it is on the hub, or None; and the path that was checked."""
+    path = _check_path(path, key)
     if Path(path).exists():
-        return WeightsSource(folder=Path(path), drawn=drawn)
-    return WeightsSource(
-        commit=extract_commit_hash(cached_file(path, "config.json", revision=revision), None), drawn=drawn
-    )
+        return (Path(path) if is_adapter(path) else None), path
+    with _translate_errors(path, key):
+        if find_adapter_config_file(path, revision=revision) is None:
+            return None, path
+        if cached_file(path, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False):
+            raise _both_error(path, key)
+        with no_progress_bar():
+            files = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *TOKENIZERS, "*.jinja", "*.json"]
+            return Path(snapshot_download(path, revision=revision, allow_patterns=files)), path
 
 
-def _adapter_error(path: str, key: str) -> EnvironmentProblem:
+def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
+    """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
+    if Path(weights.path).exists():
+        return WeightsSource(folder=Path(weights.path), drawn=drawn, adapter=weights.adapter)
+    config = cached_file(weights.path, "config.json", revision=weights.revision)
+    return WeightsSource(commit=extract_commit_hash(config, None), drawn=drawn, adapter=weights.adapter)
+
+
+def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"{key}={path} holds a PEFT adapter (adapter_config.json), which would be loaded, trained and saved unasked\n"
-        "  give the folder of its base model, or merge the two first, in Python: "
-        "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+        f"{key}={path} holds a model (config.json) and a PEFT adapter (adapter_config.json), which transformers would "
+        "load into it unasked\n  move one of them into a folder of its own, and give the one that is meant"
     )
 
 
@@ -146,7 +215,7 @@ def _load_pretrained(
     auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
 ) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    with no_progress_bar():
+    with no_progress_bar(), _no_load_report():
         loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
@@ -155,11 +224,15 @@ def _load_pretrained(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     module, info = loaded
-    absent = sorted(set(info["missing_keys"]) - {"score.weight"}) + [
-        str(key) for key in info.get("mismatched_keys", ())
-    ]
+    for name, stored, expected in sorted(info.get("mismatched_keys", ())):
+        raise CheckpointError(
+            f"{key}={path}: {name} has shape {list(stored)}, and by config.json {list(expected)}: weights and config "
+            "are of different models, or the tensor was transposed\n  copy or download both again"
+        )
+    absent = sorted(set(info["missing_keys"]) - {"score.weight"})
     if absent:
         raise EnvironmentProblem(
             f"{key}={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
@@ -169,7 +242,30 @@ def _load_pretrained(
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
+    refuse_nonfinite_weights(module, f"{key}={path}")
     return module
+
+
+def _image_tensors(path: str, revision: str | None, module: Any) -> int:
+    """How many tensors for images or sound transformers passes over, unsaid, as it loads the text part of a model."""
+    patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    folder = (
+        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent
+    )
+    names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
+    return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
@@ -193,14 +289,11 @@ def _check_path(path: str, key: str) -> str:
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
             raise EnvironmentProblem(f"{key}={path}: no such folder; give a model folder or a hub id (owner/name)")
         return path
-    if key != "model.tokenizer" and (folder / "adapter_config.json").exists():
-        raise _adapter_error(path, key)
-    pickles = sorted(found.name for pattern in PICKLES for found in folder.glob(pattern))
-    if key != "model.tokenizer" and pickles and not list(folder.glob("*.safetensors")):
-        raise SecurityError(
-            f"{key}={path} has its weights as pickles ({pickles[0]}), which can run code when loaded, so they are not\n"
-            "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
+    if key == "model.tokenizer":
+        return str(folder)
+    if is_adapter(folder) and (folder / "config.json").exists():
+        raise _both_error(path, key)
+    check_model_folder(folder, key)
     return str(folder)
 
 

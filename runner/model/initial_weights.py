@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -30,12 +30,15 @@ from runner.spec.base import Dtype
 class WeightsSource:
     """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
-    drawn: what random weights are a function of, in words; None where weights are read.
+    drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
+    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
+    adapter: Path | None = None
+    image_tensors: int = 0
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
@@ -44,11 +47,21 @@ class WeightsSource:
             found["commit"] = self.commit
         if self.folder is not None:
             found["config"] = sha256(self.folder.glob("config.json"))
+        if self.adapter is not None:
+            found["adapter"] = sha256(sorted(self.adapter.glob("adapter_*")))
         if self.drawn is not None:
             found["drawn"] = self.drawn
         elif self.folder is not None and weights:
             found["weights"] = sha256(sorted(self.folder.glob("*.safetensors")))
         return found
+
+    def refuse_lost_tensors(self, key: str) -> None:
+        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
+        if count := self.image_tensors:
+            text = f"the folder has {count} tensors for images or sound, which training of text would leave out of the"
+            text += " export; type adapter=lora, or write the text model once, in Python: "
+            text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
+            raise SpecError([Problem(key, text)])
 
 
 def sha256(files: Iterable[Path]) -> str:
@@ -105,11 +118,28 @@ def place_on_device(
     return module
 
 
+def refuse_nonfinite_weights(module: nn.Module, source: str) -> None:
+    """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity; `source`: the option and path
+    that they were read from."""
+    found = {
+        name: int((~tensor.isfinite()).sum())
+        for name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    }
+    if found:
+        shown = "; ".join(f"{name} ({count} numbers)" for name, count in list(found.items())[:3])
+        raise EnvironmentProblem(
+            f"{source}: {len(found)} of its weights hold NaN or infinity: {shown}\n"
+            "  the file is damaged, or a run that diverged wrote it; give another folder, or an earlier checkpoint"
+        )
+
+
 def load_folder(module: nn.Module, folder: str) -> None:
-    """Fill `module` with a folder's safetensors; a head of another kind is skipped on both sides.
+    """Fill `module` with a folder's safetensors; ignore a head of another kind on both sides.
 
     An adapter that is saved later names the folder as its base. On the meta device nothing is read. Raises
-    EnvironmentProblem unless all other names and shapes agree, and the number of heads, which no shape shows.
+    EnvironmentProblem for NaN, and unless all other names and shapes agree, and the number of heads, which no shape
+    shows.
     """
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if next(module.parameters()).device.type == "meta":
@@ -136,6 +166,7 @@ def load_folder(module: nn.Module, folder: str) -> None:
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+    refuse_nonfinite_weights(module, f"init_from={folder}")
 
 
 def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:

@@ -2,14 +2,17 @@
 
     prompts ──each distinct one once──▶ keys, values ──copied to the rows that join──▶ cache ◀── step: one id per row
 
-Two ways, with the same verbs (join, step, drop):
+Three ways, with the same verbs (admit, step, evict); a model gets the first that fits it:
 
-    Columns   a preallocated cache whose rows all end in the same column: rows join and leave at any time
-    Waves     the cache that the model makes for itself: rows leave at any time, and join when all have left
+    ContinuousBatchDecoder   a preallocated cache whose rows all end in the same column: rows join and leave at any time
+    WaveBatchDecoder         the cache that the model makes for itself: rows leave at any time, join when all have left
+    RecomputeBatchDecoder    no cache: every token is computed anew, for models whose state is neither
 
               columns →   · · 3 1 4 1 5 │        a step writes one column for every row; a row that joins is put
               rows ↓      · · · · 2 6 5 │        left of the line, where the mask hides what stands before it
                                         end
+
+The places of rows that join are those of rows that are over, which they replace, and then B, B+1, …
 
 Distances between columns are distances between positions, so that the models' own mask functions hold, sliding windows
 included. Legend: B live rows, L tokens of a prompt, W columns in use, V vocabulary, d head size.
@@ -21,7 +24,7 @@ import inspect
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -29,6 +32,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from runner.core.errors import Problem, SpecError
 from runner.interfaces import Decide
+from runner.interfaces.model import CachedDecoder
 from runner.model.capability_probe import PROBE_ROWS, is_close
 
 PromptIds = tuple[int, ...]
@@ -37,22 +41,7 @@ PREFILL_TOKENS = 4096  # of prompts, padding included, that are computed at once
 MIN_GROWTH = 64  # columns
 
 
-class CachedDecoder(Protocol):
-    """Decodes live rows, numbered 0 … B-1. Made for the prompts of all requests in the order they join.
-
-    New rows take the places of finished rows first, and then B, B+1, …
-    """
-
-    admits_any_time: ClassVar[bool]  # whether rows may join while others live
-
-    def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor: ...  # the first logits [n, V]
-
-    def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
-
-    def evict(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
-
-
-MakeDecoder = Callable[[Any, Sequence[PromptIds], int], CachedDecoder]  # of model, prompts, most rows
+MakeDecoder = Callable[[Any, int], CachedDecoder]  # of model, most rows
 
 
 class CachedForward:
@@ -145,21 +134,23 @@ class PreallocatedCache(Cache):
 
     def __init__(self, like: KeyValueLayers, rows: int) -> None:
         """like: any prompt's keys and values, for their sizes and types; rows: most at once."""
-        self.span, self._rows = CacheWindow(), rows
+        self.span, self._max_rows = CacheWindow(), rows
         empty = [[t.new_zeros(0, t.shape[0], 0, t.shape[2]) for t in pair] for pair in like]
         self._columns = [PreallocatedLayer(self.span, keys, values) for keys, values in empty]
         super().__init__(layers=[*self._columns])
 
-    def ensure_room(self, longest: int) -> int:
-        """Make room for a row of `longest` tokens and one more column; returns by how much columns moved."""
-        span, columns = self.span, self._columns[0].keys.shape[2]
-        if longest <= span.end < columns:
+    def ensure_room(self, longest: int, rows: int) -> int:
+        """Make sure that a row of `longest` tokens fits, one more column, and so many rows; returns by how much columns
+        moved."""
+        span, columns, has_rows = self.span, self._columns[0].keys.shape[2], rows <= self._columns[0].keys.shape[0]
+        if longest <= span.end < columns and has_rows:
             return 0
         end = max(span.end - span.begin, longest)
         by = end - span.end
-        grow = end + MIN_GROWTH > columns
+        grow = end + MIN_GROWTH > columns or not has_rows
+        room = self._columns[0].keys.shape[0] if has_rows else min(self._max_rows, 2 * rows)
         for layer in self._columns:
-            layer.shift(by, self._rows, end + max(MIN_GROWTH, end // 2) if grow else None)
+            layer.shift(by, room, end + max(MIN_GROWTH, end // 2) if grow else None)
         span.begin, span.end = span.begin + by, end
         return by
 
@@ -183,20 +174,25 @@ class ContinuousBatchDecoder:
 
     admits_any_time: ClassVar[bool] = True
 
-    def __init__(self, causal: Any, prompts: Sequence[PromptIds], rows: int) -> None:
+    def __init__(self, causal: Any, rows: int) -> None:
         self._forward, self._max_rows = CachedForward(causal), rows
-        self._queue = deque(dict.fromkeys(prompts))
-        self._uses = Counter(prompts)
+        self._queue = deque[PromptIds]()
+        self._uses = Counter[PromptIds]()
         self._computed: dict[PromptIds, tuple[KeyValueLayers, Tensor]] = {}  # and the logits [V] after it
         self._cache: PreallocatedCache | None = None
         self._starts: list[int] = []  # the first column of each live row
+
+    def expect(self, prompts: Sequence[PromptIds]) -> None:
+        """Equal ones are computed once, as long as one of them has not joined."""
+        self._queue.extend(prompt for prompt in dict.fromkeys(prompts) if not self._uses[prompt])
+        self._uses.update(prompts)
 
     def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
         """New rows, each with its prompt in the cache."""
         while any(prompt not in self._computed for prompt in prompts):
             self._prefill()
         logits = torch.stack([self._computed[prompt][1] for prompt in prompts])
-        cache = self._ensure_room(prompts)
+        cache = self._ensure_room(prompts, max(slots) + 1)
         for prompt, place in zip(prompts, slots, strict=True):
             cache.write_row(place, self._computed[prompt][0])
             self._starts[place : place + 1] = [cache.span.end - len(prompt)]
@@ -247,10 +243,10 @@ class ContinuousBatchDecoder:
         if not self._uses[prompt]:
             del self._computed[prompt]
 
-    def _ensure_room(self, prompts: Sequence[PromptIds] = ()) -> PreallocatedCache:
+    def _ensure_room(self, prompts: Sequence[PromptIds] = (), rows: int = 0) -> PreallocatedCache:
         if self._cache is None:
             self._cache = PreallocatedCache(self._computed[prompts[0]][0], self._max_rows)
-        by = self._cache.ensure_room(max(map(len, prompts), default=0))
+        by = self._cache.ensure_room(max(map(len, prompts), default=0), rows)
         if by:
             self._starts = [start + by for start in self._starts]
         return self._cache
@@ -265,10 +261,13 @@ class WaveBatchDecoder:
 
     admits_any_time: ClassVar[bool] = False
 
-    def __init__(self, causal: Any, prompts: Sequence[PromptIds], rows: int) -> None:
+    def __init__(self, causal: Any, rows: int) -> None:
         self._forward = CachedForward(causal)
         self._cache: Any = None
         self._mask = torch.zeros(0)
+
+    def expect(self, prompts: Sequence[PromptIds]) -> None:
+        """Nothing is computed ahead of a wave."""
 
     def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
         """A new wave; each distinct prompt is computed once."""
@@ -296,15 +295,64 @@ class WaveBatchDecoder:
         self._mask = self._mask[rows]
 
 
-@torch.no_grad()
+class RecomputeBatchDecoder:
+    """Rows that join and leave at any time, without a cache: every step computes whole rows again, those of one length
+    together and none padded."""
+
+    admits_any_time: ClassVar[bool] = True
+
+    def __init__(self, causal: Any, rows: int) -> None:
+        self._causal, self._rows = causal, list[PromptIds]()
+
+    def expect(self, prompts: Sequence[PromptIds]) -> None:
+        """Nothing is computed ahead."""
+
+    def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
+        """New rows."""
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._rows[slot : slot + 1] = [prompt]
+        return self._logits(prompts)
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """One more token of each row."""
+        self._rows = [(*row, token) for row, token in zip(self._rows, tokens, strict=True)]
+        return self._logits(self._rows)
+
+    def evict(self, gone: Sequence[int]) -> list[int]:
+        """Leave rows out, in the same order."""
+        order = sorted(set(range(len(self._rows))) - set(gone))
+        self._rows = [self._rows[row] for row in order]
+        return order
+
+    def _logits(self, rows: Sequence[PromptIds]) -> Tensor:
+        found: dict[PromptIds, Tensor] = {}
+        for length in {len(row) for row in rows}:
+            alike = [row for row in dict.fromkeys(rows) if len(row) == length]
+            ids = torch.tensor(alike, device=self._causal.device)
+            found |= zip(alike, self._causal(input_ids=ids, use_cache=False).logits[:, -1], strict=True)
+        return torch.stack([found[row] for row in rows])
+
+
 def decoder_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
-    """Why `way` does not give the logits of whole rows, found out on a handful of tokens, or None."""
-    if "past_key_values" not in inspect.signature(causal.forward).parameters:
+    """Why a decoder does not give the logits of whole rows, found out on a handful of tokens, or None."""
+    try:
+        return _trial_objection(causal, make_decoder)
+    except Exception as error:  # a model's code may fail in any way on what it was not made for
+        return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+
+
+@torch.no_grad()
+def _trial_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
+    if (
+        make_decoder is not RecomputeBatchDecoder
+        and "past_key_values" not in inspect.signature(causal.forward).parameters
+    ):
         return "its forward takes no cache"
     if make_decoder is ContinuousBatchDecoder and (strange := _unsupported_layers(causal)):
         return f"its cache has layers of type {', '.join(strange)}"
     first, second = (tuple(row) for row in PROBE_ROWS)
-    decoder = make_decoder(causal, [first[:-1], second[:-1]], 2)
+    decoder = make_decoder(causal, 2)
+    decoder.expect([first[:-1], second[:-1]])
     got = [*decoder.admit([first[:-1], second[:-1]], [0, 1]), *decoder.step([first[-1], second[-1]])]
     decoder.evict([0])
     got += decoder.step([first[0]])
@@ -322,20 +370,20 @@ def _last_logits(causal: Any, row: PromptIds) -> Tensor:
     return logits
 
 
-def fitting_decoder(causal: Any) -> MakeDecoder | None:
-    """The first of Columns and Waves that gives the logits of whole rows."""
-    return next(
-        (way for way in (ContinuousBatchDecoder, WaveBatchDecoder) if decoder_objection(causal, way) is None), None
-    )
-
-
 def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
-    """Columns if this model can, else Waves. Raises SpecError if it can neither."""
+    """The first of the three ways that gives the logits of whole rows; says so where it is not the fastest.
+
+    Raises SpecError if there is none.
+    """
     against = decoder_objection(causal, ContinuousBatchDecoder)
     if against is None:
         return ContinuousBatchDecoder
-    if (more := decoder_objection(causal, WaveBatchDecoder)) is not None:
-        name = type(causal).__name__
-        raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; with its own cache: {more}")])
-    decide("sampler", "answers that join at any time", "answers in waves", against)
-    return WaveBatchDecoder
+    if (more := decoder_objection(causal, WaveBatchDecoder)) is None:
+        decide("sampler", "answers that join at any time", "answers in waves", against)
+        return WaveBatchDecoder
+    if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
+        reason = f"{against}; with its own cache: {more}"
+        decide("sampler", "keys and values kept", "every token computed anew, which is slow", reason)
+        return RecomputeBatchDecoder
+    name = type(causal).__name__
+    raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

@@ -4,6 +4,7 @@
     frozen                compute type                      compute type
     trainable             float32                           compute type
     routers, score heads  float32                           float32
+    LM head               as the others                     compute type, or model.head_dtype
 
 A parameter that is stored in another type than it computes in is cast each time a module reads it (`module.weight`),
 differentiably; its gradient comes back in the type that it is stored in. Nothing keeps the cast beyond the operator
@@ -58,8 +59,8 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
             kind: Any = original_class(part)
             part.__class__ = _casting_class(kind, names, dtype)
     for part in float32_modules(module):
-        if not any(hook is _cast_to_float32 for hook in part._forward_pre_hooks.values()):
-            part.register_forward_pre_hook(_cast_to_float32)
+        if not any(hook is cast_inputs_to_float32 for hook in part._forward_pre_hooks.values()):
+            part.register_forward_pre_hook(cast_inputs_to_float32)
     for name, part in module.named_modules():
         # peft casts what goes into an adapter's matrices to what these are stored in where they are sharded
         matrices = part.children() if name.endswith((".lora_A", ".lora_B")) else ()
@@ -70,13 +71,14 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
 
 
 def float32_modules(module: nn.Module) -> list[nn.Module]:
-    """What computes in float32 in every model: the routers of mixtures of experts and heads of one number."""
+    """What computes in float32 in every model: the routers of mixtures of experts and heads of one number; and what is
+    marked with `computes_in_float32`, as an LM head is by `model.head_dtype`."""
     found: list[nn.Module] = []
     for part in module.modules():
         children = part._modules
         names = [*(ROUTERS if "experts" in children else ()), *HEADS]
         found += [child for name in names if (child := children.get(name)) is not None]
-    return found
+    return [*found, *(part for part in module.modules() if getattr(part, "computes_in_float32", False))]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -141,7 +143,7 @@ def _cast_rows(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:
     return rows.to(dtype)
 
 
-def _cast_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def cast_inputs_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Inputs of floating-point numbers in float32."""
     return tuple(one.float() if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
 

@@ -38,7 +38,8 @@ from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict, StateDictPart
 from runner.model.initial_weights import WeightsSource
-from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied
+from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
+from runner.model.peft_adapter import merge_into_base
 
 if TYPE_CHECKING:
     from runner.model.context_parallel import CpStyle
@@ -66,8 +67,7 @@ class TransformersModel:
         decide: Decide,
         source: WeightsSource | None = None,
     ) -> None:
-        """Look at the model and decide how it runs. `module` is on its device; `seed` is that
-        of its initial weights, adapters included."""
+        """Choose how the model runs. `module` is on its device; `seed`: of its initial weights and adapters."""
         self.module = module
         self.whole = FsdpRoot(module)
         self.inner: Any = module
@@ -87,6 +87,8 @@ class TransformersModel:
         self.shard_tokens: MakeTokens = BatchTokens
         self.module.eval()
         if self._compute_dtype is not None:
+            if config.head_dtype == "float32" and (head := self.inner.get_output_embeddings()) is not None:
+                head.computes_in_float32 = True
             cast_on_read(self.module, self._compute_dtype)
         self._choose_layout(decide)
         self._choose_checkpointing(decide)
@@ -159,6 +161,7 @@ class TransformersModel:
             raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
         self.merges = True
         self._refuse_tied_ends()
+        self.weights_source.refuse_lost_tensors("merge")
 
     def _refuse_tied_ends(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
@@ -174,6 +177,12 @@ class TransformersModel:
         made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
         made._kernel = self._kernel
         return made
+
+    def merge_adapter(self, *, decide: Decide) -> Self:
+        """The same model with its adapter merged into its weights, in float32; use it instead of this one."""
+        self._refuse_tied_ends()
+        read_as_stored(self.module)
+        return self.with_peft_module(merge_into_base(self.module, self.inner), decide=decide)
 
     @cached_property
     def base_fingerprint(self) -> dict[str, str]:
@@ -244,10 +253,8 @@ class TransformersModel:
     def save(self, folder: Path | None) -> None:
         """Write a Hugging Face folder (safetensors, configs, tokenizer) or a PEFT adapter folder.
 
-        An adapter folder if `module` is a peft model whose base exists elsewhere. Does not change the model. Raises
-        RunnerError if the files cannot hold all that is trainable. Of a sharded model all ranks are needed: one gives
-        the folder, the others None. Host memory holds one tensor after the other, or those of the adapter; the whole
-        model if the adapter is merged.
+        An adapter folder if `module` is a peft model whose base exists elsewhere. Raises RunnerError if the files lack
+        numbers that are trainable. Of a sharded model all ranks are needed: one gives the folder, the others None.
         """
         # where another than torch keeps the pieces
         with nullcontext() if self.whole.is_sharded else self.summon_full_params():
@@ -266,9 +273,8 @@ class TransformersModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
-        Floating-point numbers as `dtype`, None = the base's own. Collective: all ranks iterate, and those without
-        `keep` get nothing. A tensor may be the model's own memory. Raises SpecError, at the first one, for an adapter
-        that cannot be merged.
+        Collective: all ranks iterate, and those without `keep` get nothing. dtype: of floating-point numbers, None =
+        that of the base. Raises SpecError, at the first tensor, for an adapter that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
@@ -285,10 +291,7 @@ class TransformersModel:
         return HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write what `save` writes except weights, of the merged model: configs and tokenizer. Raises OSError.
-
-        The adapter's config goes into a folder of its own, `adapter`, or the model would be taken for one.
-        """
+        """Write the merged model's configs and tokenizer; an adapter's config into `adapter`. Raises OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         with no_progress_bar():
             self.tokenizer.save_pretrained(folder)
@@ -309,6 +312,11 @@ class TransformersModel:
     def _compute_dtype(self) -> torch.dtype | None:
         """Data type of matrix products where it may not be that of the stored weights; see `precision`."""
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
+
+    @property
+    def _head_dtype(self) -> torch.dtype | None:
+        """The same for the LM head."""
+        return torch.float32 if self._compute_dtype and self.config.head_dtype == "float32" else self._compute_dtype
 
     def _without_compiled_layers(self) -> AbstractContextManager[None]:
         """Run uncompiled inside the block: cached keys and values would be compiled in every pass."""

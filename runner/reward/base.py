@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype
 from runner.spec.suggest import format_value, value_complaint
@@ -128,6 +128,27 @@ def prefix_error_keys(index: int) -> Iterator[None]:
         yield
     except SpecError as error:
         raise SpecError([Problem(_prefix_key(p.key, index), p.message, p.origin) for p in error.problems]) from error
+
+
+@contextmanager
+def collect_errors(errors: list[RunnerError]) -> Iterator[None]:
+    """Keep what is wrong with a part of a sum in `errors`, so that the other parts are tried too."""
+    try:
+        yield
+    except (SpecError, EnvironmentProblem, DataError, SecurityError) as error:
+        errors.append(error)
+
+
+def raise_collected(errors: Sequence[RunnerError]) -> None:
+    """Raise the errors of several parts as one, with the type of the highest exit code; nothing if there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    of_spec = [error for error in errors if isinstance(error, SpecError)]
+    if of_spec and len(of_spec) == len(errors):
+        raise SpecError([problem for error in of_spec for problem in error.problems])
+    if errors:
+        worst = max((error for error in errors if not isinstance(error, SpecError)), key=lambda error: error.exit_code)
+        raise type(worst)("\n".join(map(str, errors)))
 
 
 def _prefix_key(key: str, index: int) -> str:

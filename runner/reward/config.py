@@ -9,14 +9,16 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_serializer
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
 from runner.reward.base import (
     PooledConfig,
+    collect_errors,
     component_record,
     decode_components,
     dump_components,
     prefix_error_keys,
     prefix_keys,
+    raise_collected,
     require_components,
 )
 from runner.reward.base import RewardConfig as RewardConfig
@@ -200,6 +202,48 @@ class FunctionConfig(FallibleConfig, PooledConfig):
         return [("reward.path", name) for name in required_columns(self.file, self.function)]
 
 
+class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
+    """1 where the Python code of the answer passes the tests of a column, run in a sandbox; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.code:build"
+    name: Literal["code"] = "code"
+    column: str = Field(
+        default="tests",
+        min_length=1,
+        description="Column of the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+    )
+    extract: str | None = Field(
+        default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
+        description="Regular expression with one group: its last match is the code; null = the whole text.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Address of a SandboxFusion service that runs the code; null = a sandbox of bubblewrap here.",
+    )
+    workers: int = Field(default=1, ge=1, description="Groups that are scored at the same time.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds for one run of code; one that takes longer fails."
+    )
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Most memory of one process of the code.")
+    output_bytes: int = Field(default=1 << 20, ge=1, description="Longest output, and largest file, of the code.")
+    processes: int = Field(default=16, ge=1, description="Most processes and threads of the code; not for a service.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        wrong = None if self.url is None else address_problem(self.url)
+        return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where no sandbox can be made."""
+        from runner.reward.code import sandbox_problem
+
+        if (reason := sandbox_problem(self)) is not None:
+            raise EnvironmentProblem(
+                f"reward=code cannot make a sandbox here: {reason}\n"
+                "  apt install bubblewrap  # 0.8 or newer; user namespaces must be allowed\n"
+                "  or reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
+            )
+
+
 class HttpConfig(FallibleConfig):
     """A service that gets answers by HTTP POST and returns their scores."""
 
@@ -292,16 +336,12 @@ class SumConfig(RewardConfig):
         return [entry for i, part in enumerate(parts) for entry in prefix_keys(part.config.required_columns(), i)]
 
     def preflight(self) -> None:
-        """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
-        found: list[Problem] = []
+        """Raise what is wrong with all parts, as one error."""
+        errors: list[RunnerError] = []
         for i, part in enumerate(require_components(self.parts)):
-            try:
-                with prefix_error_keys(i):
-                    part.config.preflight()
-            except SpecError as error:
-                found += error.problems
-        if found:
-            raise SpecError(found)
+            with collect_errors(errors), prefix_error_keys(i):
+                part.config.preflight()
+        raise_collected(errors)
 
 
 def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
@@ -319,6 +359,7 @@ COMPONENTS = (
     LengthConfig,
     MathConfig,
     CountdownConfig,
+    CodeConfig,
     FunctionConfig,
     HttpConfig,
     ModelRewardConfig,

@@ -46,10 +46,11 @@ class ScoringFailure:
 
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """The scores of one group, None where there is none, and the faults behind those."""
+    """The scores of one group, None where there is none, and the faults behind those; raised: by a user's function."""
 
     values: list[float | None]
     failures: tuple[ScoringFailure, ...] = ()
+    raised: bool = False
 
 
 def unscored_group(size: int, kind: str, message: str) -> GroupScores:
@@ -118,6 +119,10 @@ class GroupScorer:
     def score(self, groups: Sequence[Group]) -> list[list[float | None]]:
         """One list per group, None where a sample could not be scored. Raises when nothing can be any more."""
         return [self._faults.record_group(scored) for scored in self._score_groups(groups)]
+
+    def preview(self, groups: Sequence[Group]) -> list[GroupScores]:
+        """The scores with the reasons of those that are missing, none of which is counted."""
+        return list(self._score_groups(groups))
 
     def close(self) -> None:
         """End what was started, and say what could not be scored."""

@@ -7,9 +7,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from runner.core.errors import RunnerError
 from runner.core.rng import derive_seed
 from runner.interfaces import Completion, Reward
-from runner.reward.base import prefix_error_keys, require_components
+from runner.reward.base import collect_errors, prefix_error_keys, raise_collected, require_components
 from runner.reward.config import SumConfig
 from runner.spec.registry import resolve
 
@@ -41,7 +42,13 @@ class WeightedSumReward:
         return [[_weighted_sum(weights, one) for one in group] for group in each], parts
 
     def _scores(self, groups: Sequence[Sequence[Completion]]) -> list[list[Scores]]:
-        return [reward.score(groups) for _, reward in self.parts]
+        """The scores of each part. Raises one error with those of all parts."""
+        found, errors = list[list[Scores]](), list[RunnerError]()
+        for _, reward in self.parts:
+            with collect_errors(errors):
+                found.append(reward.score(groups))
+        raise_collected(errors)
+        return found
 
     def close(self) -> None:
         """Close every part, also where one of them fails to."""
@@ -51,14 +58,15 @@ class WeightedSumReward:
 
 
 def build(config: SumConfig, *, seed: int, **common: Any) -> WeightedSumReward:
-    """The sum; each part has a random stream of its own. Closes those already built if one cannot be."""
-    built: list[tuple[float, Reward]] = []
+    """The sum; each part has a random stream of its own. Closes those that were built if one cannot be."""
+    built, errors = list[tuple[float, Reward]](), list[RunnerError]()
     parts = require_components(config.parts)
     try:
         for i, part in enumerate(parts):
             factory = resolve(type(part.config).factory)
-            with prefix_error_keys(i):
+            with collect_errors(errors), prefix_error_keys(i):
                 built.append((part.weight, factory(part.config, seed=derive_seed(seed, "part", i), **common)))
+        raise_collected(errors)
     except BaseException:
         WeightedSumReward(built, ()).close()
         raise

@@ -267,7 +267,8 @@ class WorkerPool:
     def _to_group_scores(self, answer: Mapping[str, Any]) -> GroupScores:
         if "trace" in answer:
             self._output.append_to_file(answer["trace"])
-        return GroupScores(answer["values"], tuple(ScoringFailure(*fault) for fault in answer["faults"]))
+        failures = tuple(ScoringFailure(*fault) for fault in answer["faults"])
+        return GroupScores(answer["values"], failures, raised="trace" in answer)
 
 
 def _forward_output(stream: IO[bytes], output: CapturedOutput) -> None:

@@ -24,8 +24,8 @@ PromptStyle = Literal["chat", "text"]
 # the curve so far depends on. Of the sampler: its place, weight transport,
 # deadlines and tolerances.
 RESUMABLE = (
-    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
-    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.weight_transfer_backend", "sampler.url",
+    "steps", "epochs", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
+    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
     "sampler.api_key_env", "sampler.folder", "sampler.retries",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")

@@ -1,6 +1,6 @@
-"""Options that all samplers share; those of samplers with sampling parameters, and of started ones."""
+"""Options that all samplers share, and those of samplers with sampling parameters."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -74,10 +74,6 @@ class SamplerConfig(ComponentConfig):
         """Versions of the weights that lie in this machine's memory beside those that the lag needs."""
         return 0
 
-    def uses_collective(self) -> bool:
-        """Whether weights get to it from card to card."""
-        return False
-
     def cards(self) -> int:
         """Devices that one process which only samples takes."""
         return 1
@@ -134,6 +130,11 @@ class SamplingConfig(SamplerConfig):
     def max_concurrent(self) -> int | None:
         return self.max_num_seqs
 
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are cut before one is drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
+
     def logprob_tolerance(self) -> float | None:
         return self.sync_logprob_tolerance
 
@@ -142,27 +143,3 @@ class SamplingConfig(SamplerConfig):
 
     def stop_criteria(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         return self.stop, self.stop_token_ids
-
-
-class JobSamplerConfig(SamplingConfig):
-    """A sampler that the job starts itself: in its ranks, or in processes of its own."""
-
-    weight_transfer_backend: Literal["http", "collective"] | None = Field(
-        default=None,
-        description="How weights get to samplers on other machines: http, or collective = from card to card, by NCCL "
-        "or HCCL (gloo on the CPU); null = http.",
-    )
-
-    def uses_collective(self) -> bool:
-        return self.weight_transfer_backend == "collective"
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if self.weight_transfer_backend is None:
-            return []
-        if not job.launch.samplers:
-            text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
-        elif job.launch.here:
-            text = "is about other machines, and here samplers are on the trainer's, whose files they map; leave it out"
-        else:
-            return []
-        return [("sampler.weight_transfer_backend", text)]

@@ -9,15 +9,15 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.base import JobSamplerConfig, SamplingConfig, WeightParts
 from runner.sampler.base import SamplerConfig as SamplerConfig
+from runner.sampler.base import SamplingConfig, WeightParts
 from runner.spec.base import Dtype, address_problem
 
 COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM draws at
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on the CPU has
 
 
-class VllmSamplerConfig(JobSamplerConfig):
+class VllmSamplerConfig(SamplingConfig):
     """A vLLM engine in each rank's process, asleep while that trains, or with launch.samplers in its own.
 
     Rollouts do not repeat bit for bit; a resumed run reads those that were used from a journal.
@@ -90,7 +90,6 @@ class VllmSamplerConfig(JobSamplerConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return [
-            *super().problems(job),
             *self._placement_problems(job),
             *self._sync_problems(job),
             *self._engine_problems(job),
@@ -133,6 +132,13 @@ class VllmSamplerConfig(JobSamplerConfig):
         if not COLDEST <= self.temperature <= HOTTEST:
             text = f"vLLM draws at {COLDEST} to {HOTTEST}, and takes colder for {COLDEST} without a word"
             yield "sampler.temperature", f"{text}; give one of these"
+        if self.truncates and self.temperature != 1 and job.algorithm.needs_sampler_logprobs():
+            text = (
+                "this algorithm learns from log-probabilities at this temperature and before truncation, and vLLM "
+                "reports them before both or after both; type sampler.temperature=1, leave top_k, top_p and min_p out, "
+                "or type sampler=torch"
+            )
+            yield "sampler.temperature", text
         if self.enforce_eager is False and job.device.is_cpu:
             yield "sampler.enforce_eager", "the CPU captures no graphs; leave it out"
         sizes = job.model.sizes()  # of a folder vLLM says it
@@ -158,13 +164,13 @@ CONNECT_TIMEOUT_S = 10.0  # for a server to be there
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-class VllmServerConfig(SamplingConfig):
-    """A server that runs already: vLLM, or another with OpenAI's completions that returns token ids."""
+class ServerSamplerConfig(SamplingConfig):
+    """A server that runs already: vLLM, run serve, or another with OpenAI's completions that returns token ids."""
 
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True
     served: ClassVar[bool] = True
-    name: Literal["vllm_server"] = "vllm_server"
+    name: Literal["server"] = "server"
     url: str = Field(description="Address of the server, e.g. http://127.0.0.1:8000.")
     model: str | None = Field(
         default=None, min_length=1, description="Name that the server has the model by; null = the only one it has."
@@ -266,7 +272,7 @@ class NoSamplerConfig(SamplerConfig):
     name: Literal["none"] = "none"
 
 
-class TorchSamplerConfig(JobSamplerConfig):
+class TorchSamplerConfig(SamplingConfig):
     """The model itself, in plain PyTorch: rollouts are equal bit for bit in every run on one machine."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
@@ -274,16 +280,15 @@ class TorchSamplerConfig(JobSamplerConfig):
     name: Literal["torch"] = "torch"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = super().problems(job)
         if job.launch.samplers:
-            return found
+            return []
         text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
         given = {"timeout_s": self.timeout_s, "sync_logprob_tolerance": self.sync_logprob_tolerance}
-        return found + [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
+        return [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
 
 
 def no_sampler(config: NoSamplerConfig) -> None:
     """Nothing to build."""
 
 
-COMPONENTS = (NoSamplerConfig, TorchSamplerConfig, VllmSamplerConfig, VllmServerConfig)
+COMPONENTS = (NoSamplerConfig, TorchSamplerConfig, VllmSamplerConfig, ServerSamplerConfig)

@@ -47,15 +47,15 @@ class SamplingRule:
     min_p: float = 0.0
 
     @property
-    def is_raw(self) -> bool:
-        """Whether this is the model's own distribution."""
-        return self == SamplingRule()
+    def truncates(self) -> bool:
+        """Whether ids are cut before one is drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and, if wanted, of the model's own
-    distribution."""
+    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and, if requested, at its temperature before
+    truncation."""
 
     ids: Tensor
     logprobs: Tensor
@@ -76,17 +76,18 @@ def uniform_stream(seed: int) -> Iterator[tuple[int, int]]:
 
 def sample_tokens(logits: Tensor, u: Tensor, rule: SamplingRule, *, raw: bool = False) -> SampledTokens:
     """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name; raw: with raw_logprobs,
-    which a rule other than the model's own pays for with a logsumexp of [B, V]."""
+    which a rule that truncates pays for with a logsumexp of [B, V]."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    values, ids = truncate_logits(logits if rule.temperature == 1 else logits / rule.temperature, rule)
+    scaled = logits if rule.temperature == 1 else logits / rule.temperature
+    values, ids = truncate_logits(scaled, rule)
     p = values.softmax(-1)
     place = inverse_cdf(p, u)
     drawn = place if ids is None else ids.gather(1, place)
     logprobs = p.gather(1, place).log()
     if not raw:
         return SampledTokens(drawn[:, 0], logprobs[:, 0], None)
-    own = logprobs if rule.is_raw else logits.gather(1, drawn) - logits.logsumexp(-1, keepdim=True)
-    return SampledTokens(drawn[:, 0], logprobs[:, 0], own[:, 0])
+    untruncated = scaled.gather(1, drawn) - scaled.logsumexp(-1, keepdim=True) if rule.truncates else logprobs
+    return SampledTokens(drawn[:, 0], logprobs[:, 0], untruncated[:, 0])
 
 
 def truncate_logits(scaled: Tensor, rule: SamplingRule) -> tuple[Tensor, Tensor | None]:

@@ -60,7 +60,7 @@ class SyncProbe:
     def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int, name: str = "") -> None:
         """Give a sampler these weights, and once more if it then does not say what the trainer does.
 
-        name: of the sampler, for words. Raises SamplerFault if it says something else again, and what `load` and
+        name: of the sampler, for words. Raises SamplerError if it says something else again, and what `load` and
         `score` raise.
         """
         for once_more in reversed(range(MAX_LOADS)):

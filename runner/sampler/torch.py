@@ -79,7 +79,7 @@ class TorchSampler:
         None: the weights are the trainer's own. Raises ValueError unless names and shapes are the model's.
         """
         if tensors is not None:
-            _copy_weights(self._model.trainable(), tensors)
+            copy_weights(self._model.trainable(), tensors)
         self._version = version
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -133,7 +133,8 @@ class TorchSampler:
 
 
 @torch.no_grad()
-def _copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite a model's parameters. Raises ValueError unless names and shapes are the same."""
     differing = sorted(parameters.keys() ^ tensors.keys())
     differing += [n for n, p in parameters.items() if n in tensors and p.shape != tensors[n].shape]
     if differing:

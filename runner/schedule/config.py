@@ -63,7 +63,7 @@ class WsdConfig(DecayConfig):
     decay_steps: int = Field(default=0, ge=0, description="Steps of the final fall; 0 = a tenth of the run.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        if not self.decay_steps or self.warmup_steps + self.decay_steps <= job.steps:
+        if not self.decay_steps or job.epochs is not None or self.warmup_steps + self.decay_steps <= job.steps:
             return []
         warmup = f"schedule.warmup_steps={self.warmup_steps}"
         return [("schedule.decay_steps", f"{self.decay_steps} and {warmup} are more than steps={job.steps}")]

@@ -8,6 +8,7 @@ Only the classes that were chosen are built by pydantic, so that an answer takes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,11 +42,14 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     found += _callbacks(data, known)[1]
     data, missing = _missing(data, chosen)
     keys = OptionIndex(known)
-    job, wrong = _validate(data, chosen, keys)
+    job, wrong, replaced = _validate(data, chosen, keys)
     found += missing + wrong
     if job is not None:
         job = _with_device_defaults(job)
-        found += _contradictions(job)
+        found += [item for item in _contradictions(job) if not _mentions(item, replaced)]
+        typed = [key for key in ("epochs", "steps") if origins.get(key) == COMMAND_LINE]
+        if job.epochs is not None and len(typed) == 2:
+            found.append(("epochs", f"{job.epochs:g}, and steps={job.steps} is typed too; leave one of them out"))
     if found:
         raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
@@ -57,12 +61,13 @@ def decode_unchecked(
 ) -> JobSpec | None:
     """The job that `data` describes, without checks between its parts; `???` for a required text.
 
-    None where single values are wrong, which `decode` reports. Raises SecurityError as `decode` does.
+    A wrong value, which `decode` reports, is replaced by its option's default; None where that leaves no job.
+    Raises SecurityError as `decode` does.
     """
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
-    job = _validate(data, chosen, OptionIndex(known))[0]
+    job, _, _ = _validate(data, chosen, OptionIndex(known))
     return None if job is None else _with_device_defaults(job)
 
 
@@ -173,22 +178,27 @@ def _must_be_given(key: str, where: tuple[type[BaseModel] | None, str]) -> str:
     return f"must be given: {key}=…" + (f"  ({info.description})" if info and info.description else "")
 
 
-def _validate(data: Mapping[str, Any], chosen: Classes, keys: OptionIndex) -> tuple[JobSpec | None, list[Found]]:
-    """The job, if nothing but unknown keys is wrong, and what is wrong."""
+def _validate(
+    data: Mapping[str, Any], chosen: Classes, keys: OptionIndex
+) -> tuple[JobSpec | None, list[Found], list[str]]:
+    """The job, what is wrong, and the keys whose wrong values the job has the defaults of.
+
+    No job where a component is unknown or a wrong value has no default.
+    """
     model = job_model(tuple(chosen.items()), _callbacks(data, keys.registry)[0])
     try:
         whole = model.model_validate(data)
-        return (whole if None not in chosen.values() else None), []
+        return (whole if None not in chosen.values() else None), [], []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
     unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _unknown_keys(e, data)]
     context = _context(data, chosen, dict(unknown)) if unknown else NO_JOB
     judged = [e for e in errors if chosen.get(e.path[0], True) is not None]
     found = [item for e in judged for item in _messages(e, data, chosen, keys, context)]
-    if all(e.kind == "extra_forbidden" for e in errors):
-        job, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
-        return job, found
-    return None, found
+    if any(e.kind == "missing" for e in errors):
+        return None, found, []
+    job, _, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
+    return job, found, [e.key for e in errors if e.path[-1] in e.model.model_fields]
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +316,12 @@ def _contradictions(job: JobSpec) -> list[Found]:
     return [problem for part in parts if isinstance(part, Config) for problem in part.problems(job)]
 
 
+def _mentions(found: Found, keys: Iterable[str]) -> bool:
+    """Whether a contradiction may come from the default that replaced a wrong value of one of these options."""
+    words = set(re.findall(r"\w+", " ".join(found)))
+    return any(key.rpartition(".")[2] in words for key in keys)
+
+
 def _has_target_key(value: Any) -> bool:
     if isinstance(value, Mapping):
         return "_target_" in value or any(map(_has_target_key, value.values()))
@@ -316,5 +332,5 @@ def _without(data: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
     """A copy of `data` without the leaves at `paths`."""
     gone = set(paths)
     inner = {p[0]: {q[1:] for q in gone if len(q) > 1 and q[0] == p[0]} for p in gone if len(p) > 1}
-    kept = {name: value for name, value in data.items() if (name,) not in gone}
+    kept = {name: value for name, value in data.items() if (str(name),) not in gone}  # YAML's keys may be numbers
     return {name: _without(value, inner[name]) if name in inner else value for name, value in kept.items()}

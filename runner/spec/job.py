@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from runner.adapter.config import AdapterConfig
 from runner.algorithm.config import AlgorithmConfig
 from runner.checkpoint.config import CheckpointConfig
-from runner.data.config import DataConfig
+from runner.data.config import ChatConfig, DataConfig
 from runner.device.config import DeviceConfig
 from runner.environment.config import EnvironmentConfig
 from runner.launch.config import LaunchConfig
@@ -69,6 +69,9 @@ class JobSpec(Config):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random stream is derived from it.")
     steps: int = Field(default=100, ge=1, description="Loop steps.")
+    epochs: float | None = Field(
+        default=None, gt=0, description="Passes over the training items, which then give the steps; null = by steps."
+    )
     init_from: str | None = Field(
         default=None,
         description="Weights to start from: a run, an export, or recipe:NAME, which is run first; null = the model's.",
@@ -80,6 +83,7 @@ class JobSpec(Config):
     model: ModelConfig
     adapter: AdapterConfig
     data: DataConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig, description="How conversations become tokens.")
     algorithm: AlgorithmConfig
     sampler: SamplerConfig
     reward: RewardConfig
@@ -91,6 +95,12 @@ class JobSpec(Config):
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
     callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.epochs is None or not self.data.is_mixture:
+            return []
+        why = "each source of data.mixture_weights has epochs of its own"
+        return [("epochs", f"{why}; give steps, or leave out data.mixture_weights")]
 
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
         """The data type that a model's own weights are stored in; without `trains`, of a reference model."""

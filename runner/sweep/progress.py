@@ -108,7 +108,7 @@ class SweepScreen:
                 str(index),
                 *(escape_for_terminal(job.varied.get(axis, "")) for axis in plan.axes),
                 state.state,
-                f"{tail.step}/{plan.data(job).get('steps', '?')}" if tail else "",
+                f"{tail.step}/{planned_steps(plan.data(job))}" if tail else "",
                 *("" if value is None else format_number(value) for value in values),
                 format_duration(seconds) if seconds else "",
                 ",".join(running.job.devices if running else state.devices),
@@ -150,8 +150,8 @@ def estimated_time(plan: Plan, trials: int | None, parallel: int) -> str:
 def find_earlier_run(plan: Plan, outputs: Path = OUTPUTS) -> StepPace | None:
     """The pace of the newest run that differs from this sweep's jobs only in what varies."""
     axes = plan.axes
-    if RECIPE in axes:
-        return None  # what the jobs have in common is not known by keys
+    if RECIPE in axes or "epochs" in axes or plan.base.get("epochs"):
+        return None  # what the jobs have in common, or how many steps they have, is not known by keys
     ignored = {*SAME_TIME, *axes, "steps"}
     wanted = _comparable(plan.base, ignored)
     most = max((_steps(plan, job.sections) for job in plan.jobs), default=_steps(plan, {}))
@@ -226,6 +226,11 @@ def _of_done(plan: Plan, record: SweepState) -> float | None:
     steps = sum(_steps(plan, job.sections) for job in done)
     seconds = sum(record[job.index].seconds for job in done)
     return seconds / steps if steps and seconds else None
+
+
+def planned_steps(data: Mapping[str, Any]) -> str:
+    """The steps of a job by its config; ? where its epochs and its data decide them."""
+    return "?" if data.get("epochs") else str(data.get("steps", "?"))
 
 
 def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:

@@ -12,7 +12,7 @@ from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placement_text
 from runner.sweep.job import FAILED, FINISHED, last_line
 from runner.sweep.plan import SWEEPS, JobPlan, Plan, Ranking, SweepFolder, short_names
-from runner.sweep.progress import estimated_time
+from runner.sweep.progress import estimated_time, planned_steps
 from runner.sweep.results import INTERVAL, SEED, Result, Results, Score, aggregate_seeds
 from runner.tools.report.chart import Curve, Point, hues
 from runner.tools.report.page import Page, TableRow
@@ -92,7 +92,7 @@ def _table_head(results: Results) -> list[str]:
 def _cells(results: Results, row: Result) -> list[str]:
     """A job's, up to its time."""
     varied = [row.job.varied.get(axis, "") for axis in results.plan.axes]
-    steps = f"{row.steps}/{results.plan.data(row.job).get('steps', '?')}"
+    steps = f"{row.steps}/{planned_steps(results.plan.data(row.job))}"
     scores = ["" if score is None else format_number(score.value) for score in row.scores] or [""]
     return [str(row.job.index), *varied, row.state.state, steps, *scores, format_duration(row.state.seconds)]
 

@@ -14,7 +14,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +181,10 @@ def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], ranking
 
 
 def _score(series: Series | None, ranking: Ranking) -> Score | None:
-    if series is None:
-        return None
-    step, value = series.best(ranking.mode) if ranking.take == "best" else series.last
+    trained = None if series is None else replace(series, points=tuple(p for p in series.points if p[0] > 0))
+    if trained is None or not trained.points:
+        return None  # step 0 is the evaluation before the first step, which ranks nothing
+    step, value = trained.best(ranking.mode) if ranking.take == "best" else trained.last
     return Score(value, step)
 
 

@@ -90,7 +90,7 @@ class OptunaTrials:
         """Whether a running job is to be stopped early; takes in the newest value of its metric."""
         trial, metric = self._trials.get(index), self._plan.rankings[0].metric
         step = metrics.steps.get(metric)
-        if not self._prune or trial is None or step is None or step <= self._reported.get(index, -1):
+        if not self._prune or trial is None or step is None or step <= self._reported.get(index, 0):
             return False
         self._reported[index] = step
         trial.report(metrics.values[metric], step)

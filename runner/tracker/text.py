@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a person can read them in one line of a terminal. Pure functions."""
+"""Numbers and foreign text as a person can read them in one line of a terminal. Pure functions, and print_text."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import unicodedata
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TextIO
 
 BARS = "▁▂▃▄▅▆▇█"
 # What a terminal would obey instead of show: controls, line and paragraph separators, halves of characters, and marks
@@ -24,6 +25,11 @@ def escape_for_terminal(text: str) -> str:
 def escape_controls(text: str) -> str:
     """The text with its lines and tabs, and every other control character (C0, C1) written out."""
     return "".join(_escape(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+
+
+def print_text(text: str, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
+    """Print text with its control characters written out: a name in it may come from a file or a web page."""
+    print(escape_controls(text), end=end, file=file, flush=flush)
 
 
 def _escape(character: str) -> str:

@@ -78,7 +78,7 @@ class WandbSink:
         except ImportError as error:
             self._fail(f"wandb cannot be imported: {error}")
         except Exception as error:  # wandb raises anything; whatever it is, W&B is to be tried once more, offline
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
             self._restart(f"{type(error).__name__}: {error}")
         self._leave()
         self._exit(0)

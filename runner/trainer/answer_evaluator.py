@@ -71,6 +71,11 @@ class ShorteningSampler:
         return [next(rollouts) if r.max_new_tokens > 0 else Rollout((), (), None, 0, "length") for r in limited]
 
 
+def question_prompts(questions: Sequence[EvalQuestion]) -> list[Prompt]:
+    """The questions as prompts to sample answers to, with the columns that rewards read."""
+    return [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in questions]
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerEvaluator:
     """Measures the answers that `collector` draws to `questions`, with its reward where it has one.
@@ -100,9 +105,8 @@ class AnswerEvaluator:
         return Report({**named, "time/eval_s": time.perf_counter() - start}, self._records(groups))
 
     def _collect(self) -> list[Group]:
-        prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.questions]
         try:
-            return self.collector.collect_groups(prompts, step=0, round=0)
+            return self.collector.collect_groups(question_prompts(self.questions), step=0, round=0)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"the device's memory is exhausted by the answers of an evaluation: {str(error).splitlines()[0]}\n"

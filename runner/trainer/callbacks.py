@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepResult
@@ -140,13 +140,17 @@ class RunEvaluation(BaseCallback):
         every: int,
         keep: int,
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
+        log_first: Callable[[int, Mapping[str, float]], None],
         say: Callable[[str], None],
     ) -> None:
-        self._evaluate, self._every, self._keep, self._record, self._say = evaluate, every, keep, record, say
+        """record: of samples; log_first: of the numbers before the first step, which no step has."""
+        self._evaluate, self._every, self._keep, self._record = evaluate, every, keep, record
+        self._log_first, self._say = log_first, say
 
     def on_start(self, step: int) -> None:
         if step == 0:
             report = self._evaluate()
+            self._log_first(0, report.values)
             self._record(0, report.samples[: self._keep])
             self._say("\n".join(eval_lines(0, report.values)))
 
@@ -207,6 +211,7 @@ class HangWatch(BaseCallback):
 
     def __init__(self, path: Path, hang_timeout_s: float) -> None:
         self._path, self._stall_s = path, hang_timeout_s
+        self._file: TextIO | None = None
 
     def on_start(self, step: int) -> None:
         self._file = self._path.open("w")
@@ -215,13 +220,19 @@ class HangWatch(BaseCallback):
     def on_step(self, end: StepResult) -> None:
         self._arm()
 
-    def on_end(self) -> None:
+    def close(self) -> None:
+        """Stop the timer, also where the run failed."""
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def on_end(self) -> None:
+        self.close()
         if self._path.stat().st_size == 0:
             self._path.unlink()
 
     def _arm(self) -> None:
+        assert self._file is not None  # on_start has opened it
         faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
 
 

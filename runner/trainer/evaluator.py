@@ -98,7 +98,8 @@ class Evaluator:
     def _loss(self, model: Model) -> Metrics:
         metrics = Metrics()
         for questions in _batches(self.questions, self.batch_size):
-            batch = pack([q.item.ids for q in questions], [q.item.weights for q in questions])
+            items = [question.item for question in questions]
+            batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
             logprobs = model.forward(batch, frozenset({"logprobs"}))["logprobs"].cpu()
             weight = batch.tokens["weight"]
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
@@ -153,9 +154,9 @@ def askable(
 
 
 def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
-    """Whether the first tokens after the prompt, which are the expected answer's, hold all of its text."""
-    first = len(question.prompt_ids)
-    best = tokenizer.decode(list(question.item.ids[first : first + max_new_tokens]), skip_special_tokens=True)
+    """Whether the first tokens of the expected answer hold all of its text."""
+    ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
+    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
     return bool(best.strip().startswith(question.answer.strip()))
 
 

@@ -82,6 +82,32 @@ class FrozenModel:
             return score_batch(self._model, batch, needs, budget=self._budget, device=self._device, **options)
 
 
+def frozen_copy_of_adapter(model: TrainableModel) -> Callable[[], AbstractContextManager[None]]:
+    """What puts a copy, made now, of the model's trainable parameters in their place for the length of a block.
+
+    For a reference that is the policy before it learns, without a second base. The block is no part of a pass that is
+    differentiated. Not for parameters that DeepSpeed has partitioned.
+    """
+    initial = {name: p.detach().clone() for name, p in model.trainable().items()}
+
+    @contextmanager
+    def swap() -> Iterator[None]:
+        trained = {name: p.detach().clone() for name, p in model.trainable().items()}
+        try:
+            _copy_into(model, initial)
+            yield
+        finally:
+            _copy_into(model, trained)
+
+    return swap
+
+
+@torch.no_grad()
+def _copy_into(model: TrainableModel, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.trainable().items():
+        parameter.copy_(values[name])
+
+
 class PrecomputedReference(FrozenModel):
     """Knows the logprobs of the units given to `precompute`, and of those that were kept before.
 

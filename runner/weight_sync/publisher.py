@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.core.batch import pack
 from runner.distributed.work_partition import SINGLE_PROCESS, run_on_all
 from runner.interfaces import LOGPROBS, Model, RankCollectives, Sampler
-from runner.weight_sync.routes import Route
+from runner.weight_sync.transports import WeightTransport
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ class Publisher:
 
     def __init__(
         self,
-        route: Route,
+        route: WeightTransport,
         sampler: Sampler,
         lag: int,
         *,
@@ -89,7 +89,7 @@ class Publisher:
 
     def load_for(self, step: int) -> None:
         """Give the sampler the weights that `step` is to be sampled with, unless it has them. Collective. Raises
-        SamplerFault where it does not take them, on all ranks."""
+        SamplerError where it does not take them, on all ranks."""
         assert self._first is not None  # a first version was published
         version = max(step - self._lag, self._first)
         if version != self._loaded:

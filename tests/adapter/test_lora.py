@@ -10,11 +10,12 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model.causal_lm import CausalLM
@@ -251,3 +252,43 @@ def test_unknown_names_are_all_listed_with_those_that_exist() -> None:
 def test_a_module_that_peft_cannot_adapt() -> None:
     with pytest.raises(SpecError, match="peft cannot adapt"):
         lora.attach(LoraConfig(targets=("input_layernorm",)), causal("qwen2"), decide=Decisions())
+
+
+FAMILIES = {
+    "mamba": ({"num_hidden_layers": 2, "state_size": 4}, {"dt_proj", "out_proj"}),
+    "falcon_h1": (
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+            "num_key_value_heads": 2,
+        },
+        {"out_proj"},
+    ),
+    "llama4_text": (
+        {"num_key_value_heads": 2, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        {"router"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_all_linear_leaves_out_what_no_adapter_can_be_at_and_says_so(kind: str) -> None:
+    """Every matrix of the adapter gets a gradient; the linears that are left out are named."""
+    options, left_out = FAMILIES[kind]
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **shape | {"num_attention_heads": 4, "head_dim": 8} | options)
+    torch.manual_seed(0)
+    base = CausalLM(
+        AutoModelForCausalLM.from_config(config), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions()
+    )
+    decide = Decisions()
+    model = lora.attach(LoraConfig(rank=2), base, decide=decide)
+    [said] = [entry for entry in decide.entries if entry.feature == "adapter.targets"]
+    assert {name.strip() for name in said.got.removeprefix("all-linear but ").split(",")} == left_out
+    data = batch()
+    model.linear_loss(data, data.tokens["weight"])[0].backward()
+    assert all(p.grad is not None for p in model.trainable().values())

@@ -10,6 +10,7 @@ import torch
 from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.optimization import PolicyOptimization, build
 from runner.core.signals import StopSignal
+from runner.data.chat import Renderer
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.distributed.work_partition import SingleProcess
@@ -23,7 +24,7 @@ from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 from runner.trainer.reference_model import FrozenModel
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Shared
+from runner.weight_sync.transports import DeviceCopy, SameModel
 
 CPU = torch.device("cpu")
 CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2)
@@ -32,6 +33,9 @@ Rate = Callable[[Completion], float | None]
 
 def silent(*words: str) -> None:
     """A decision that nobody reads."""
+
+
+silent.record_fact = silent  # type: ignore[attr-defined]
 
 
 class Prompts:
@@ -86,7 +90,7 @@ def even_bytes(completion: Completion) -> float:
     return sum(i % 2 == 0 for i in completion.ids) / len(completion.ids)
 
 
-def model_of(seed: int, head: str = "lm") -> Any:
+def make_model(seed: int, head: str = "lm") -> Any:
     return tiny.build(
         CONFIG,
         tokenizer=tiny.tokenizer(CONFIG),
@@ -107,20 +111,36 @@ def job_of(
     sgd: bool = False,
     environments: EnvironmentFactory | None = None,
     stop_token_ids: Sequence[int] = (),
+    double: bool = False,
+    **sampling: Any,
 ) -> TrainingJob:
-    """The whole job, wired as `runner.build` does it."""
+    """The whole job, wired as `runner.build` does it; double: its models are in float64."""
     head = config.trained_models()["policy"]
+
+    def model_of(seed: int, head: str = "lm") -> Any:
+        made = make_model(seed, head)
+        if double:
+            made.module.double()
+        return made
+
     policy = model_of(1, head)
     ahead = config.lag > 0
     sampler = torch_sampler.build(
-        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids)),
+        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **sampling),
         model=model_of(1, head) if ahead else policy,
         decide=silent,
     )
     algorithm: PolicyOptimization = build(
         config,
         AlgorithmInputs(
-            Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate) if config.needs_reward else None, environments
+            Prompts(),
+            policy.tokenizer,
+            3,
+            silent,
+            sampler,
+            Rated(rate) if config.needs_reward else None,
+            environments,
+            extend=Renderer(policy.tokenizer).extend,
         ),
     )
 
@@ -144,7 +164,7 @@ def job_of(
     if "critic" in config.trained_models():
         learners["critic"] = learner(model_of(2, "scalar"), "critic")
     frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen_models()}
-    route = Copied(learners["policy"].weights) if config.lag else Shared()
+    route = DeviceCopy(learners["policy"].weights) if config.lag else SameModel()
     publisher = Publisher(route, sampler, config.lag)
     return TrainingJob(
         steps=steps,

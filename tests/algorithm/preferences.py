@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.interfaces import LabeledCompletion, PreferencePair
 from runner.model import tiny
 from runner.model.config import TinyConfig

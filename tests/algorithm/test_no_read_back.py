@@ -44,10 +44,10 @@ mask = torch.empty(6, dtype=torch.bool, device="meta")
 
 CALLS: dict[str, Callable[[], Any]] = {
     "advantages": lambda: [
-        group_mean_std(x, ids, eps=1e-6),
+        group_mean_std(x, ids, advantage_eps=1e-6),
         group_mean(x, ids),
         leave_one_out(x, ids),
-        batch_std(x, ids, eps=1e-4),
+        batch_std(x, ids, advantage_eps=1e-4),
         opo(x, ids, ids),
         no_baseline(x),
     ],

@@ -94,7 +94,7 @@ def test_a_job_and_the_doctor_list_the_same_steps_in_the_same_order(
     [
         ("device=cudaa", "no device named 'cudaa'; did you mean 'cuda'? (auto, cpu, cuda, npu"),
         ("sampler=vlm", "no sampler named 'vlm'; did you mean 'vllm'?"),
-        ("sampler=none", "no sampler named 'none' (torch, vllm, vllm_server)"),
+        ("sampler=none", "no sampler named 'none' (server, torch, vllm)"),
     ],
 )
 def test_a_mistyped_name_gets_the_nearest(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ def test_a_job_uses_all_of_it_and_is_resumed(site: Path, workdir: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "notify   reward/mean is below 2.0 at step 1" in result.stdout
     folder = workdir / "outputs" / "latest"
-    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
     assert {"reward/mean", "policy/clip_frac_dual", "correction/clip_frac", "notify/reached"} <= first.keys()
     assert (folder / "metrics.csv").read_text().startswith("1,train/loss,")
     again = run(site, workdir, "resume", "latest", "steps=3", "callbacks.notify.below=1.5")
@@ -228,7 +228,7 @@ def test_a_sweep_varies_it(site: Path, workdir: Path) -> None:
     result = run(site, workdir, "-m", *DEMO, "steps=1", "callbacks.notify.below=-1,3")
     assert result.returncode == 0, result.stderr
     rows = [
-        json.loads(p.read_text().splitlines()[0]) for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.jsonl"))
+        json.loads(p.read_text().splitlines()[-1]) for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.jsonl"))
     ]
     assert [row["notify/reached"] for row in rows] == [0.0, 1.0]
     titles = [p.read_text().splitlines()[0] for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.csv"))]

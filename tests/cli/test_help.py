@@ -70,7 +70,8 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
     ("word", "answer"),
     [
         ("shema", "did you mean 'schema'? e.g. run schema recipe"),
-        ("serve", "no `run serve` yet; `run export latest` writes a folder that `vllm serve FOLDER` serves"),
+        ("deploy", "to answer over HTTP, as OpenAI's API does: run serve latest"),
+        ("talk", "to talk to a model in the terminal: run chat latest"),
         ("merge_lora", "run export latest --merge"),
         ("Compare", "run diff A B"),
         ("finetun", "if you mean 'finetune': training has no verb of its own: run +recipe=NAME"),

@@ -46,8 +46,8 @@ class PassesEnded(Exception):
 class Observed(SingleStage):
     """The stage of a whole model whose passes may not wait for a device; it ends with PassesEnded."""
 
-    def turns(self, count: int) -> Iterator[PipelineOp]:  # type: ignore[override]
-        """See `Stage`."""
+    def schedule(self, count: int) -> Iterator[PipelineOp]:  # type: ignore[override]
+        """See `SingleStage`."""
         assert count > 1, "several micro-batches, whose metrics are merged"
         with refusing_waits():
             yield from super().schedule(count)

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.chat import LossOn
+from runner.data.chat import TrainOn
 from runner.data.examples import AnswersExample, ChatExample, PromptExample, TextExample
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import EncodedAnswers, EncodedExample, ExampleTokenizer, encode
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 HERE = SourceLocation("a.jsonl", 1)
-TEXT = st.lists(st.sampled_from(["a", "b", " ", "\n", "<|im_end|>", "<", "é"]), min_size=1, max_size=8).map("".join)
+TEXT = st.lists(st.sampled_from(["a", "b", " ", "\n", "|im_end", "<", "é"]), min_size=1, max_size=8).map("".join)
 MERGES = [("a", "b"), ("Ċ", "a"), ("ab", "ab"), ("Ċ", "Ċ"), ("Ġ", "a")]
 TOOLS = ({"type": "function", "function": {"name": "add"}},)
 # The generation prompt opens a thought that the answer's own text does not have.
@@ -25,15 +25,15 @@ THINKING = CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<
 
 def tree(tokenizer: Any, example: PromptExample | AnswersExample) -> EncodedAnswers:
     problems = Problems("data.path", "a.jsonl")
-    rows = encode(ExampleTokenizer(tokenizer, "completion"), [example], problems)
+    rows = encode(ExampleTokenizer(tokenizer, train_on="completion"), [example], problems)
     problems.raise_if_any()
     [row] = rows
     assert isinstance(row, EncodedAnswers)
     return row
 
 
-def sft(tokenizer: Any, example: TextExample | ChatExample, loss_on: LossOn) -> EncodedExample:
-    [row] = ExampleTokenizer(tokenizer, loss_on).encode_examples([example], Problems("data.path", "a.jsonl"))
+def sft(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn) -> EncodedExample:
+    [row] = ExampleTokenizer(tokenizer, train_on=train_on).encode_examples([example], Problems("data.path", "a.jsonl"))
     return row
 
 
@@ -51,7 +51,7 @@ def seen_by_generation(tokenizer: Any, messages: list[dict[str, str]], tools: An
 
 @given(st.lists(TEXT, min_size=1, max_size=3), TEXT, TEXT, st.booleans(), st.sampled_from(["assistant", "all"]))
 def test_chats_concatenate_to_the_tokens_of_sft(
-    turns: list[str], chosen: str, rejected: str, merges: bool, loss_on: LossOn
+    turns: list[str], chosen: str, rejected: str, merges: bool, train_on: TrainOn
 ) -> None:
     tokenizer = byte_tokenizer(merges=MERGES if merges else None)
     prompt = chat(*turns[: len(turns) // 2 * 2 - 1] if len(turns) > 1 else turns)
@@ -63,9 +63,9 @@ def test_chats_concatenate_to_the_tokens_of_sft(
     assert row.prompt == seen_by_generation(tokenizer, prompt, list(TOOLS))
     assert row.prompt == tree(tokenizer, PromptExample(HERE, tuple(prompt), TOOLS)).prompt
     for completion, example in zip(row.answers, answers, strict=True):
-        whole = sft(tokenizer, example, loss_on)
+        whole = sft(tokenizer, example, train_on)
         assert whole.ids[: len(row.prompt) + len(completion)] == row.prompt + completion
-        assert (row.prompt, completion) == learnt_part(sft(tokenizer, example, "last_assistant"))
+        assert (row.prompt, completion) == learnt_part(sft(tokenizer, example, "last"))
         assert completion[-1] == tokenizer.eos_token_id
 
 
@@ -105,7 +105,7 @@ def test_a_batch_is_its_rows_one_by_one(tokenizer: Any) -> None:
         for i in range(9)
     ]
     for rows in (asks, pairs):
-        together = encode(ExampleTokenizer(tokenizer, "completion"), rows, Problems("k", "a"))  # type: ignore[arg-type]
+        together = encode(ExampleTokenizer(tokenizer, train_on="completion"), rows, Problems("k", "a"))  # type: ignore[arg-type]
         assert together == [tree(tokenizer, row) for row in rows]
 
 
@@ -121,7 +121,9 @@ def test_a_template_that_opens_answers_it_does_not_write_is_refused_and_can_be_a
     both = tuple(ChatExample(SourceLocation("a.jsonl", 3), tuple(chat("a", said)), 1) for said in "bc")
     sound = AnswersExample(HERE, (TextExample(HERE, "a", "b"), TextExample(HERE, "a", "c")))
     rows = encode(
-        ExampleTokenizer(tokenizer, "completion"), [AnswersExample(SourceLocation("a.jsonl", 3), both), sound], problems
+        ExampleTokenizer(tokenizer, train_on="completion"),
+        [AnswersExample(SourceLocation("a.jsonl", 3), both), sound],
+        problems,
     )
     assert [row.place for row in rows] == [HERE]
     assert problems.count == 1  # one row, although neither answer can be told from its prompt

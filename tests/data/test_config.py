@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from runner.data.config import DataConfig, FileConfig, HubConfig
+from runner.data.config import ChatConfig, DataConfig, FileConfig, HubConfig
 from runner.spec.base import ItemKind
 
 
-def keys(config: DataConfig, items: ItemKind = "sft", name: str = "dpo") -> list[str]:
+def keys(config: DataConfig | ChatConfig, items: ItemKind = "sft", name: str = "dpo") -> list[str]:
     job: Any = SimpleNamespace(algorithm=SimpleNamespace(item_kind=items, name=name))
     return [key for key, _ in config.problems(job)]
 
@@ -21,23 +21,22 @@ def keys(config: DataConfig, items: ItemKind = "sft", name: str = "dpo") -> list
 def test_options_that_a_kind_has_no_use_for_are_refused(cls: type[Any], items: ItemKind) -> None:
     assert keys(cls(path="a"), items) == []
     assert keys(cls(path="a", truncation="truncate_left"), items) == []
-    assert keys(cls(path="a", loss_on="all"), items) == ["data.loss_on"]
     assert keys(cls(path="a", truncation="split"), items) == ["data.truncation"]
-    assert keys(cls(path="a", truncation="truncate_right", loss_on="last_assistant"), items) == [
-        "data.loss_on",
-        "data.truncation",
-    ]
+    assert keys(ChatConfig(train_on="last"), items) == ["chat.train_on"]
+    assert keys(ChatConfig(kwargs={"enable_thinking": False}, drop=("reasoning",)), items) == []
 
 
 def test_sft_uses_them_all() -> None:
     for rule in ("error", "skip", "truncate_left", "truncate_right", "split"):
-        assert keys(FileConfig(path="a", truncation=rule, loss_on="all")) == []
+        assert keys(FileConfig(path="a", truncation=rule)) == []
+    assert keys(ChatConfig(train_on="all")) == []
 
 
 def test_the_message_names_the_algorithm_and_what_to_choose() -> None:
     job: Any = SimpleNamespace(algorithm=SimpleNamespace(item_kind="pairs", name="dpo"))
-    [(_, loss_on), (_, overlong)] = FileConfig(path="a", loss_on="all", truncation="split").problems(job)
-    assert "is for sft and cpt; algorithm=dpo" in loss_on
+    [(_, train_on)] = ChatConfig(train_on="all").problems(job)
+    [(_, overlong)] = FileConfig(path="a", truncation="split").problems(job)
+    assert "is for sft and cpt; algorithm=dpo" in train_on
     assert "choose error, skip, truncate_left" in overlong
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, StorageError
-from runner.data.config import FileConfig
+from runner.data.config import ChatConfig, FileConfig
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.spec.base import ItemKind
@@ -28,10 +28,11 @@ def data(
     decide: Decisions | None = None,
     seed: int = 0,
     kind: ItemKind = "sft",
+    chat_options: ChatConfig | None = None,
     **options: Any,
 ) -> TokenizedData:
     config, decide, cache = FileConfig(**options), decide or Decisions(), cache_dir / "cache"
-    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind, chat=chat_options)
 
 
 def texts(tokenizer: Any, found: TokenizedData, step: int, count: int) -> list[str]:
@@ -163,7 +164,7 @@ def test_the_fingerprint_follows_everything_that_items_depend_on(tmp_path: Path,
         fingerprint(path=jsonl([{"messages": chat("a", "b", "c", "e")}], "other.jsonl")),
         fingerprint(byte_tokenizer(merges=[("a", "b")])),
         fingerprint(byte_tokenizer(template=CHATML + "{# another #}")),
-        fingerprint(loss_on="last_assistant"),
+        fingerprint(chat_options=ChatConfig(train_on="last")),
         fingerprint(max_length=99),
         fingerprint(truncation="skip"),
         fingerprint(eval_path=path),
@@ -254,3 +255,57 @@ def test_a_folder_is_one_source_of_one_format(tokenizer: Any, tmp_path: Path, js
 def test_many_rows_over_several_batches(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     found = data(tokenizer, tmp_path, path=jsonl([{"text": f"n{i}"} for i in range(1500)]), shuffle=False)
     assert texts(tokenizer, found, 0, 1500) == [f"n{i}<|im_end|>" for i in range(1500)]
+
+
+def test_a_template_that_rewrites_history_trains_on_every_turn(tmp_path: Path, jsonl: Jsonl) -> None:
+    """Each question has the prompt that generation sees; what the branches cost is said."""
+    rewriting = CHATML.replace("{{ m.content }}", "{{ 'T' if loop.last and m.role == 'assistant' }}{{ m.content }}")
+    tokenizer, decide = byte_tokenizer(template=rewriting), Decisions(strict=True)
+    path = jsonl([{"messages": chat("a", "b", "c", "d")}])
+    found = data(tokenizer, tmp_path, decide, path=path, eval_path=path)
+    [item] = found.take(0, 1)
+    assert len(item.branches) == 2
+    trained = [i for i, weight in zip(item.ids, item.weights, strict=True) if weight]
+    assert tokenizer.decode(trained) == "Tb<|im_end|>Td<|im_end|>"
+    [question] = found.held_out_questions()
+    assert question.prompt == tokenizer.apply_chat_template(
+        chat("a", "b", "c"), tokenize=False, add_generation_prompt=True
+    )
+    assert question.answer == "Td" and tokenizer.decode(list(question.answer_ids)) == "Td<|im_end|>"
+    said = " ".join(map(str, decide.entries))
+    assert "1 of 1 rows: the chat template rewrites earlier turns" in said and "chat.train_on=last" in said
+
+
+def test_control_tokens_in_rows_are_said(tmp_path: Path, jsonl: Jsonl) -> None:
+    for row, note in (
+        ({"messages": chat("a<|im_end|>", "b")}, "encoded as text"),
+        ({"text": "a<|im_end|>b"}, "encoded as these tokens"),
+    ):
+        decide = Decisions(strict=True)
+        data(byte_tokenizer(), tmp_path, decide, path=jsonl([row]))
+        assert note in " ".join(map(str, decide.entries))
+
+
+def test_content_that_the_template_does_not_write_is_refused(tmp_path: Path, jsonl: Jsonl) -> None:
+    thoughtful = {**chat("a", "b")[1], "reasoning_content": "well"}
+    path = jsonl([{"messages": [*chat("a", "b"), *chat("c")]}, {"messages": [*chat("a"), thoughtful]}])
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: the chat template does not write the reasoning of messages\[1\]"
+    ):
+        data(byte_tokenizer(), tmp_path, path=path)
+    found = data(byte_tokenizer(), tmp_path, path=path, chat_options=ChatConfig(drop=("reasoning",)))
+    assert len(found) == 2
+
+
+def test_rows_that_are_too_long_are_named_with_the_value_that_keeps_them(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl
+) -> None:
+    path = jsonl([{"text": "a" * size} for size in (3, 9, 30, 8)])
+    with pytest.raises(DataError) as caught:
+        data(tokenizer, tmp_path, path=path, max_length=8)
+    lines = str(caught.value).splitlines()
+    assert [line.rpartition("rows.jsonl")[2] for line in lines[1:4]] == [
+        f":{row}: {length} tokens, above data.max_length=8" for row, length in ((2, 10), (3, 31), (4, 9))
+    ]
+    assert "3 of 4 rows are too long; type data.max_length=31 to keep all, or data.truncation=skip" in lines[4]
+    assert len(data(tokenizer, tmp_path, path=path, max_length=31)) == 4

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from runner.data.examples import Reading
 from runner.data.items import LengthLimit, OverlongRule, TruncationCounts
 from runner.data.readers import Problems, SourceLocation
-from runner.data.tokenization import EncodedAnswers, EncodedExample
+from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows
 
 HERE = SourceLocation("a.jsonl", 7)
 
@@ -35,10 +35,14 @@ def test_what_fits_stays_as_it_is(rule: OverlongRule) -> None:
 
 
 def test_error_names_row_and_length_and_what_to_do() -> None:
-    items, _, problems = apply("error", row(9), 8)
+    items, tally, problems = apply("error", row(9), 8)
     assert items == []
     assert "a.jsonl:7: 9 tokens, above data.max_length=8" in str(problems.error())
-    assert "data.truncation to skip" in str(problems.error())
+    assert LengthLimit(8, "error").way_out(tally) == (
+        "1 row is too long; type data.max_length=9 to keep all, or data.truncation=skip, truncate_left or "
+        "truncate_right (split: of plain text)"
+    )
+    assert LengthLimit(8, "skip").way_out(tally) == ""
 
 
 def test_skip_leaves_out_and_counts() -> None:
@@ -107,9 +111,13 @@ def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
     items, tally, _ = cut("error", tree(4, 2, 6), 10, "pairs")
     assert items == [tree(4, 2, 6)]
     assert (tally.longest, tally.tokens, tally.learnt) == (10, 12, 8)
-    message = str(cut("error", tree(4, 2, 6), 9, "pairs")[2].error())
-    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in message
-    assert "set data.truncation to skip or truncate_left (of the prompt)" in message
+    _, tally, problems = cut("error", tree(4, 2, 6), 9, "pairs")
+    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in str(problems.error())
+    assert (
+        LengthLimit(9, "error", "pairs")
+        .way_out(tally)
+        .endswith("data.truncation=skip or truncate_left (of the prompt)")
+    )
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=2), st.integers(2, 30))
@@ -141,3 +149,33 @@ def test_a_prompt_to_be_answered_is_measured_alone(reading: Reading) -> None:
 @pytest.mark.parametrize("empty", [tree(0), tree(0, 3), tree(3, 0), tree(3, 2, 0)])
 def test_a_prompt_or_an_answer_without_a_token_is_an_error(empty: EncodedAnswers) -> None:
     assert "expected at least one" in str(cut("skip", empty, 8, "pairs")[2].error())
+
+
+def turns(*answers: int) -> EncodedRows:
+    """Rows that begin with the same 10 tokens; each has two tokens of its own and an answer of so many tokens."""
+    rows = []
+    for at, size in enumerate(answers):
+        ids = [*range(10), 100 + at, 200 + at, *[300 + at] * size]
+        rows.append(EncodedExample(HERE, ids, [0] * 12 + [1] * size, (12, 12 + size)))
+    return EncodedRows(rows)
+
+
+def test_rows_of_a_conversation_share_their_beginning_within_max_length() -> None:
+    for most, sizes in ((100, [25]), (20, [20, 15]), (15, [15, 15, 15])):
+        tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+        items = list(LengthLimit(most, "error").apply(turns(3, 3, 3), tally, problems))
+        assert [len(item.ids) for item in items] == sizes and not problems.count
+        assert (tally.rows, tally.items, sum(sum(item.learnt) for item in items)) == (1, len(sizes), 9)
+        first, last = items[-1].answer
+        assert items[-1].ids[first:last] == [302, 302, 302]
+        assert tally.branches_text().startswith("1 of 1 rows: the chat template rewrites earlier turns")
+        assert f"{sum(sizes) / 15:.2g} times" in tally.branches_text()
+
+
+def test_a_row_of_a_conversation_that_is_too_long_follows_the_rule() -> None:
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    assert [len(i.ids) for i in LengthLimit(15, "error").apply(turns(3, 9), tally, problems)] == [15]
+    assert "a.jsonl:7: 21 tokens, above data.max_length=15" in str(problems.error())
+    tally = TruncationCounts()
+    assert len(list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))) == 1
+    assert (tally.overlong, tally.left_out) == (1, 1)

@@ -282,3 +282,60 @@ def test_preflight_of_every_kind_without_heavy_imports_and_config_can_be_importe
     command = [sys.executable, "-c", program, path]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout == "set()\n"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), min_size=2, max_size=60),
+    fraction=st.floats(0.01, 0.6),
+    kind=st.sampled_from(KINDS),
+)
+def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, rows: list[tuple[int, int]], fraction: float, kind: ItemKind
+) -> None:
+    make: dict[ItemKind, Callable[[int, int], Any]] = {
+        "sft": lambda i, j: {"prompt": f"p{i}.", "completion": f"c{j}", "id": (i, j)},
+        "pairs": lambda i, j: {"prompt": f"p{i}.", "chosen": f"c{j}", "rejected": "no"},
+        "judged": lambda i, j: {"prompt": f"p{i}.", "completion": f"c{j}", "label": True},
+        "prompts": lambda i, j: {"prompt": f"p{i}.", "answer": f"c{j}"},
+    }
+    path = jsonl([make[kind](i, j) for i, j in rows])
+    distinct = len({i for i, _ in rows})
+    options = {"path": path, "cache": False, "holdout": fraction, "max_eval_examples": None}
+    wanted = max(1, round(fraction * distinct))
+    if wanted >= distinct:
+        with pytest.raises(DataError, match=r"data\.holdout=.* distinct rows or prompts leave nothing to train on"):
+            data(tokenizer, tmp_path, kind, **options)
+        return
+    found = data(tokenizer, tmp_path, kind, **options)
+    evaluation = found.evaluation
+    assert evaluation is not None and len(found) + len(evaluation) == len(rows)
+
+    def prompts(records: list[Any]) -> set[str]:
+        return {tokenizer.decode(r["ids"] if kind == "sft" else r["prompt"]).split(".")[0] for r in records}
+
+    training, held_out = prompts(found.tables[0].rows(range(len(found)))), prompts(evaluation.records())
+    assert not training & held_out
+    assert len(held_out) == wanted
+    reordered = data(
+        tokenizer, tmp_path, kind, seed=1, **{**options, "path": jsonl([make[kind](*r) for r in rows[::-1]])}
+    )
+    assert reordered.evaluation is not None and prompts(reordered.evaluation.records()) == held_out
+
+
+def test_holdout_of_several_sources_takes_from_each(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    decide = Decisions(strict=True)
+    sizes = {"a": 80, "b": 20}
+    paths = tuple(jsonl([{"text": f"{name}{i}"} for i in range(size)], f"{name}.jsonl") for name, size in sizes.items())
+    found = data(tokenizer, tmp_path, "sft", decide, path=paths, holdout=0.1, max_eval_examples=5)
+    assert (len(found), [len(table) for table in found.tables]) == (90, [72, 18])
+    assert found.evaluation is not None
+    assert [tokenizer.decode(r["ids"])[:1] for r in found.evaluation.records()] == ["a", "a", "a", "a", "b"]
+    assert [line for line in said(decide, "data.format") if "held out of data.path=" in line and "8 items" in line]
+    again = data(tokenizer, tmp_path, "sft", path=paths, holdout=0.1)
+    assert again.take(0, 90) == found.take(0, 90)
+
+
+def test_holdout_and_held_out_rows_of_their_own_contradict_each_other() -> None:
+    [(key, text)] = FileConfig(path="a", holdout=0.1, eval_path="b")._holdout_problems()
+    assert (key, text) == ("data.holdout", "0.1, and data.eval_path=b names the held-out rows; leave one of them out")

@@ -13,29 +13,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from runner.core.errors import DataError
-from runner.data.chat import LossOn
+from runner.data.chat import TrainOn
 from runner.data.examples import ChatExample, TextExample
 from runner.data.readers import Problems, SourceLocation
-from runner.data.tokenization import VERSION, EncodedExample, ExampleTokenizer
+from runner.data.tokenization import VERSION, EncodedExample, EncodedRows, ExampleTokenizer, share_prefix
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 HERE = SourceLocation("a.jsonl", 1)
 # Writes thoughts of the last turn only, as reasoning models' templates do.
 FORGETFUL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' %}{% if loop.last %}<think></think>{% endif %}MARK{{ m.content }}<|im_end|>ENDMARK"
+    "{% if m.role == 'assistant' %}{% if loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>"
     "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-PLAIN_FORGETFUL = FORGETFUL.replace("ENDMARK", "").replace("MARK", "")
-MARKED_FORGETFUL = FORGETFUL.replace("ENDMARK", "{% endgeneration %}").replace("MARK", "{% generation %}")
 
 
-def encode(tokenizer: Any, example: TextExample | ChatExample, loss_on: LossOn = "assistant") -> EncodedExample:
+def encode(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn = "assistant") -> EncodedExample:
     problems = Problems("data.path", "a.jsonl")
-    rows = ExampleTokenizer(tokenizer, loss_on).encode_examples([example], problems)
+    rows = ExampleTokenizer(tokenizer, train_on=train_on).encode_examples([example], problems)
     problems.raise_if_any()
-    return rows[0]
+    [row] = rows
+    assert isinstance(row, EncodedExample)
+    return row
 
 
 def learnt(tokenizer: Any, row: EncodedExample) -> str:
@@ -69,14 +69,14 @@ def test_only_the_answer_and_its_end_token_are_learnt(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_on", "expected"),
-    [("assistant", "4<|im_end|> | 6<|im_end|>"), ("last_assistant", "6<|im_end|>")],
+    ("train_on", "expected"),
+    [("assistant", "4<|im_end|> | 6<|im_end|>"), ("last", "6<|im_end|>")],
 )
-def test_several_turns(tokenizer: Any, loss_on: LossOn, expected: str) -> None:
-    row = encode(tokenizer, ChatExample(HERE, tuple(chat("2+2?", "4", "3+3?", "6", "bye", system="Add."))), loss_on)
+def test_several_turns(tokenizer: Any, train_on: TrainOn, expected: str) -> None:
+    row = encode(tokenizer, ChatExample(HERE, tuple(chat("2+2?", "4", "3+3?", "6", "bye", system="Add."))), train_on)
     assert learnt(tokenizer, row) == expected
     assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat("2+2?", "4", "3+3?", system="Add."))
-    assert tokenizer.decode(row.ids).endswith("bye<|im_end|>\n") == (loss_on == "assistant")
+    assert tokenizer.decode(row.ids).endswith("bye<|im_end|>\n") == (train_on == "assistant")
 
 
 def test_a_turn_of_weight_zero_is_context(tokenizer: Any) -> None:
@@ -89,19 +89,19 @@ def test_a_turn_of_weight_zero_is_context(tokenizer: Any) -> None:
     assert learnt(tokenizer, row) == tokenizer.decode(row.ids[slice(*row.answer)]) == "5<|im_end|>"
 
 
-def test_loss_on_all_learns_everything_but_the_first_token(tokenizer: Any) -> None:
+def test_train_on_all_learns_everything_but_the_first_token(tokenizer: Any) -> None:
     row = encode(tokenizer, ChatExample(HERE, tuple(chat("a", "b", "c"))), "all")
     assert row.learnt == [0] + [1] * (len(row.ids) - 1)
     assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat("a"))
 
 
-TEXT = st.lists(st.sampled_from(["a", "b", " ", "\n", "<|im_end|>", "<", "é"]), min_size=1, max_size=8).map("".join)
+TEXT = st.lists(st.sampled_from(["a", "b", " ", "\n", "|im_end", "é"]), min_size=1, max_size=8).map("".join)
 MERGES = [("a", "b"), ("Ċ", "a"), ("ab", "ab"), ("Ċ", "Ċ"), ("Ġ", "a")]
 
 
 @given(st.lists(TEXT, min_size=2, max_size=6), st.booleans())
 def test_every_prompt_is_what_generation_sees_whatever_is_said(contents: list[str], merges: bool) -> None:
-    """Also where the answer's first characters could merge with the prompt's last, or look like an end token."""
+    """Also where the answer's first characters could merge with the prompt's last."""
     tokenizer = byte_tokenizer(merges=MERGES if merges else None)
     contents = contents[: len(contents) // 2 * 2]
     row = encode(tokenizer, ChatExample(HERE, tuple(chat(*contents))))
@@ -145,24 +145,24 @@ def test_a_template_that_refuses_names_the_row() -> None:
         encode(byte_tokenizer(template=template), ChatExample(HERE, tuple(chat("a", "b"))))
 
 
-def test_a_template_that_forgets_is_refused_with_a_way_out() -> None:
-    tokenizer = byte_tokenizer(template=PLAIN_FORGETFUL)
+def test_a_template_that_rewrites_history_gives_each_turn_its_own_row() -> None:
+    """Each row is what generation sees before the turn, and the turn; what the rows begin with stands once."""
+    tokenizer = byte_tokenizer(template=FORGETFUL)
     talk = ChatExample(HERE, tuple(chat("a", "b", "c", "d")))
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template(?s:.)*set data\.loss_on=last_assistant"):
-        encode(tokenizer, talk)
-    row = encode(tokenizer, talk, "last_assistant")
-    assert learnt(tokenizer, row) == "<think></think>d<|im_end|>"
-    assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat("a", "b", "c"))
-    assert (
-        learnt(tokenizer, encode(tokenizer, ChatExample(HERE, tuple(chat("a", "b"))))) == "<think></think>b<|im_end|>"
-    )
-
-
-def test_marks_are_used_where_the_template_forgets() -> None:
-    tokenizer = byte_tokenizer(template=MARKED_FORGETFUL)
-    row = encode(tokenizer, ChatExample(HERE, tuple(chat("a", "b", "c", "d"))))
-    assert learnt(tokenizer, row) == "b<|im_end|> | d<|im_end|>"
-    assert row.answer == (0, 0)  # generation would not see the <think></think> that stands before the answer
+    [encoded] = ExampleTokenizer(tokenizer).encode_examples([talk], Problems("data.path", "a"))
+    assert isinstance(encoded, EncodedRows)
+    for row, turn, said in zip(encoded.rows, (1, 3), ("b", "d"), strict=True):
+        assert learnt(tokenizer, row) == f"<think></think>{said}<|im_end|>"
+        assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, list(talk.messages[:turn]))
+    joined = share_prefix(encoded.rows)
+    assert joined is not None
+    shared, second = joined.branches
+    assert joined.ids[:second] == encoded.rows[0].ids
+    assert joined.ids[:shared] + joined.ids[second:] == encoded.rows[1].ids
+    assert sum(joined.learnt) == sum(sum(row.learnt) for row in encoded.rows)
+    assert joined.ids[slice(*joined.answer)] == encoded.rows[1].ids[slice(*encoded.rows[1].answer)]
+    row = encode(tokenizer, talk, "last")
+    assert row == encoded.rows[1]
 
 
 def test_an_end_that_is_no_special_token_is_noted() -> None:
@@ -197,9 +197,9 @@ def test_no_special_token_is_doubled() -> None:
     assert (written.count(bos), written.count(eos)) == (1, 1)
 
 
-def test_last_assistant_of_plain_text_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"loss_on=last_assistant: a\.jsonl:1 is plain text"):
-        encode(tokenizer, TextExample(HERE, None, "ab"), "last_assistant")
+def test_last_of_plain_text_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(DataError, match=r"chat\.train_on=last: a\.jsonl:1 is plain text"):
+        encode(tokenizer, TextExample(HERE, None, "ab"), "last")
 
 
 def test_a_tokenizer_without_end_token_is_noted() -> None:
@@ -247,8 +247,8 @@ def test_golden_tokens(tokenizer: Any) -> None:
     ]
     rows = [
         (row.ids, row.learnt, row.answer)
-        for loss_on in ("assistant", "all")
-        for row in ExampleTokenizer(tokenizer, loss_on).encode_examples(examples, Problems("k", "a"))
+        for train_on in ("assistant", "all")
+        for row in ExampleTokenizer(tokenizer, train_on=train_on).encode_examples(examples, Problems("k", "a"))
     ]
     found = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-    assert (VERSION, found) == (2, "44a2e48f5a269405")
+    assert (VERSION, found) == (3, "44a2e48f5a269405")

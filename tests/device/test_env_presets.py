@@ -24,7 +24,7 @@ from runner.device.env_presets import (
     hccl_port_presets,
     resolve_presets,
 )
-from runner.launch.session import set_environment
+from runner.device.process_setup import set_environment
 from runner.run_dir.manifest import allowed_environment
 from runner.spec.job import JobSpec
 

@@ -73,9 +73,9 @@ class Run:
         return Command(*arguments, cwd=self.cwd, printed=self.printed, RUNNER_CACHE=str(self.cwd / "cache"))
 
     def steps_logged(self) -> int:
-        """Lines of metrics.jsonl, which are the steps done."""
+        """Lines of metrics.jsonl, which are the steps done, but for the evaluation before the first."""
         path = self.latest / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return path.read_bytes().count(b'"train/loss"') if path.exists() else 0
 
     def checkpoint(self) -> dict[str, bytes]:
         """The last checkpoint's files, but for the manifest, which tells the time."""
@@ -136,7 +136,7 @@ def with_teacher(folder: Path, job: str) -> None:
 def assert_same(run: Run, peaceful: Run) -> None:
     assert run.rows("metrics.jsonl") == peaceful.rows("metrics.jsonl")
     assert run.rows("samples.jsonl") == peaceful.rows("samples.jsonl")
-    assert [row["step"] for row in run.rows("metrics.jsonl")] == list(range(1, run.steps + 1))
+    assert [row["step"] for row in run.rows("metrics.jsonl")] == list(range(run.steps + 1))
     assert run.checkpoint().keys() == peaceful.checkpoint().keys()
     for name, content in peaceful.checkpoint().items():
         assert run.checkpoint()[name] == content, f"{name} differs"

@@ -55,7 +55,7 @@ class Job:
     def steps(self) -> int:
         """Finished steps."""
         path = self.latest / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return path.read_bytes().count(b'"train/loss"') if path.exists() else 0
 
     def curve(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what no two runs share."""

@@ -11,10 +11,10 @@ import pytest
 
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, EnvironmentProblem
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem
 from runner.data.config import FileConfig
 from runner.data.prepare import build
-from runner.launch.infer_export import export, prompt_ids, stream_answer
+from runner.launch.infer_export import export, prompt_ids
 from runner.run_dir.folder import RunFolder, acquire_lock, write_json
 from tests.data.conftest import byte_tokenizer, chat
 
@@ -40,19 +40,9 @@ def test_plain_text_needs_no_chat_template_and_begins_like_every_text() -> None:
     assert asked == prompt_ids(tokenizer, "once", "text") and asked.count(tokenizer.bos_token_id) == 1
 
 
-def test_an_empty_prompt_and_a_model_that_writes_nothing_are_said() -> None:
-    class Scorer:
-        tokenizer = byte_tokenizer()
-
-    class Writer(Scorer):
-        def stream(self, ids: list[int], **settings: object) -> list[str]:
-            return []
-
-    settings = {"max_new_tokens": 1, "temperature": 0.0, "top_p": 1.0, "seed": 0}
-    with pytest.raises(EnvironmentProblem, match="the prompt is empty"):
-        list(stream_answer(Writer(), "", "text", **settings))  # type: ignore[arg-type]
-    with pytest.raises(EnvironmentProblem, match="it writes none"):
-        list(stream_answer(Scorer(), "hello", "text", **settings))  # type: ignore[arg-type]
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="the prompt is empty"):
+        prompt_ids(byte_tokenizer(), "", "text")
 
 
 def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
@@ -68,10 +58,10 @@ def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "advice"),
     [
-        ({}, "continue: run resume"),
+        ({}, "continue it with: run resume"),
         ({"state": "running"}, "if it is running, the first one comes after step 50"),
         ({"state": "failed", "exit_code": 3, "error": "bad row\nmore"}, "bad row; correct that and start a new run"),
-        ({"state": "interrupted", "exit_code": 130}, "continue: run resume"),
+        ({"state": "interrupted", "exit_code": 130}, "continue it with: run resume"),
     ],
 )
 def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
@@ -80,11 +70,11 @@ def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
     folder = RunFolder(tmp_path)
     write_json(folder.status, status)
     with pytest.raises(CheckpointError, match=f"no checkpoint was written yet; .*{advice}"):
-        export(folder, compose_job(["+recipe=sft_demo"]).spec, None, None)
+        export(folder, compose_job(["+recipe=sft_demo"]).spec, "last", None)
 
 
 def test_an_out_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for out in (tmp_path, tmp_path / "file"):
         with pytest.raises(EnvironmentProblem, match="choose another --out"):
-            export(RunFolder(tmp_path), compose_job(["+recipe=sft_demo"]).spec, None, out)
+            export(RunFolder(tmp_path), compose_job(["+recipe=sft_demo"]).spec, "last", out)

@@ -52,8 +52,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder_holds_what_it_should(finished: Path) -> None:
     run = (finished / "outputs/latest").resolve()
     rows = curve(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["step"] for row in rows if "eval/exact_match" in row] == [3, 6]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 3, 6]
+    assert "train/loss" not in rows[0], "it is the evaluation before the first step"
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "done" and status["exit_code"] == 0
     assert "done · step 6/6" in (run / "report.html").read_text()

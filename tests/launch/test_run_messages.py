@@ -10,6 +10,7 @@ import torch
 
 from runner.cli.job_builder import compose_job
 from runner.core.rank_info import RankInfo
+from runner.data.config import ChatConfig
 from runner.interfaces import Prompt, TokenizedExample
 from runner.launch.run_messages import ChatMarkers, data_text, example_prompt, plain_sample, ranks_text, run_facts
 from tests.data.conftest import byte_tokenizer
@@ -32,7 +33,7 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
     turns = [("user", "before"), ("assistant", "so"), ("user", asked)]
     messages = [{"role": role, "content": content} for role, content in turns]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    turn = ChatMarkers.from_tokenizer(tokenizer)
+    turn = ChatMarkers.from_tokenizer(tokenizer, ChatConfig())
     assert turn.user_message(prompt) == asked
     assert turn.user_message("plain text") == "plain text"
     row = {"prompt": prompt, "chosen": f"x{tokenizer.eos_token}", "margin": 0.5}
@@ -41,7 +42,7 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
 
 
 @pytest.mark.parametrize(
-    ("text", "learnt_from", "said"),
+    ("text", "trained_from", "said"),
     [
         ("sort 31 13", 7, '"sort 31"'),
         ("once upon a time there", 0, '"once upon a time"'),
@@ -50,10 +51,10 @@ def test_the_last_message_is_found_in_a_rendered_prompt(template: str | None, as
         ("x" * 200, 150, '"…"'),
     ],
 )
-def test_an_example_can_be_typed(text: str, learnt_from: int, said: str) -> None:
+def test_an_example_can_be_typed(text: str, trained_from: int, said: str) -> None:
     tokenizer = byte_tokenizer()
     ids = tuple(tokenizer(text)["input_ids"])
-    item = TokenizedExample(ids, tuple(float(i >= learnt_from) for i in range(len(ids))))
+    item = TokenizedExample(ids, tuple(float(i >= trained_from) for i in range(len(ids))))
     assert example_prompt([item], tokenizer, None) == said
     assert len(shlex.split(said)) == 1
 
@@ -81,7 +82,7 @@ def test_the_title_says_what_learns_and_how_much_of_it(words: list[str], said: s
             return {"bias": self.module.bias}
 
     facts = run_facts(compose_job(["data=demo", *words]).spec, Model())
-    assert (facts["model"], facts["parameters"]) == (said, "1.55k, 50 learnt")
+    assert (facts["model"], facts["parameters"]) == (said, "1.55k, 50 trainable")
 
 
 def test_steps_are_said_in_epochs() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.weight_sync.shelf_folder import places
-from tests.launch.several import DDP, Job, alive, gone, wait_until
+from runner.weight_sync.store_dir import store_dirs
+from tests.launch.several import DDP, ROOT, Job, alive, gone, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores
 
@@ -45,9 +45,9 @@ class Sampled(Job):
     """A job of which some processes only sample."""
 
     def samplers(self) -> list[int]:
-        """Their processes, as they say themselves; that of a killed one stands there until another takes its place."""
-        notes = sorted((self.latest / "samplers").glob("*.json"))
-        return [json.loads(note.read_text())["pid"] for note in notes]
+        """Their processes by their endpoint files; that of a killed one stays until another replaces it."""
+        paths = sorted((self.latest / "samplers").glob("*.json"))
+        return [json.loads(path.read_text())["pid"] for path in paths]
 
     def end(self, steps: int = STEPS) -> tuple[bytes, list[dict[str, object]]]:
         """What training came to: parameters with the optimizer's state, and every step's numbers."""
@@ -57,7 +57,7 @@ class Sampled(Job):
 
     def leftovers(self) -> list[Path]:
         """What is left of weights for samplers."""
-        return [place for place in places(self.latest.resolve()) if place.exists()]
+        return [place for place in store_dirs(self.latest.resolve()) if place.exists()]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,40 @@ def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) 
     assert process.wait(200) == 0, job.said()
     assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end() and gone([sampler])
+
+
+# Run by Python at the start of every process that has the folder in its path: samplers do not see the trainer's files,
+# and sampler 0 stops while it receives those of version 3, once.
+STOPS = """
+import sys
+if "runner.launch.sampler_main" in sys.orig_argv:
+    import os, signal
+    from pathlib import Path
+    from runner.inference.rollout_server import RolloutServer, WeightFile
+    WeightFile.at = lambda path: WeightFile(path.name, -1, -1)
+    receive, stopped = RolloutServer._put_file, Path(__file__).with_name("stopped")
+    async def stop_once(self, request):
+        if sys.orig_argv[-1] == "0" and request.path_params["name"].startswith("v3-") and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await receive(self, request)
+    RolloutServer._put_file = stop_once
+"""
+
+
+@pytest.mark.slow
+def test_one_of_two_samplers_that_stops_while_it_receives_weights_changes_no_bit(
+    job: Sampled, peaceful: Sampled, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(STOPS)
+    words = (*SMALL, SHORT, "launch.samplers=2", "sampler.timeout_s=90")
+    process = job.start(*words, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
+    assert process.wait(300) == 0, job.said()
+    assert (site / "stopped").exists()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 30 s; it is restarted (1 of 3)" in job.said()
+    assert job.end() == peaceful.end()
 
 
 @pytest.mark.slow

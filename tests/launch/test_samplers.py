@@ -24,9 +24,9 @@ from runner.launch.local import LocalLauncher, run_attempts
 from runner.launch.supervisor import Supervisor
 from runner.launch.worker_process import WorkerSpec
 from runner.run_dir.folder import RunFolder, write_json
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.server.job_token import TOKEN
 from runner.spec.job import JobSpec
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -174,7 +174,7 @@ def test_what_a_process_may_leave_where_it_is_killed(tmp_path: Path) -> None:
     sampler = WorkerSpec(role="sampler", index=0, folder=RunFolder(tmp_path).for_sampler(0), **plain)
     engines = [tmp_path / name for name in ("ranks/0.engine", "ranks/1.engine", "samplers/0.engine")]
     own = [(engine, temporary_folder(engine)) for engine in engines]
-    assert first.scratch == (*own[0], *places(tmp_path)), "it has the weights for samplers, too"
+    assert first.scratch == (*own[0], *store_dirs(tmp_path)), "it has the weights for samplers, too"
     assert [other.scratch, sampler.scratch] == own[1:]
 
 

@@ -19,6 +19,7 @@ from runner.core.errors import SpecError
 from runner.launch.upstream_models import UpstreamRunFailed, resolve_init_from
 from runner.launch.upstream_run import cache_key, command_words, continue_hint, layout_words
 from tests import command
+from tests.inference.model_folders import write_adapter, write_base
 
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2", "tracker=none", "steps=2")
 
@@ -74,16 +75,35 @@ def test_the_weights_of_an_export_are_the_first_ones(tmp_path: Path) -> None:
     assert one.keys() == two.keys() and all(torch.allclose(one[n], two[n], atol=1e-7) for n in one)
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty", "adapter"])
+@pytest.mark.parametrize("what", ["nothing", "empty"])
 def test_a_folder_without_weights_is_named(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "there"
     if what != "nothing":
         folder.mkdir()
-    if what == "adapter":
-        (folder / "adapter_config.json").write_text("{}")
     spec = compose_job(["+recipe=sft_demo", f"init_from={folder}"]).spec
-    with pytest.raises(SpecError, match="is an adapter" if what == "adapter" else "no weights in"):
+    with pytest.raises(SpecError, match="no weights in"):
+        resolve_init_from(spec)
+
+
+def test_latest_is_the_export_of_the_newest_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run_folder = tmp_path / "outputs" / "2026-01-01" / "a"
+    (run_folder / "export").mkdir(parents=True)
+    (run_folder / "spec.yaml").write_text("{}")
+    (run_folder / "export" / "config.json").write_text("{}")
+    save_file({"w": torch.zeros(3)}, run_folder / "export" / "model.safetensors")
+    (tmp_path / "outputs" / "latest").symlink_to("2026-01-01/a")
+    spec = compose_job(["+recipe=sft_demo", "init_from=latest"]).spec
+    assert resolve_init_from(spec).init_from == str(run_folder / "export")
+
+
+def test_an_adapter_needs_the_model_that_it_belongs_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = write_base(tmp_path / "base")
+    adapter = write_adapter(tmp_path / "adapter", base)
+    spec = compose_job(["+recipe=sft_demo", f"init_from={adapter}"]).spec
+    with pytest.raises(SpecError, match=f"is an adapter, .*type model=hf model.path={base} adapter=lora"):
         resolve_init_from(spec)
 
 

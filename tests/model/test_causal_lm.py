@@ -192,23 +192,6 @@ def test_generate_ignores_sampling_options_of_the_model() -> None:
     assert model.causal.generation_config is before
 
 
-def test_stream_at_temperature_zero_is_generate() -> None:
-    model, prompt = causal("qwen2"), rows((5,))[0]
-    ids = greedy(model, [prompt], 20)[0]
-    text = "".join(model.stream(prompt, 20, 0.0, 1.0, seed=0))
-    assert text == model.tokenizer.decode(ids, skip_special_tokens=True)
-
-
-def test_stream_draws_from_its_seed_only() -> None:
-    model, prompt = causal("qwen2"), rows((5,))[0]
-    state = torch.get_rng_state()
-    texts = ["".join(model.stream(prompt, 20, 1.0, 0.9, seed=s)) for s in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-    assert torch.equal(torch.get_rng_state(), state)
-    with pytest.raises(ValueError, match="at least one token"):
-        model.stream([], 1, 0.0, 1.0, 0)
-
-
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_evaluation_in_between_changes_training_by_no_bit(layout: str, tmp_path: Path) -> None:
     def trained(disturb: bool) -> list[torch.Tensor]:
@@ -220,7 +203,6 @@ def test_evaluation_in_between_changes_training_by_no_bit(layout: str, tmp_path:
                 with torch.no_grad():
                     model.outputs(data, LOGPROBS)
                 greedy(model, rows((4, 2)), 3)
-                next(iter(model.stream([1, 2], 4, 1.0, 1.0, 0)), "")
                 model.save(tmp_path / f"{step}")
             model.linear_loss(data, data.tokens["weight"])[0].backward()
             optimizer.step()

@@ -57,16 +57,38 @@ def test_both_ways_equal_the_plain_computation(tokens: int, chunk: int, bias: bo
         torch.testing.assert_close(torch.autograd.grad(3 * total, inputs), wanted_grads)
 
 
+@pytest.mark.parametrize("tempered", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_gradcheck(bias: bool) -> None:
+def test_gradcheck(bias: bool, tempered: bool) -> None:
     made, hidden, targets = parts(5, bias)
     leaves = (hidden, *made.parameters())
 
+    temperature = torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3], dtype=torch.float64) if tempered else None
+
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, None, ALL_IDS)
+        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, None, temperature, ALL_IDS)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
     assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_a_temperature_divides_the_logits_in_float32(plain_head: bool) -> None:
+    """Of a bfloat16 product too, by value and gradient, whether the head is a matrix alone or has a hook."""
+    made, hidden, targets = parts(6, True, torch.bfloat16)
+    if not plain_head:
+        made.register_forward_hook(lambda *_: None)
+    temperature = torch.tensor([0.6, 0.7, 1.0, 1.3, 0.9, 2.0])
+    logs = (made(hidden).float() / temperature[:, None]).log_softmax(-1)
+    wanted = logs.gather(1, targets[:, None])[:, 0]
+    [wanted_grad] = torch.autograd.grad(wanted.sum(), hidden)
+    got, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4, None, temperature)
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
+    torch.testing.assert_close(entropy, -(logs.exp() * logs).sum(1), atol=1e-6, rtol=0)
+    total, values = chunked_lm_head.chunked_logprob_loss(made, hidden, targets, torch.ones(6), 4, None, temperature)
+    torch.testing.assert_close(values, wanted.detach(), atol=1e-6, rtol=0)
+    for one in (got.sum(), total):
+        torch.testing.assert_close(torch.autograd.grad(one, hidden)[0], wanted_grad, atol=2e-2, rtol=2e-2)
 
 
 def test_entropy_equals_the_plain_way_also_where_a_probability_is_zero() -> None:

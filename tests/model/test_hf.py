@@ -16,7 +16,7 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, RunnerError, SecurityError, SpecError
-from runner.model import hf
+from runner.model import hf, tiny
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
@@ -83,7 +83,7 @@ def test_a_hub_id_that_cannot_be_reached() -> None:
 
 
 def test_an_empty_folder_says_what_is_missing(tmp_path: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match="cannot be loaded"):
+    with pytest.raises(EnvironmentProblem, match=r"holds no model: no config\.json"):
         build(tmp_path)
 
 
@@ -123,6 +123,29 @@ def test_missing_weights_are_an_error_and_never_random(folder: Path) -> None:
         build(folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("how", ["path", "init_from", "tiny"])
+def test_weights_that_are_no_numbers_are_refused_by_name(folder: Path, value: float, how: str) -> None:
+    source = folder
+    if how == "tiny":
+        given: dict[str, Any] = {"tokenizer": byte_tokenizer(512), "device": CPU, "seed": 0, "decide": Decisions()}
+        config = TinyConfig(hidden_size=32, intermediate_size=48, layers=2)
+        source = folder.parent / "other"
+        tiny.build(config, **given).save(source)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = value
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem, match=r"NaN or infinity: model\.layers\.1\.mlp\.up_proj\.weight \(1 numb"):
+        if how == "path":
+            build(folder)
+        elif how == "init_from":
+            config = HfConfig(path=str(folder))
+            tokenizer = byte_tokenizer(512)
+            hf.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=Decisions(), init_from=str(folder))
+        else:
+            tiny.build(config, **given, init_from=str(source))
+
+
 def test_weights_without_a_place_are_a_decision(folder: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     save_file(weights | {"mtp.weight": torch.zeros(2)}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -147,12 +170,6 @@ def test_sampling_options_that_could_not_be_saved_are_mended_at_the_start(folder
     assert json.loads((folder.parent / "again" / "generation_config.json").read_text())["do_sample"] is True
 
 
-def test_an_adapter_folder_is_named_as_such(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(EnvironmentProblem, match="PEFT adapter"):
-        build(tmp_path)
-
-
 @pytest.fixture
 def with_adapter(folder: Path) -> Path:
     """A model folder that has an adapter in it as well, which transformers would load and save instead."""
@@ -162,7 +179,7 @@ def with_adapter(folder: Path) -> Path:
 
 
 def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapter: Path) -> None:
-    with pytest.raises(EnvironmentProblem, match=r"adapter_config\.json.*\n.*merge"):
+    with pytest.raises(EnvironmentProblem, match=r"a model .* and a PEFT adapter"):
         build(with_adapter)
     config = HfConfig(path="hub/other", tokenizer=str(with_adapter))
     assert len(hf.tokenizer(config)) == 259, "its tokenizer may be used"
@@ -170,7 +187,7 @@ def test_an_adapter_beside_a_model_is_refused_and_not_trained_unasked(with_adapt
 
 def test_an_adapter_beside_a_model_of_the_hub_is_refused(with_adapter: Path) -> None:
     cached_on_hub(with_adapter, "hub/adapted", "a" * 40)
-    with pytest.raises(EnvironmentProblem, match="hub/adapted holds a PEFT adapter"):
+    with pytest.raises(EnvironmentProblem, match=r"hub/adapted holds a model .* and a PEFT adapter"):
         build("hub/adapted")
 
 

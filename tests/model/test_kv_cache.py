@@ -53,24 +53,33 @@ def mamba() -> Any:
     return MambaForCausalLM(config).eval()
 
 
-def test_a_model_without_such_a_cache_is_refused() -> None:
-    with pytest.raises(SpecError, match="sampler: MambaForCausalLM cannot be sampled from: its forward takes no cache"):
-        kv_cache.choose_decoder(mamba(), Decisions())
+def test_a_model_without_such_a_cache_is_computed_anew_and_says_so() -> None:
+    decide = Decisions()
+    assert kv_cache.choose_decoder(mamba(), decide) is kv_cache.RecomputeBatchDecoder
+    assert "slow instead of keys and values kept (its forward takes no cache" in str(decide.entries[-1])
+
+
+def test_a_model_that_cannot_compute_alone_either_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = mamba()
+    monkeypatch.setattr(broken, "forward", lambda **keywords: 1 / 0)
+    with pytest.raises(SpecError, match=r"MambaForCausalLM cannot be sampled from: .*without a cache: .*ZeroDivision"):
+        kv_cache.choose_decoder(broken, Decisions())
 
 
 def test_a_model_without_such_a_cache_answers_all_the_same() -> None:
     model, prompt, wanted = CausalLM(mamba(), byte_tokenizer(512), TinyConfig(), decide=Decisions(), seed=0), [7, 3], []
     for _ in range(6):
         wanted.append(int(last_logits(mamba(), [*prompt, *wanted]).argmax()))
-    assert kv_cache.fitting_decoder(model.causal) is None
     assert greedy(model, [prompt], 6) == [wanted]
+    assert greedy(model, [[3], prompt, prompt, [9, 1, 4]], 6)[1:3] == [wanted, wanted]
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_rows_may_join_and_leave_at_any_time(seed: int) -> None:
     chance = random.Random(seed)
     waiting = [tuple(row) for row in rows((2, 5, 1, 9, 3, 5, 70))] * 2
-    decoder, live = ContinuousBatchDecoder(PLAIN, waiting, rows=4), list[tuple[int, ...]]()
+    decoder, live = ContinuousBatchDecoder(PLAIN, rows=4), list[tuple[int, ...]]()
+    decoder.expect(waiting)
     while waiting or live:
         gone = [row for row in range(len(live)) if chance.random() < 0.2]
         room = min(4 - len(live) + len(gone), len(waiting))

@@ -111,6 +111,30 @@ def test_no_product_of_a_step_is_in_float32_but_the_routers(
     assert bool(products.wide) == (kind == "qwen3_moe") and products.narrow > 20
 
 
+@pytest.mark.parametrize("build", [adapted, full], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_the_lm_head_may_be_in_float32(build: Callable[..., Any], kind: str) -> None:
+    """Its products, logits and gradients, in training and in sampling; the layers stay in bfloat16."""
+    model = build(kind, head_dtype="float32")
+    weight = model.causal.get_output_embeddings().weight
+    assert weight.dtype == torch.float32
+    data = batch()
+    hidden = model.outputs(data, frozenset({"hidden"}))["hidden"]
+    assert hidden.dtype == torch.bfloat16
+    logits = hidden.float() @ weight.T
+    if model.chunked:
+        logs = logits.log_softmax(-1).gather(1, data.tokens["ids"][:, None])[:, 0]
+        got = model.outputs(data, LOGPROBS)["logprobs"]
+        kept = data.tokens["parent"] >= 0
+        torch.testing.assert_close(got[kept], logs[kept], atol=2e-6, rtol=0)
+        narrow = build(kind).outputs(data, LOGPROBS)["logprobs"]
+        assert float((narrow - got).detach()[kept].abs().max()) > 1e-4
+    with model._bulk_generation_mode():
+        assert model.causal(input_ids=torch.tensor([[5, 6, 7]])).logits.dtype == torch.float32
+    products = one_step(model)
+    assert products.wide and products.narrow > 20
+
+
 def test_trainable_weights_are_stored_in_float32_and_frozen_ones_in_bfloat16() -> None:
     for model, frozen in ((adapted("qwen3"), {torch.bfloat16}), (full("qwen3"), set())):
         one_step(model)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from runner.adapter import lora
-from runner.adapter.config import LoraConfig, NoAdapterConfig, train_all
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, row_sum, with_totals

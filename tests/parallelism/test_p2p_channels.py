@@ -24,10 +24,10 @@ from runner.parallelism.rollout_partition import Rank0Sampler
 from runner.sampler.sync_probe import SyncProbe
 from runner.trainer.learner import LocalLearner
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Shelving
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import SharedFiles
 from runner.weight_sync.weight_checksum import weights_digest
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model import zoo
 from tests.parallelism import test_learning as plain
 from tests.parallelism.forked import ranks
@@ -53,7 +53,7 @@ class Engine:
         self.loaded: list[int] = []
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        assert isinstance(tensors, Shelved)
+        assert isinstance(tensors, StoredWeights)
         assert tensors.digest == tensors.found()
         fresh = not self.loaded or version == self._version
         names = [name for name in tensors if fresh or name in tensors.changed]
@@ -93,9 +93,9 @@ def publishing(model: Any, learner: LocalLearner, world: ParallelContext, folder
     if leads:
         model.save_configs(folder / "blueprint")
     engine = Engine(folder / "blueprint", stale) if leads else None
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
     ways = (partial(model.hf_tensors, way, keep=leads) for way in ("changed", "fixed"))
-    route = Shelving(*ways, peers=world.world_peers, shelf=shelf, source=0 if leads else None)
+    route = SharedFiles(*ways, peers=world.world_peers, store=shelf, source=0 if leads else None)
     sampler: Any = Rank0Sampler(lambda: engine, world.rollout_peers)  # type: ignore[arg-type,return-value]
     probe = SyncProbe.from_seed(1, zoo.VOCAB, LIMIT)
     options: dict[str, Any] = {"probe": probe, "learner": learner, "peers": world.rollout_peers}

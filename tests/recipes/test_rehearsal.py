@@ -71,8 +71,8 @@ def test_it_runs_here(recipe: str, workdir: Path) -> None:
     short = ["sampler.max_new_tokens=32"] if recipe in BESIDE else []
     assert main([f"+recipe=[{recipe},rehearse]", *SMALL, "data.held_out=4", *BESIDE.get(recipe, []), *short]) == 0
     steps = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
-    assert [step["step"] for step in steps] == [1, 2]
-    assert all(step["train/tokens"] > 0 and step["train/grad_norm"] > 0 for step in steps), "and it learns"
+    assert [step["step"] for step in steps][-2:] == [1, 2]
+    assert all(step["train/tokens"] > 0 and step["train/grad_norm"] > 0 for step in steps[-2:]), "and it learns"
     assert list(Path("outputs/latest/export").glob("*.safetensors"))
 
 

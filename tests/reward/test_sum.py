@@ -22,7 +22,7 @@ from runner.algorithm.episodes.rollouts import (
     reward_metrics,
 )
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, SpecError
 from runner.interfaces import Prompt
 from runner.reward.base import require_components
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
@@ -126,7 +126,7 @@ def test_every_problem_has_the_key_of_its_part() -> None:
         "reward.parts[8].name": "none cannot be a part of a sum (",
         "reward.parts[9].url": "must be given  (Address",
         "reward.parts[10].pattern": "no regular expression",
-        "reward.parts[11].url": "not an option of reward=exact; an option of reward=http",
+        "reward.parts[11].url": "not an option of reward=exact; an option of reward=code",
     }
     assert {key: found[key][: len(start)] for key, start in expected.items()} == expected
     assert found.keys() == expected.keys()
@@ -201,3 +201,23 @@ def test_what_was_built_is_closed_when_a_later_part_cannot_be(tmp_path: Path) ->
 
 def _refusing(feature: str, wanted: str, got: str, reason: str) -> None:
     Decisions(strict=True)(feature, wanted, got + "!", reason)
+
+
+def test_the_errors_of_all_parts_come_together(tmp_path: Path) -> None:
+    missing = [{"name": "function", "path": f"{tmp_path}/{name}.py:score"} for name in ("a", "b")]
+    folder = {"name": "model", "path": str(tmp_path / "none")}
+    with pytest.raises(SpecError) as spec:
+        SumConfig(parts=missing).preflight()
+    assert [problem.key for problem in spec.value.problems] == ["reward.parts[0].path", "reward.parts[1].path"]
+    with pytest.raises(EnvironmentProblem) as both:
+        SumConfig(parts=[folder, *missing]).preflight()
+    assert all(name in str(both.value) for name in ("/none", "/a.py", "/b.py"))
+
+
+def test_all_parts_that_score_nothing_are_named() -> None:
+    parts = [{"name": "exact", "column": name, "max_failures": 1} for name in ("first", "second")]
+    reward = made(SumConfig(parts=parts))
+    with pytest.raises(DataError) as failed:
+        reward.score([[answer("4")]])
+    reward.close()
+    assert "column 'first'" in str(failed.value) and "column 'second'" in str(failed.value)

@@ -56,12 +56,6 @@ def test_what_a_resume_may_change_is_free(word: str) -> None:
     assert word.partition("=")[0].partition(".")[0] not in immutable_fields(job())
 
 
-def test_weights_may_go_to_samplers_in_another_way() -> None:
-    words = ("+recipe=grpo_demo", "launch=ray", "launch.address=auto", "device=cpu", "launch.samplers=1")
-    spec = compose_job([*words, "sampler.weight_transfer_backend=collective"]).spec
-    check_spec_unchanged(compose_job(words).spec, saved(spec))
-
-
 def test_a_use_may_change_the_device_and_nothing_else() -> None:
     check_spec_unchanged(job("device=cuda", "model.dtype=float32"), saved(job()), free=("device",))
     with pytest.raises(SpecError, match=r"adapter\.name"):

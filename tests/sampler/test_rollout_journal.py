@@ -30,7 +30,7 @@ from runner.parallelism.rollout_partition import PartitionedSampler
 from runner.sampler.rollout_journal import RolloutJournal
 from runner.trainer.loop import ExperienceQueue
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied
+from runner.weight_sync.transports import DeviceCopy
 from tests.parallelism.worlds import on_ranks
 
 STEPS, EVERY, ROWS = 24, 5, 3
@@ -100,7 +100,7 @@ def train(root: Path, lag: int, sampler: Dice, prunes: bool, archive: Path | Non
         yield "w", weight
 
     asked = RolloutJournal(sampler, root / "journal", SINGLE_PROCESS, lambda: first_of(saved) if prunes else 0)
-    publisher = Publisher(Copied(weights), asked, lag)
+    publisher = Publisher(DeviceCopy(weights), asked, lag)
     collect = publisher.before(lambda step: asked.sample(requests(step)))
     with ExperienceQueue(
         collect, STEPS, lag, encode=lambda found: {"rollouts": found}, decode=lambda kept: kept["rollouts"]

@@ -83,7 +83,8 @@ def test_logprobs_are_those_of_both_distributions(rule: SamplingRule, dtype: tor
     logits = LOGITS.to(dtype).expand(200, -1)
     drawn = sample_tokens(logits, numbers(200), rule, raw=True)
     plain = LOGITS.to(dtype).double().tolist()
-    under, raw = np.log(wanted(plain, rule) + 1e-300), np.log(wanted(plain, SamplingRule()))
+    whole = SamplingRule(temperature=rule.temperature)
+    under, raw = np.log(wanted(plain, rule) + 1e-300), np.log(wanted(plain, whole))
     assert drawn.raw_logprobs is not None
     assert drawn.logprobs.dtype == drawn.raw_logprobs.dtype == (dtype if dtype == torch.float64 else torch.float32)
     np.testing.assert_allclose(drawn.logprobs.double(), under[drawn.ids], atol=2e-6)

@@ -55,9 +55,11 @@ def picked(logits: Tensor, rollout: Rollout) -> np.ndarray:
     return logits.log_softmax(-1).gather(1, torch.tensor(rollout.ids)[:, None])[:, 0].numpy()
 
 
-def check_logprobs(model: CausalLM, asked: Sequence[Request], got: Sequence[Rollout], atol: float) -> None:
+def check_logprobs(
+    model: CausalLM, asked: Sequence[Request], got: Sequence[Rollout], atol: float, temperature: float = 1.0
+) -> None:
     for request, rollout in zip(asked, got, strict=True):
-        raw = picked(next_logits(model, request, rollout), rollout)
+        raw = picked(next_logits(model, request, rollout) / temperature, rollout)
         np.testing.assert_allclose(rollout.raw_logprobs, raw, atol=atol)
         assert len(rollout.logprobs) == len(rollout.ids)
 
@@ -82,7 +84,7 @@ def test_scores_are_those_of_the_whole_row() -> None:
         np.testing.assert_allclose(scores, picked(next_logits(model, first, rest), rest), atol=1e-5)
 
 
-def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
+def test_untruncated_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
     model, asked = causal("qwen2"), requests()
     some = [replace(one, raw=at % 2 == 0) for at, one in enumerate(asked)]
     whole, got = (sampler(model, temperature=0.6).sample(these) for these in (asked, some))
@@ -95,7 +97,7 @@ def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> N
 def test_logprobs_under_the_rule_add_up_with_it(options: dict[str, Any]) -> None:
     model, asked = causal("qwen2"), requests()
     got = sampler(model, **options).sample(asked)
-    check_logprobs(model, asked, got, atol=1e-4)
+    check_logprobs(model, asked, got, 1e-4, options.get("temperature", 1.0))
     for request, rollout in zip(asked, got, strict=True):
         p = (next_logits(model, request, rollout) / options.get("temperature", 1.0)).softmax(-1)
         own = p.gather(1, torch.tensor(rollout.ids)[:, None])

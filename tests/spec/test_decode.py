@@ -145,7 +145,7 @@ FILE = {"name": "file", "path": "x.jsonl"}
 @pytest.mark.parametrize(
     ("condition", "option"),
     [
-        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("data", "loss_on", "last_assistant")),
+        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("chat", "train_on", "last")),
         ({}, ("checkpoint", "best_mode", "min")),
     ],
     ids=str,
@@ -182,6 +182,17 @@ def test_all_problems_come_at_once_contradictions_among_them() -> None:
         algorithm={"batch_size": 10, "mini_batches": 3},
     )
     assert set(found) == {"optimizer.lrr", "data.max_lenght", "launch.devices", "algorithm.mini_batches"}
+
+
+def test_wrong_values_do_not_hide_contradictions_of_the_others() -> None:
+    found = said(steps=-1, optimizer={"lr": -1}, algorithm={"batch_size": 10, "mini_batches": 3})
+    assert set(found) == {"steps", "optimizer.lr", "algorithm.mini_batches"}
+
+
+def test_a_contradiction_with_the_default_of_a_wrong_value_is_not_reported() -> None:
+    schedule = {"name": "wsd", "warmup_steps": 300, "decay_steps": 200}
+    assert set(said(steps=400, schedule=schedule)) == {"schedule.decay_steps"}
+    assert set(said(steps=-1, schedule=schedule)) == {"steps"}
 
 
 def test_an_unknown_component_does_not_hide_the_other_problems() -> None:
@@ -241,7 +252,7 @@ VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "length"): {"target": 3},
     ("reward", "function"): {"path": "x.py:y"},
     ("reward", "http"): {"url": "http://x/y"},
-    ("sampler", "vllm_server"): {"url": "http://localhost:1", "weight_sync": "reload"},
+    ("sampler", "server"): {"url": "http://localhost:1", "weight_sync": "reload"},
     ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
 }
 SAMPLING = {

@@ -159,7 +159,6 @@ NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
     "data.mixture_weights=": ["data.path=[a,b]"],
-    "data.loss_on=": ["data=file", "data.path=path"],
     "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
     "data.truncation=": ["data=file", "data.path=path"],
     "parallelism.pp_virtual_stages=": ["parallelism=pp", "launch.devices=2"],
@@ -189,7 +188,7 @@ NEEDS = {
         f"{key}=": ["device=cuda"]
         for key in ("sampler.gpu_memory_utilization", "sampler.sleep", "model.activation_offloading")
     },
-    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
+    "sampler.timeout_s=": ["sampler=server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
     "parallelism.cpu_offload=": ["device=cuda"],
 }
 

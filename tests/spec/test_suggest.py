@@ -36,12 +36,12 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
     ("section", "chosen", "wrong", "hint"),
     [
         ("", "", "max_steps", "type steps=…"),
-        ("data", "demo", "epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        ("data", "demo", "epochs", "did you mean 'epochs' or 'algorithm.epochs'?"),
         ("optimizer", "adamw", "learning_rate", "type optimizer.lr=…"),
         ("algorithm", "sft", "learning_rate", "type optimizer.lr=…"),
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd, optimizer=muon"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
-        ("", "", "num_epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        ("", "", "num_epochs", "type epochs=…"),
         (
             "",
             "",

@@ -15,6 +15,7 @@ from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.sweep import plan
+from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import SweepFolder
 from tests.sweep import toy
 
@@ -99,6 +100,34 @@ def test_every_problem_of_every_job_at_once_and_whose_it_is(workdir: Path) -> No
 def test_what_makes_no_sweep_is_refused(words: list[str], message: str, workdir: Path) -> None:
     assert any(message in problem for problem in said(*words)), said(*words)
     assert list(workdir.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["seed=1,2", "sweep.metric=eval/exact_mach", "sweep.metric_mode=max"],
+            "no such metric; did you mean eval/exact_match?",
+        ),
+        (["seed=1,2", "sweep.metric=reward/mean"], "no job measures reward/mean: algorithm=sft has no reward"),
+        (["seed=1,2", "sweep.metric=rollout/length", "sweep.metric_mode=max"], "algorithm=sft samples nothing"),
+        (["seed=1,2", "sweep.metric=eval/loss", "evaluation.every=0"], "evaluation.every=0 evaluates nothing"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_metric_that_no_job_can_have_is_refused_before_a_folder_is_made(
+    words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", *words]) == 2
+    said = capsys.readouterr().err
+    assert "sweep.metric" in said and message in said
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_metric_that_one_of_the_jobs_can_have_is_let_in(workdir: Path) -> None:
+    members = expand(["evaluation.every=0,5", "sweep.metric=eval/loss"]).members
+    assert metric_problems(("eval/loss",), [one.composed.spec for one in members]) == []
+    assert metric_problems(("eval/loss",), [members[0].composed.spec])
 
 
 def recipe(workdir: Path, text: str) -> None:

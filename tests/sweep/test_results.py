@@ -8,6 +8,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -58,6 +59,20 @@ def test_the_last_value_wins_or_the_best_one(tmp_path: Path) -> None:
     assert results.best is not None and (results.best.job.index, results.best.scores) == (0, (Score(0.9, 1),))
     results = sweep(tmp_path, CURVES, replace(MAX, mode="min"))
     assert results.best is not None and results.best.job.index == 4
+
+
+@pytest.mark.parametrize("take", ["last", "best"])
+def test_the_evaluation_before_the_first_step_ranks_nothing(tmp_path: Path, take: Any) -> None:
+    results = sweep(tmp_path, {("1", "1"): [0.3, 0.4], ("2", "1"): [0.2]}, replace(MAX, take=take))
+    for index in (0, 1):
+        path = results.folder.run(index).metrics
+        lines = path.read_text().splitlines()[: 2 - 2 * index]  # job 1 has been evaluated before training alone
+        path.write_text("".join(f"{line}\n" for line in ['{"step": 0, "eval/accuracy": 0.9}', *lines]))
+    record = SweepState.create(results.folder, 2)
+    record.update(0, state="done")
+    record.update(1, state="done")
+    again = read_results(results.folder, results.plan, record)
+    assert [one.scores for one in again.results] == [(Score(0.4, 2),), (None,)]
 
 
 def test_without_a_metric_the_first_usual_one_that_all_have(tmp_path: Path) -> None:

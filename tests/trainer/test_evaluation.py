@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from runner.build.components import build_data, build_tokenizer
+from runner.build.conversations import build_extend
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
@@ -77,7 +78,8 @@ def evaluation(
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
     algorithm: Any = None  # nothing is trained
     data = build_data(spec, tokenizer, decide)
-    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide)
+    extend = build_extend(spec, tokenizer, environments, decide)
+    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide, extend)
     assert made is not None
     return made
 

@@ -28,9 +28,9 @@ from runner.sampler.sync_probe import ROWS, TOKENS, SyncProbe
 from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue
 from runner.weight_sync.publisher import Publisher, scores
-from runner.weight_sync.routes import Copied, Route, Shared, Shelving
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, WeightTransport
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model import zoo
 from tests.parallelism.worlds import on_ranks
 
@@ -82,21 +82,21 @@ class Remembers:
         self.calls.append("close")
 
 
-def shared(weights: Any, folder: Path) -> Route:
-    return Shared()
+def shared(weights: Any, folder: Path) -> WeightTransport:
+    return SameModel()
 
 
-def handed(weights: Any, folder: Path) -> Route:
-    return Copied(weights, handed=True)
+def handed(weights: Any, folder: Path) -> WeightTransport:
+    return DeviceCopy(weights, by_reference=True)
 
 
-def copied(weights: Any, folder: Path) -> Route:
-    return Copied(weights)
+def copied(weights: Any, folder: Path) -> WeightTransport:
+    return DeviceCopy(weights)
 
 
-def shelving(weights: Any, folder: Path) -> Route:
-    shelf = Shelf(claim(folder / "run", 0, folder))
-    return Shelving(weights, lambda: iter([("fixed", torch.ones(3))]), peers=SINGLE_PROCESS, shelf=shelf, source=0)
+def shelving(weights: Any, folder: Path) -> WeightTransport:
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder))
+    return SharedFiles(weights, lambda: iter([("fixed", torch.ones(3))]), peers=SINGLE_PROCESS, store=shelf, source=0)
 
 
 SLOW = pytest.mark.slow
@@ -106,7 +106,7 @@ ROUTES = [(shared, 0), (handed, 0), *((copied, lag) for lag in (0, 1, 2, 4)), *(
 @pytest.mark.parametrize(("made", "lag"), ROUTES)
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_step_is_sampled_with_exactly_the_weights_that_are_due(
-    made: Callable[[Any, Path], Route], lag: int, first: int, tmp_path: Path
+    made: Callable[[Any, Path], WeightTransport], lag: int, first: int, tmp_path: Path
 ) -> None:
     weight = torch.tensor([float(first)])
     sampler = Remembers()
@@ -194,7 +194,7 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
     wrong_loads: int, wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, sampler, probe = learner(), Remembers(), SyncProbe.from_seed(0, zoo.VOCAB, 1e-3)
-    publisher = Publisher(Copied(one.weights), sampler, 1, probe=probe, learner=one)
+    publisher = Publisher(DeviceCopy(one.weights), sampler, 1, probe=probe, learner=one)
     right = scores(one, probe.rows)
     off = [[value + 0.01 for value in row] for row in right]
     answers = {
@@ -237,8 +237,8 @@ def first_reads(world: ParallelContext, folder: Path, full: bool) -> tuple[str, 
             raise OSError(28, "No space left on device")
 
     leads = world.place.is_rank0
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    route = Shelving(drained, None, peers=world.world_peers, shelf=shelf, source=0 if leads else None)
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
+    route = SharedFiles(drained, None, peers=world.world_peers, store=shelf, source=0 if leads else None)
     publisher = Publisher(route, Rank0Sampler(lambda: one, world.rollout_peers), 0, peers=world.rollout_peers)
     said = ""
     try:
@@ -247,7 +247,7 @@ def first_reads(world: ParallelContext, folder: Path, full: bool) -> tuple[str, 
     except RunnerError as error:
         assert error.exit_code == StorageError.exit_code
         said = str(error)
-    loaded = isinstance(one.tensors, Shelved)
+    loaded = isinstance(one.tensors, StoredWeights)
     values = [float(one.tensors[f"t{at}"][0]) for at in range(3)] if one.tensors else []
     publisher.close()
     return said, loaded, values
@@ -268,12 +268,12 @@ def each_reads(world: ParallelContext, folder: Path) -> tuple[int, str, dict[str
     """An engine in each rank, which reads what the first rank of its machine has written."""
     one, leads = Remembers(), world.place.local_rank == 0
     weights = partial(iter, [("w", torch.full((4,), 7.0))])
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    route = Shelving(weights, weights_of_base, peers=world.world_peers, shelf=shelf, source=0)
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
+    route = SharedFiles(weights, weights_of_base, peers=world.world_peers, store=shelf, source=0)
     publisher = Publisher(route, one, 1, peers=world.rollout_peers)
     publisher.publish(0)
     publisher.load_for(0)
-    assert isinstance(one.tensors, Shelved)
+    assert isinstance(one.tensors, StoredWeights)
     found = len(one.loads), one.tensors.digest, {name: tensor.tolist() for name, tensor in one.tensors.items()}
     world.world_peers.all_gather(0)
     publisher.close()

@@ -2,9 +2,8 @@ r"""Episodes: what a policy and its environment say to one another, token by tok
 
     prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
 
-The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `ObservationTemplate`
-writes the words of an environment as the chat template does; the policy's own tokens are never written as text and
-tokenised again:
+The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `extend` writes an
+observation as the chat template does; the policy's own tokens are never written as text and tokenised again:
 
     … answer<|im_end|> │ \n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n │ next answer …
                        └────────────────── ids of an observation ─────────────────┘
@@ -17,61 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.core.errors import EnvironmentProblem
 from runner.interfaces import (
     Completion,
     EnvironmentBatch,
     EnvironmentFactory,
+    ExtendConversation,
     GreedyOutput,
     Observation,
     Prompt,
     Rollout,
 )
 
-OPENING = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-
-
-class ObservationTemplate:
-    """The observations of one tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Raises EnvironmentProblem if the template cannot be continued turn by turn."""
-        self._tokenizer = tokenizer
-        self._base = self._render(OPENING)
-        body = self._base.rstrip()
-        self._end = next((t for t in map(str, tokenizer.all_special_tokens) if body.endswith(t)), "")
-        self._blank = self._base[len(body) :]
-        self._end_ids = self._ids(self._end) if self._end else []
-
-    def observation_ids(self, role: str, text: str, answer: Sequence[int]) -> list[int]:
-        """Ids from the end of `answer` to the opening of the next turn; closes a turn that has no end token."""
-        whole = self._render((*OPENING, {"role": role, "content": text}), add_generation_prompt=True)
-        if not whole.startswith(self._base):
-            raise EnvironmentProblem(
-                "the chat template writes earlier turns differently once the conversation continues, so an episode of "
-                "several turns cannot be continued token by token; use a model with another template (model.tokenizer)"
-            )
-        closed = list(answer[len(answer) - len(self._end_ids) :]) == self._end_ids
-        return self._ids(("" if closed else self._end) + self._blank + whole[len(self._base) :])
-
-    def _render(self, messages: Sequence[dict[str, str]], **options: Any) -> str:
-        if not self._tokenizer.chat_template:
-            raise EnvironmentProblem(
-                "an environment needs a chat template, and the tokenizer has none; use an instruct or chat model"
-            )
-        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        return text
-
-    def _ids(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
-
 
 @dataclass(slots=True)
 class Episode:
     """A sample in the making: the policy's turns, and between them what its environment said.
 
-    text: of the policy's last turn; said: every turn so far; mask: 1 on the policy's own tokens
+    text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
+    sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
+    over the policy's tokens, q the truncated distribution and p the whole one
     """
 
     prompt: Prompt
@@ -79,6 +42,7 @@ class Episode:
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    truncation: float = 0.0
     text: str = ""
     finish: str = ""
     version: int = 0
@@ -87,7 +51,9 @@ class Episode:
         """A turn of the policy."""
         self.ids += rollout.ids
         self.mask += [1.0] * len(rollout.ids)
-        self.logprobs += rollout.logprobs
+        raw = rollout.raw_logprobs or (math.nan,) * len(rollout.ids)
+        self.logprobs += raw
+        self.truncation += math.fsum(q - p for q, p in zip(rollout.logprobs, raw, strict=True))
         self.messages.append({"role": "assistant", "content": text})
         self.text, self.finish, self.version = text, rollout.finish, rollout.version
 
@@ -124,7 +90,7 @@ class EpisodeRunner:
 
     tokenizer: Any
     environments: EnvironmentFactory | None = None
-    observation_template: ObservationTemplate | None = None
+    extend: ExtendConversation | None = None
     max_model_len: int | None = None
 
     def run_episodes(self, prompts: Sequence[Prompt], write: WriteTurns) -> list[Episode]:
@@ -174,8 +140,8 @@ class EpisodeRunner:
 
     def _append_observation(self, episode: Episode, observation: Observation) -> bool:
         """Let the episode hear what was said; False where that leaves no room for a turn."""
-        assert self.observation_template is not None
-        ids = self.observation_template.observation_ids(observation.role, observation.text, episode.ids)
+        assert self.extend is not None
+        ids = self.extend(episode.ids, {"role": observation.role, "content": observation.text})
         if (
             self.max_model_len is not None
             and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.max_model_len
@@ -187,5 +153,4 @@ class EpisodeRunner:
 
 
 def _rollout(turn: GreedyOutput) -> Rollout:
-    unknown = (math.nan,) * len(turn.ids)
-    return Rollout(turn.ids, unknown, None, 0, turn.finish)
+    return Rollout(turn.ids, (math.nan,) * len(turn.ids), None, 0, turn.finish)

@@ -12,15 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from runner.algorithm.episodes.episode import Episode, EpisodeRunner, ObservationTemplate
+from runner.algorithm.episodes.episode import Episode, EpisodeRunner
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
     EnvironmentFactory,
+    ExtendConversation,
     Prompt,
     Request,
     Reward,
@@ -36,8 +38,8 @@ class RolloutSample:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
-    text: of the last turn; before: what was said until then by the policy and its environment, in a conversation of
-    several turns; parts: what a reward that is made of others is made of
+    logprobs, truncation: see `Episode`; text: of the last turn; history: what was said until then by the policy and its
+    environment, in a conversation of several turns; components: what a reward that is made of others is made of
     """
 
     ids: tuple[int, ...]
@@ -49,6 +51,7 @@ class RolloutSample:
     reward: float | None
     history: tuple[Mapping[str, Any], ...] = ()
     components: RewardComponents = field(default_factory=dict)
+    truncation: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +140,7 @@ class RolloutCollector:
     seed: int
     group_size: int
     environments: EnvironmentFactory | None = None
-    observation_template: ObservationTemplate | None = None
+    extend: ExtendConversation | None = None
 
     def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
         """G answers to each prompt, scored by a reward if any; seeded by (seed, step, round, prompt, sample, turn)."""
@@ -146,7 +149,7 @@ class RolloutCollector:
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
             return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
 
-        player = EpisodeRunner(self.tokenizer, self.environments, self.observation_template, self.sampler.max_model_len)
+        player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
         episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [
@@ -172,13 +175,14 @@ class RolloutCollector:
         seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
         group = prompt if turn == 0 else at
         limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
-        return Request((*episode.prompt.ids, *episode.ids), seed, limit, group)
+        return Request((*episode.prompt.ids, *episode.ids), seed, limit, group, raw=True)
 
 
 def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -> RolloutSample:
     """The finished sample."""
     tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
-    return RolloutSample(*tokens, episode.text, episode.finish, episode.version, reward, episode.history, parts)
+    said = (episode.text, episode.finish, episode.version)
+    return RolloutSample(*tokens, *said, reward, episode.history, parts, episode.truncation)
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
@@ -203,13 +207,17 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     """What all that a step drew says of the policy, under stable names."""
     drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
-    oldest = min(s.version for group in experience.groups for s in group.samples)
+    samples = [sample for group in experience.groups for sample in group.samples]
+    oldest = min(sample.version for sample in samples)
+    truncation = math.fsum(sample.truncation for sample in samples)
     return {
         "rollout/length": tokens / len(drawn),
         "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
         "rollout/tokens": float(tokens),
         "rollout/resample_rounds": float(experience.rounds),
         "rollout/staleness": float(experience.step - oldest),
+        # of a sampler that truncates and reports both distributions; else it is 0, or NaN
+        **({"rollout/truncation_kl": truncation / sum(sum(s.mask) for s in samples)} if truncation > 0 else {}),
     }
 
 
@@ -232,6 +240,7 @@ def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[s
 def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
     drawn = [s for group in experience.groups for s in group.samples]
+    said = attrgetter("text", "finish", "version", "reward")
     flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
     groups = [
         {
@@ -242,7 +251,7 @@ def encode_experience(experience: Experience) -> State:
                 "columns": dict(g.prompt.columns),
             },
             "samples": [
-                [len(s.ids), s.text, s.finish, s.version, s.reward, [dict(m) for m in s.history], dict(s.components)]
+                [len(s.ids), *said(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
                 for s in g.samples
             ],
         }
@@ -265,10 +274,10 @@ def decode_experience(state: State) -> Experience:
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
     def sample(
-        size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: RewardComponents
+        size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: RewardComponents, cut: float
     ) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        return RolloutSample(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts)
+        return RolloutSample(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts, cut)
 
     groups = []
     for group in state["groups"]:

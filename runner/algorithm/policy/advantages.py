@@ -91,19 +91,25 @@ def whiten(values: Tensor, mask: Tensor, *, ddof: int = 0, eps: float = 1e-8) ->
     return torch.where(mask, (values - mean) * torch.rsqrt(variance + eps), 0)
 
 
+AdvantageEps = Annotated[float, Field(ge=0, description="Added to the standard deviation of the rewards")]
+WhitenDdof = Annotated[
+    int, Field(ge=0, le=1, description="Degrees of freedom that the variance of whitening takes off: 1 = Bessel")
+]
+
+
 @advantage(
     "group_mean_std",
     paper="GRPO 2402.03300",
-    formula="(R − mean of the group) / (standard deviation of the group + 1e-06)",
+    formula="(R − mean of the group) / (standard deviation of the group + advantage_eps)",
 )
-def group_mean_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(R − mean) / (std + eps) with the sample's standard deviation (ddof 1), [N].
+def group_mean_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEps = 1e-6) -> Tensor:
+    """(R − mean) / (std + advantage_eps) with the sample's standard deviation (ddof 1), [N].
 
-    verl, TRL and OpenRLHF agree on ddof 1; eps ≥ 0 is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
+    verl, TRL and OpenRLHF agree on ddof 1; advantage_eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
     """
     centred, count = _center_by_group(rewards, group)
     std = (segment_sum(centred.square(), group) / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(std > 0, centred / (std + eps), 0)
+    return torch.where(std > 0, centred / (std + advantage_eps), 0)
 
 
 @advantage("group_mean", paper="Dr. GRPO 2503.20783", formula="R − mean of the group")
@@ -122,12 +128,12 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 @advantage(
     "batch_std",
     paper="2508.08221; TRL: scale_rewards=batch",
-    formula="(R − mean of the group) / (standard deviation of the step + 1e-06)",
+    formula="(R − mean of the group) / (standard deviation of the step + advantage_eps)",
 )
-def batch_std(rewards: Tensor, group: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """(R − mean of the group) / (std of all scored rewards + eps), [N]; the std has ddof 1; eps > 0, 1e-4 in TRL."""
+def batch_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEps = 1e-6) -> Tensor:
+    """(R − mean of the group) / (std of all scored rewards + advantage_eps), [N]; ddof 1; advantage_eps 1e-4 in TRL."""
     _, variance = masked_mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
-    return group_mean(rewards, group) / (variance.sqrt() + eps)
+    return torch.where(variance > 0, group_mean(rewards, group) / (variance.sqrt() + advantage_eps), 0)
 
 
 @advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
@@ -149,7 +155,7 @@ def no_baseline(rewards: Tensor) -> Tensor:
 @advantage(
     "reinforce_pp",
     paper="REINFORCE++ 2501.03262",
-    formula="Σ_k gamma^k r_(t+k), whitened over the step's tokens; r = R on the last token",
+    formula="Σ_k gamma^k r_(t+k), whitened over the step's tokens (whiten_ddof); r = R on the last token",
     per_token=True,
 )
 def reinforce_pp(
@@ -158,20 +164,23 @@ def reinforce_pp(
     row: Tensor,
     *,
     gamma: Annotated[float, Field(gt=0, le=1, description="Discount per token")] = 1.0,
+    whiten_ddof: WhitenDdof = 0,
 ) -> Tensor:
-    """Discounted returns, whitened over all trained tokens, [T]."""
-    return whiten(discounted_returns(token_rewards, mask, row, gamma), mask)
+    """Discounted returns, whitened over all trained tokens, [T]; whiten_ddof is 1 in verl, 0 in OpenRLHF, NeMo-RL."""
+    return whiten(discounted_returns(token_rewards, mask, row, gamma), mask, ddof=whiten_ddof)
 
 
 @advantage(
     "reinforce_pp_baseline",
     paper="REINFORCE++-baseline 2501.03262",
-    formula="(R − mean of the group), whitened over the step's tokens",
+    formula="(R − mean of the group), whitened over the step's tokens (whiten_ddof)",
     per_token=True,
 )
-def reinforce_pp_baseline(rewards: Tensor, group: Tensor, mask: Tensor, row: Tensor) -> Tensor:
+def reinforce_pp_baseline(
+    rewards: Tensor, group: Tensor, mask: Tensor, row: Tensor, *, whiten_ddof: WhitenDdof = 0
+) -> Tensor:
     """R − mean of the group, whitened over all trained tokens, [T]: long answers weigh more, as in verl."""
-    return whiten(group_mean(rewards, group)[row], mask)
+    return whiten(group_mean(rewards, group)[row], mask, ddof=whiten_ddof)
 
 
 def _center_by_group(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,6 +196,14 @@ def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
     scored = ~rewards.isnan()
     smallest = segment_min(torch.where(scored, rewards, torch.inf), group)
     return torch.where(scored, rewards - smallest, 0), scored
+
+
+def has_variance(rewards: Tensor, group: Tensor) -> Tensor:
+    """Whether at least two scored rewards of the group differ, bool [N], at each of its members."""
+    unscored = rewards.isnan()
+    smallest = segment_min(rewards.masked_fill(unscored, torch.inf), group)
+    largest = -segment_min((-rewards).masked_fill(unscored, torch.inf), group)
+    return largest > smallest
 
 
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:

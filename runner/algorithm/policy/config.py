@@ -41,6 +41,7 @@ class GaeCritic:
     gamma: float
     lam: float
     normalize_advantages: bool
+    whiten_ddof: int
     clip: float | None
     coefficient: float | None
 
@@ -92,13 +93,22 @@ class PolicyConfig(ReferenceBasedConfig):
     kl_in: Literal["loss", "reward"] | None = Field(
         default=None, description="Where the KL penalty goes; null = loss for grpo, reward for ppo."
     )
-    kl_coef: float | None = Field(default=None, ge=0, description="Weight of the KL penalty; null = 0.001.")
+    kl_coef: float | None = Field(
+        default=None, ge=0, description="Weight of the KL penalty; 0 = no reference model; null = 0.001."
+    )
     kl_target: float | None = Field(
         default=None, gt=0, description="Adapt kl_coef towards this KL per token (Ziegler et al., 2019); null = fixed."
     )
     reference: Literal["adapter", "copy"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
+        description="The reference: the model with its adapter off, or a frozen copy; null = a copy of an adapter that "
+        "the model came with, else adapter if there is one.",
+    )
+    max_log_ratio: float | None = Field(
+        default=20.0,
+        gt=0,
+        description="Bound of the logarithms of ratios (policy, correction, KL estimator), 20 as in verl; null = none, "
+        "as in TRL.",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(
@@ -123,7 +133,7 @@ class PolicyConfig(ReferenceBasedConfig):
         return self.group_size
 
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
-        return {} if self.kl_estimator == "none" else {"reference": self.reference_model(self.reference)}
+        return {"reference": self.reference_model(self.reference)} if self.has_kl else {}
 
     def steps_ahead(self) -> int:
         return self.lag
@@ -147,14 +157,24 @@ class PolicyConfig(ReferenceBasedConfig):
         return "keep"
 
     @property
+    def counts_dropped_groups(self) -> bool:
+        """Whether groups that are dropped stay in the denominators."""
+        return False
+
+    @property
     def max_rounds(self) -> int:
         """Most rounds of prompts per step."""
         return 1
 
     @property
+    def has_kl(self) -> bool:
+        """Whether there is a KL penalty, and so a reference model; kl_coef=0 is none."""
+        return self.kl_estimator != "none" and self.resolved_options.kl_coef > 0
+
+    @property
     def kl_location(self) -> Literal["loss", "reward"] | None:
         """Where a KL penalty goes; None = there is none."""
-        return None if self.kl_estimator == "none" else self.resolved_options.kl_in
+        return self.resolved_options.kl_in if self.has_kl else None
 
     @property
     def old_logprobs_source(self) -> Literal["itself", "sampler", "trainer"]:
@@ -212,6 +232,8 @@ class PolicyConfig(ReferenceBasedConfig):
                 "type algorithm.kl_estimator=k3, or",
             }
             found.append(("algorithm.kl_estimator", f"{reasons[kl_in]} kl_in={kl_in} for {self.kl_estimator}"))
+        if self.kl_coef == 0 and self.reference is not None:
+            found.append(("algorithm.reference", "kl_coef=0 has no reference model; leave it out, or raise kl_coef"))
         found += self.reference_problems(self.reference, job)
         if self.importance_sampling_level == "sequence" and self.loss_aggregation != "seq_mean_token_mean":
             found.append(
@@ -236,7 +258,13 @@ class GrpoConfig(PolicyConfig):
     )
     zero_variance: Literal["drop", "keep", "resample"] = Field(
         default="drop",
-        description="Groups whose rewards are all equal: left out of the update, kept, or replaced by new prompts.",
+        description="Groups whose rewards, less a KL penalty in them, are all equal: left out of the update, kept, or "
+        "replaced by new prompts.",
+    )
+    count_dropped_groups: bool | None = Field(
+        default=None,
+        description="Under zero_variance=drop, count dropped groups in the denominators and batch statistics of the "
+        "loss: true = as TRL, and verl without filter_groups; null = false, as verl's filter_groups.",
     )
     max_resample_rounds: int | None = Field(
         default=None, ge=1, description="Most rounds of new prompts per step under zero_variance=resample; null = 4."
@@ -251,14 +279,22 @@ class GrpoConfig(PolicyConfig):
         return self.zero_variance
 
     @property
+    def counts_dropped_groups(self) -> bool:
+        return value_or_default(self.count_dropped_groups, False)
+
+    @property
     def max_rounds(self) -> int:
         return value_or_default(self.max_resample_rounds, 4) if self.zero_variance == "resample" else 1
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if self.max_resample_rounds is not None and self.zero_variance != "resample":
-            text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance=resample"
-            found.append(("algorithm.max_resample_rounds", text))
+        for option, user in {"max_resample_rounds": "resample", "count_dropped_groups": "drop"}.items():
+            if getattr(self, option) is not None and self.zero_variance != user:
+                text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance={user}"
+                found.append((f"algorithm.{option}", text))
+        if self.zero_variance == "resample" and self.kl_location == "reward":
+            text = "groups are replaced before the KL in their rewards is known; type algorithm.zero_variance=drop"
+            found.append(("algorithm.zero_variance", text))
         compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
             found.append(
@@ -295,6 +331,12 @@ class PpoConfig(PolicyConfig):
         default=None, gt=0, description="Weight of the value loss of a shared critic; null = 0.1 (1909.08593)."
     )
     normalize_advantages: bool = Field(default=True, description="Whiten the advantages over the step's tokens.")
+    whiten_ddof: int | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Degrees of freedom that the variance of whitening takes off: 1 = Bessel; null = 0.",
+    )
 
     def trained_models(self) -> dict[str, Head]:
         return {"policy": "lm+value"} if self.critic == "shared" else {"policy": "lm", "critic": "scalar"}
@@ -307,6 +349,7 @@ class PpoConfig(PolicyConfig):
             gamma=self.gamma,
             lam=self.lam,
             normalize_advantages=self.normalize_advantages,
+            whiten_ddof=value_or_default(self.whiten_ddof, 0),
             clip=self.value_clip,
             coefficient=value_or_default(self.value_coef, 0.1) if shared else None,
         )
@@ -315,6 +358,9 @@ class PpoConfig(PolicyConfig):
         found = super().problems(job)
         if self.critic == "shared" and self.critic_lr is not None:
             found.append(("algorithm.critic_lr", "critic=shared learns with optimizer.lr; leave it out"))
+        if self.whiten_ddof is not None and not self.normalize_advantages:
+            text = "not used with normalize_advantages=false; it belongs to normalize_advantages=true"
+            found.append(("algorithm.whiten_ddof", text))
         if self.critic == "separate" and self.value_coef is not None:
             text = "a separate critic has a loss of its own; type algorithm.critic=shared, or leave it out"
             found.append(("algorithm.value_coef", text))

@@ -5,7 +5,8 @@ sampler to trainer, and estimates of the KL divergence from the reference, with 
     old, sampled ──behaviour_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
-with; mu = sampled = those that the sampler reported; rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
+with; mu = sampled = those that the sampler reported, at its temperature and before truncation (or the ratio would be
+that of two supports, and below 1 before any update); rho = exp(o − mu); f = logprobs of the reference; d = l − f; all
 float [T]; mask bool [T] are the trained tokens; row int64 [T].
 
 Weights are constants: without gradient. A policy loss whose ratio is taken to mu itself (o := mu) has this correction
@@ -21,10 +22,10 @@ Estimates of KL(policy ‖ reference) per token: J. Schulman, "Approximating KL 
     k3_ratio    d at r = 1: unbiased also off-policy
     k3_plus     d: value of k3, gradient of k2
 
-Every log-ratio that is exponentiated, d in k3 and its variants too, is clamped to ±20 first, as verl and OpenRLHF do
-(TRL and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but float16. Beyond the clamp a token has no
-gradient. No estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every estimator, slime only k3; TRL
-none.)
+Every log-ratio that is exponentiated, d in k3 and its variants too, is clamped first, to ±20 unless told otherwise
+(`max_log_ratio`), as verl and OpenRLHF do (TRL and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but
+float16. Beyond the clamp a token has no gradient. No estimate is clamped. (verl also clamps the value of k3 to ±10,
+OpenRLHF every estimator, slime only k3; TRL none.)
 """
 
 from __future__ import annotations
@@ -41,20 +42,22 @@ from runner.interfaces.losses import ImportanceWeights, correction, kl_estimator
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG_RATIO_LIMIT = 20.0
+MAX_LOG_RATIO = 20.0
 
 
-def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
-    """The log-ratio within ±LOG_RATIO_LIMIT."""
-    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+def clamp_log_ratio(log_ratio: Tensor, max_log_ratio: float | None) -> Tensor:
+    """The log-ratio within ±max_log_ratio; None = as it is."""
+    return log_ratio if max_log_ratio is None else log_ratio.clamp(-max_log_ratio, max_log_ratio)
 
 
-def token_ratio(logprobs: Tensor, old: Tensor) -> Tensor:
+def token_ratio(logprobs: Tensor, old: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO) -> Tensor:
     """exp(l − o) per token, [T]; differentiable in l."""
-    return clamp_log_ratio(logprobs - old).exp()
+    return clamp_log_ratio(logprobs - old, max_log_ratio).exp()
 
 
-def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> Tensor:
+def sequence_ratio(
+    logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
+) -> Tensor:
     """The row's ratio s = exp(mean over its trained tokens of l − o), at each of its tokens, [T]  (GSPO, 2507.18071).
 
     mask: bool [T], the trained tokens; row: int64 [T].
@@ -66,13 +69,16 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor) -> 
     constant = logprobs.detach()
     difference = torch.where(mask, constant - old, 0)
     count = segment_sum(mask.to(logprobs.dtype), row).clamp(min=1)
-    return clamp_log_ratio(segment_sum(difference, row) / count + logprobs - constant).exp()
+    log_ratio = segment_sum(difference, row) / count + logprobs - constant
+    return clamp_log_ratio(log_ratio, max_log_ratio).exp()
 
 
 Level = Literal["token", "sequence"]
 
 
-def behavior_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level) -> Tensor:
+def behavior_log_ratio(
+    old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, level: Level, max_log_ratio: float | None = MAX_LOG_RATIO
+) -> Tensor:
     """log rho, detached, [T]; 0 outside the mask.
 
     token: o − mu.  sequence: Σ (o − mu) over the row's trained tokens, the ratio of whole answers, at each of them.
@@ -80,7 +86,7 @@ def behavior_log_ratio(old: Tensor, sampled: Tensor, mask: Tensor, row: Tensor, 
     difference = torch.where(mask, (old - sampled).detach(), 0)
     if level == "sequence":
         difference = torch.where(mask, segment_sum(difference, row), 0)
-    return clamp_log_ratio(difference)
+    return clamp_log_ratio(difference, max_log_ratio)
 
 
 High = Annotated[float, Field(ge=1, description="Upper bound of the weights")]
@@ -117,10 +123,11 @@ def decoupled_weights(log_ratio: Tensor, *, correction_max: High = math.inf) -> 
 
 
 def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Health of the sampler, as (sum, count) over the trained tokens; both 0-d.
+    """Health of the sampler, as (sum, count) over the trained tokens whose mu is known (not NaN); both 0-d.
 
     logprob_diff: |o − mu|.  prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
     """
+    mask = mask & ~sampled.isnan()
     count = mask.sum()
     logprobs = torch.where(mask, old - sampled, 0).abs().sum()
     probabilities = torch.where(mask, old.exp() - sampled.exp(), 0).abs().sum()
@@ -158,23 +165,26 @@ def k2(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
 
 @kl_estimator("k3", paper="Schulman 2020; GRPO 2402.03300", formula="exp(−d) − 1 + d")
-def k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def k3(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO) -> Tensor:
     """exp(−d) − 1 + d, [T]; unbiased and never negative ("low_var_kl"; GRPO, 2402.03300)."""
-    difference = clamp_log_ratio(logprobs - reference_logprobs)
+    difference = clamp_log_ratio(logprobs - reference_logprobs, max_log_ratio)
     return torch.expm1(-difference) + difference
 
 
 @kl_estimator("k3_ratio", paper="DeepSeek-V3.2 2512.02556", formula="r·(exp(−d) − 1 + d)")
-def k3_ratio(logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor) -> Tensor:
+def k3_ratio(
+    logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
+) -> Tensor:
     """r·k3, [T]; `ratio` is `token_ratio` and carries gradient (DeepSeek-V3.2, 2512.02556; default in TRL, NeMo-RL)."""
-    return ratio * k3(logprobs, reference_logprobs)
+    return ratio * k3(logprobs, reference_logprobs, max_log_ratio)
 
 
 @kl_estimator("k3_plus", paper="k3+ of verl; 2506.09477", formula="exp(−d) − 1 + d, with the gradient of d²/2")
-def k3_plus(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+def k3_plus(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO) -> Tensor:
     """The value of k3 with the gradient of k2, [T] ("k3+", "low_var_kl+" in verl)."""
     straight_through = k2(logprobs, reference_logprobs)
-    return k3(logprobs, reference_logprobs).detach() + straight_through - straight_through.detach()
+    value = k3(logprobs, reference_logprobs, max_log_ratio).detach()
+    return value + straight_through - straight_through.detach()
 
 
 @dataclass(slots=True)

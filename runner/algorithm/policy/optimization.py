@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import ObservationTemplate
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
@@ -55,10 +54,11 @@ class PolicyOptimization:
         self.temperature = parts.sampler.temperature
         most_turns = 1 if parts.environments is None else parts.environments.max_turns
         self.max_length = float(parts.sampler.max_new_tokens * most_turns)
-        turns = None if parts.environments is None else ObservationTemplate(parts.tokenizer)
-        self.collector = RolloutCollector(
-            parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size, parts.environments, turns
-        )
+        own = (parts.sampler, parts.reward, parts.tokenizer, parts.seed, config.group_size)
+        self.collector = RolloutCollector(*own, parts.environments, parts.extend)
+        if config.kl_estimator != "none" and not config.has_kl:
+            text = "algorithm.kl_coef=0: no reference model is loaded, and policy/kl is not measured"
+            parts.decide.record_fact("algorithm.kl_estimator", "unused", text)
         self.kl = KlController(config.resolved_options.kl_coef, config.kl_target)
         self.losses: Mapping[Role, LossFn] = losses_by_role(config, lambda: self.kl.coefficient)
         self._health: dict[str, float] = {}
@@ -82,17 +82,18 @@ class PolicyOptimization:
         """Mini-batches with everything the losses need; all but `weight` is fixed before the first update."""
         batch = self._pack_groups(experience)
         batch = self._add_model_outputs(batch, models)
+        batch = mark_dropped_groups(self.config, batch, self.kl.coefficient)
         batch = add_advantages(self.config, batch, self.kl.coefficient)
         for epoch in range(self.config.epochs):
             for part in self._mini_batches(batch, experience.step, epoch):
-                yield add_aggregation_weights(self.config, part, self.max_length)
+                yield without_dropped_groups(add_aggregation_weights(self.config, part, self.max_length))
 
     def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
         """Reward, lengths, staleness; the coefficient in force; health of the importance weights."""
         found = rollouts.rollout_metrics(experience) | self._health
         if self.config.needs_reward:
             found |= rollouts.reward_metrics(experience)
-        if self.config.kl_estimator != "none":
+        if self.config.has_kl:
             found["policy/kl_coef"] = self.kl.coefficient
         return found, list(
             islice(rollouts.sample_records(experience, self.config.needs_reward), len(experience.groups))
@@ -127,11 +128,15 @@ class PolicyOptimization:
         self.kl.coefficient = state["kl_coef"]
 
     def _pack_groups(self, experience: Experience) -> Batch:
-        """The groups that are trained on as one batch; `weight` is 1 on what is trained on."""
-        drop = self.config.zero_variance_policy != "keep"
-        kept = [g for g in experience.groups if g.has_reward_variance or not drop]
-        silent = not kept  # then the step has a gradient of zero, and not no step
-        trees = [self._tree(group, silent) for group in kept or experience.groups[:1]]
+        """The groups that are trained on as one batch; `weight` is 1 on what is trained.
+
+        Of groups to be dropped, those are in it whose variance is not known yet, and those that the loss counts.
+        """
+        drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
+        drop &= not self.config.counts_dropped_groups
+        learnt = [g for g in experience.groups if g.has_reward_variance or not drop]
+        silent = not learnt  # then the step has a gradient of zero, and not no step
+        trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
         batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
@@ -165,9 +170,8 @@ class PolicyOptimization:
 
     def _add_importance_weights(self, batch: Batch) -> Batch:
         mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
-        log_rho = importance.behavior_log_ratio(
-            batch.tokens["old"], batch.tokens["sampled"], mask, row, self.config.resolved_options.correction_level
-        )
+        level, limit = self.config.resolved_options.correction_level, self.config.max_log_ratio
+        log_rho = importance.behavior_log_ratio(batch.tokens["old"], batch.tokens["sampled"], mask, row, level, limit)
         offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}
         found: ImportanceWeights = compute_selected(self.config, "correction", offered)
         affected, count = importance.affected_counts(found, mask)
@@ -192,6 +196,31 @@ class PolicyOptimization:
                 yield select_units(batch, units)
 
 
+def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
+    """The batch with the groups left out whose rewards, less a KL penalty of weight `beta` in them, are all equal.
+
+    Where the loss counts them, or none is left, they have the row channel `dropped` instead.
+    """
+    if config.zero_variance_policy == "keep":
+        return batch
+    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    rewards = advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
+    dropped = ~advantages.has_variance(rewards, batch.rows["tree"])
+    if config.counts_dropped_groups and not bool(dropped.all()):
+        return replace(batch, rows={**batch.rows, "dropped": dropped})
+    reward = batch.rows["reward"].masked_fill(dropped, torch.nan)
+    batch = with_tokens(batch, weight=batch.tokens["weight"].masked_fill(dropped[row], 0))
+    return replace(batch, rows={**batch.rows, "reward": reward})
+
+
+def without_dropped_groups(part: Batch) -> Batch:
+    """The mini-batch, nothing of which is trained in rows that are `dropped`; their tokens stay in its totals."""
+    if "dropped" not in part.rows:
+        return part
+    dropped = part.rows["dropped"][row_of_tokens(part)]
+    return with_tokens(part, weight=part.tokens["weight"].masked_fill(dropped, 0))
+
+
 def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
     """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward.
 
@@ -207,9 +236,9 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
             rewards = advantages.token_level_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
             values = batch.tokens["values"].double()
             found, back = advantages.gae(rewards, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
-            return with_tokens(
-                batch, returns=back, advantages=whiten(found, mask) if wanted.normalize_advantages else found
-            )
+            if wanted.normalize_advantages:
+                found = whiten(found, mask, ddof=wanted.whiten_ddof)
+            return with_tokens(batch, returns=back, advantages=found)
         case RegisteredAdvantage():
             offered = {
                 "rewards": lambda: advantages.kl_penalized_rewards(
@@ -241,6 +270,7 @@ def _kl_penalty(config: PolicyConfig, batch: Batch) -> Tensor:
         "logprobs": lambda: batch.tokens["old"],
         "reference_logprobs": lambda: batch.tokens["reference"],
         "ratio": lambda: torch.ones(batch.num_tokens),
+        "max_log_ratio": lambda: config.max_log_ratio,
     }
     penalty: Tensor = compute_selected(config, "kl_estimator", offered)
     return penalty.double()

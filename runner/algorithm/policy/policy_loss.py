@@ -59,8 +59,8 @@ class PolicyLoss:
 
     def _ratio(self, batch: Batch, logprobs: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         if self.config.importance_sampling_level == "sequence":
-            return sequence_ratio(logprobs, old, mask, row_of_tokens(batch))
-        return token_ratio(logprobs, old)
+            return sequence_ratio(logprobs, old, mask, row_of_tokens(batch), self.config.max_log_ratio)
+        return token_ratio(logprobs, old, self.config.max_log_ratio)
 
     def _surrogate(
         self, batch: Batch, logprobs: Tensor, old: Tensor, ratio: Tensor, advantages: Tensor, mask: Tensor
@@ -80,7 +80,8 @@ class PolicyLoss:
         offered = {
             "logprobs": lambda: logprobs,
             "reference_logprobs": lambda: reference,
-            "ratio": lambda: token_ratio(logprobs, old),
+            "ratio": lambda: token_ratio(logprobs, old, self.config.max_log_ratio),
+            "max_log_ratio": lambda: self.config.max_log_ratio,
         }
         value: Tensor = compute_selected(self.config, "kl_estimator", offered)
         return value
@@ -101,7 +102,7 @@ class PolicyLoss:
         for name, (value, number) in sampler_mismatch(old, batch.tokens["sampled"], mask).items():
             metrics.add(f"mismatch/{name}", value, number)
         if "reference" in batch.tokens:
-            mean("policy/kl", k3(old, batch.tokens["reference"]))
+            mean("policy/kl", k3(old, batch.tokens["reference"], self.config.max_log_ratio))
         if "teacher" in batch.tokens:
             mean("distill/reverse_kl", k1(old, batch.tokens["teacher"]))
         return metrics

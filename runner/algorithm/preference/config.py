@@ -20,7 +20,8 @@ class PreferenceConfig(ReferenceBasedConfig):
     reference: Literal["adapter", "copy", "cached"] | None = Field(
         default=None,
         description="The reference: the model with its adapter off, a frozen copy, or what they say, computed before "
-        "the first step and kept on disk; null = adapter if there is one.",
+        "the first step and kept on disk; null = a copy of an adapter that the model came with, else adapter if there "
+        "is one.",
     )
 
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
@@ -39,6 +40,11 @@ class DpoConfig(PreferenceConfig):
     item_kind: ClassVar[ItemKind] = "pairs"
     name: Literal["dpo"] = "dpo"
     loss: Annotated[str, RegisteredFunction("preference_loss")] = Field(default="sigmoid", description="Loss per pair.")
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the chosen answer's cross-entropy per token beside the loss (RPO 2404.19733).",
+    )
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )

@@ -95,7 +95,10 @@ def pair_metrics(found: PreferenceLosses) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
-    """The mean over pairs of a registered preference loss.
+    """The mean over pairs of a registered preference loss, and of the chosen answers' cross-entropy (`sft_coef`).
+
+    The cross-entropy is a mean over the tokens of each answer (RPO 2404.19733; pref_ftx of LLaMA-Factory). Departure:
+    TRL's loss_type sft takes the mean over all chosen tokens of a device's batch.
 
     Reads the token channel `reference` [T], where there is one: the reference's logprobs.
     """
@@ -106,7 +109,10 @@ class PairwiseLoss:
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
         quantities = _pair_inputs(batch, outputs["logprobs"])
         offered = {name: partial(quantities.__getitem__, name) for name in quantities}
-        found = compute_selected(self.config, "loss", offered)
+        found: PreferenceLosses = compute_selected(self.config, "loss", offered)
+        if self.config.sft_coef:
+            nll = -quantities["chosen_logprobs"] / quantities["chosen_lengths"]
+            found = found._replace(losses=found.losses + self.config.sft_coef * nll)
         metrics = pair_metrics(found)
         for side in ("chosen", "rejected"):
             logprobs, lengths = quantities[f"{side}_logprobs"], quantities[f"{side}_lengths"]

@@ -21,6 +21,7 @@ from runner.core.subprocess import ChildProcess
 from runner.launch.slurm.commands import run_slurm, steps_of
 from runner.launch.slurm.srun_task import REQUEUE_CODE, srun_command
 from runner.run_dir.folder import RunFolder
+from runner.tracker.text import print_text
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
@@ -55,7 +56,7 @@ def requeue(run: RunFolder, before: int) -> int:
     try:
         run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except EnvironmentProblem as error:
-        print(f"not requeued: {error}", flush=True)
+        print_text(f"not requeued: {error}", flush=True)
         return REQUEUE_CODE
     print("requeued: Slurm starts the job again, and the run continues from its checkpoint", flush=True)
     return 0

@@ -27,6 +27,7 @@ from runner.launch.slurm.commands import FOLDERS, address_of, allocated_cards, h
 from runner.run_dir.folder import RunFolder, write_atomic
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 NAME = "slurm"
 DEFAULT = f"launch/{NAME}"  # who has set an option that nobody has
@@ -158,7 +159,7 @@ def exec_srun(spec: JobSpec) -> None:
         return _say_few_cores(spec)
     machines = _machines()
     command = srun_command([sys.executable, "-P", "-m", "runner", *sys.argv[1:]], machines)
-    print(
+    print_text(
         f"srun     {machines} × this command, one on each machine of Slurm job {os.environ['SLURM_JOB_ID']}", flush=True
     )
     _exec(command)
@@ -171,7 +172,7 @@ def _say_few_cores(spec: JobSpec) -> None:
         who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
         text = f"{who} have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
         more = f"launch.cpus={8 * processes}, in your own script --cpus-per-task, is more"
-        print(f"slurm    {text}; {more}", flush=True)
+        print_text(f"slurm    {text}; {more}", flush=True)
 
 
 def srun_command(command: Sequence[str], machines: int) -> list[str]:

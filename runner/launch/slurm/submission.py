@@ -21,7 +21,7 @@ from runner.launch.session import run_argument
 from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, gres_of, run_slurm, state_of
 from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
 from runner.spec.job import JobSpec
-from runner.tracker.text import count_noun
+from runner.tracker.text import count_noun, print_text
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
@@ -69,8 +69,8 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
         raise EnvironmentProblem(f"sbatch: {said.strip() or 'no answer'}; a line 'Submitted batch job …' was expected")
     job, log = number[1], folder.slurm / f"{number[1]}.log"
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
-    print(f"slurm    job {job} is submitted: {_request_text(spec)}; to cancel it: scancel {job}")
-    print(
+    print_text(f"slurm    job {job} is submitted: {_request_text(spec)}; to cancel it: scancel {job}")
+    print_text(
         f"folder   {display_path(folder.root)}\nlog      {display_path(log)}\nwatch    run status "
         f"{run_argument(folder)}",
         flush=True,
@@ -140,7 +140,7 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
             if found[0] == "PENDING" and found[1] not in (waits_for, "None"):
                 waits_for = found[1]
                 hint = "" if waits_for in USUAL_REASONS else "; it may never start so"
-                print(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
+                print_text(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
     except KeyboardInterrupt:
         raise Interrupted(2, _unfollowed_text(job)) from None
     return _exit_as_job(folder, job, found or last)
@@ -160,7 +160,7 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
             if time.monotonic() - heard > SILENT_S:
                 raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s now; {_unfollowed_text(job)}") from error
             if not is_silent:
-                print(f"slurm    {error}; asking again", flush=True)
+                print_text(f"slurm    {error}; asking again", flush=True)
             is_silent = True
         yield found
         time.sleep(ASK_S)

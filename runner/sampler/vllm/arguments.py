@@ -56,7 +56,7 @@ def engine_arguments(
         "seed": 0,
         "max_model_len": placement.longest,
         "max_num_seqs": config.max_num_seqs,
-        "logprobs_mode": "processed_logprobs",  # of what was really drawn from
+        "logprobs_mode": logprobs_mode(config),
         "enable_prefix_caching": True,
         "enforce_eager": not kind.engine_graphs if config.enforce_eager is None else config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
@@ -69,6 +69,19 @@ def engine_arguments(
         **(_lora_options(placement.rank) if placement.rank is not None else {}),
         **own,
     }
+
+
+def logprobs_mode(config: VllmSamplerConfig) -> str:
+    """vLLM's word for log-probabilities at the sampling temperature and before truncation, where it has one.
+
+    raw_logprobs are taken before temperature and truncation, processed_logprobs after both; between them there is none.
+    """
+    return "raw_logprobs" if config.truncates and config.temperature == 1 else "processed_logprobs"
+
+
+def reports_raw_logprobs(config: VllmSamplerConfig) -> bool:
+    """Whether the reported log-probabilities are those before truncation, which a ratio is taken to."""
+    return not config.truncates or config.temperature == 1
 
 
 def sleep_level(config: VllmSamplerConfig, placement: EnginePlacement) -> int:

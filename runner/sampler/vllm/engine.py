@@ -68,7 +68,7 @@ class VllmEngine:
         self.reset_cache()
 
     def reset_cache(self) -> None:
-        """What was computed with other weights. Raises SamplerFault if vLLM keeps it."""
+        """What was computed with other weights. Raises SamplerError if vLLM keeps it."""
         if self._llm.reset_prefix_cache() is False:
             raise SamplerError("vLLM did not drop the keys and values of its old weights: answers would mix both")
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from runner.core.errors import SamplerError, TrainingDiverged
 from runner.interfaces import ModelLimits, Request, Rollout
 from runner.sampler.config import VllmSamplerConfig
-from runner.sampler.sampling import SamplingRule, StopCriteria, answer_limit, check_token_ids
+from runner.sampler.sampling import StopCriteria, answer_limit, check_token_ids
+from runner.sampler.vllm.arguments import reports_raw_logprobs
 from runner.sampler.vllm.engine import VllmEngine
 
 
@@ -45,7 +46,7 @@ class VllmSampler:
         self._ends = sorted(bounds.stop_token_ids | set(config.stop_token_ids))
         self._stops = StopCriteria(tokenizer, frozenset(self._ends), config.stop)
         self._vocabulary, self.max_model_len = bounds.vocab_size, longest
-        self._as_is = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p).is_raw
+        self._reports_raw = reports_raw_logprobs(config)
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._version = 0
         self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
@@ -78,9 +79,9 @@ class VllmSampler:
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
 
-        Raises ValueError for an empty prompt, and where raw_logprobs are asked for that the engine does not report;
-        DataError for a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite,
-        SamplerFault if the engine is gone or answers what cannot be.
+        raw_logprobs are None where the engine cannot report them. Raises ValueError for an empty prompt; DataError for
+        a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite, SamplerError if the
+        engine is gone or answers what cannot be.
         """
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()
@@ -128,8 +129,6 @@ class VllmSampler:
     def _limit(self, request: Request) -> int:
         if not request.prompt:
             raise ValueError("an empty prompt")
-        if request.raw and not self._as_is:
-            raise ValueError("an engine reports the log-probabilities of what it drew from, not those at temperature 1")
         return answer_limit(request, self.max_new_tokens, (self.max_model_len, "sampler.max_model_len"))
 
     def _params(self, request: Request, limit: int) -> Any:
@@ -160,7 +159,8 @@ class VllmSampler:
         logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
-        return Rollout(tuple(ids[:count]), logprobs, logprobs if request.raw else None, self._version, finish)
+        raw = logprobs if request.raw and self._reports_raw else None
+        return Rollout(tuple(ids[:count]), logprobs, raw, self._version, finish)
 
 
 class _WeightSubset(Mapping[str, Tensor]):

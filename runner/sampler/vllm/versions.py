@@ -49,7 +49,7 @@ def check_version(found: Version, decide: Decide) -> None:
     if found < OLDEST:
         raise EnvironmentProblem(
             f"sampler=vllm: vLLM {found} is older than {OLDEST}, the first that goes with transformers 5\n"
-            "  install a newer one, or let it run as a server in an environment of its own: sampler=vllm_server"
+            "  install a newer one, or let it run as a server in an environment of its own: sampler=server"
         )
     release = Version(f"{found.major}.{found.minor}")
     known = (

@@ -20,9 +20,9 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, Problem, SpecError
+from runner.device.process_setup import load_torch, set_environment
 from runner.launch.local import prepare_spec
 from runner.launch.run_messages import console_logging
-from runner.launch.session import load_torch, set_environment
 from runner.spec.job import JobSpec
 from runner.tools.plan.known_models import KNOWN_MODELS, Shape
 

@@ -39,7 +39,7 @@ def vllm(machine: SystemInfo) -> CheckResult:
     if seen < OLDEST_VLLM:
         why = (
             f"vLLM {text} is older than {OLDEST_VLLM}, the first that goes with transformers 5, which this project has "
-            "(as a server in its own environment it will do: sampler=vllm_server)"
+            "(as a server in its own environment it will do: sampler=server)"
         )
         return bad(why, _install(machine))
     broken = unmet(machine, NAMES)

@@ -11,9 +11,10 @@ from tempfile import TemporaryDirectory
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError, Problem, SpecError
+from runner.device.process_setup import load_torch, set_environment
 from runner.launch.local import prepare_spec
 from runner.launch.run_messages import console_logging
-from runner.launch.session import load_torch, set_environment, translate_memory_errors
+from runner.launch.session import translate_memory_errors
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.tools.parity.compare import (

@@ -4,7 +4,7 @@ launch.samplers   sampler        who holds what for it
 0                 torch          the ranks: keys and values, logits, gathered weights     while they sample
 0                 vllm           the ranks: an engine beside the trainer                  while they sample, or always
 M                 torch, vllm    M devices: a copy of the model, keys and values          always; the ranks nothing
-any               vllm_server    somebody else
+any               server         somebody else
 """
 
 from __future__ import annotations

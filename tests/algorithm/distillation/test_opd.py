@@ -17,7 +17,7 @@ from runner.core.errors import SpecError
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import LogStep
 from runner.trainer.loop import TrainingJob, run_loop
-from tests.algorithm.harness import job_of, model_of
+from tests.algorithm.harness import job_of, make_model
 from tests.algorithm.policy.test_optimization import Stop, assert_near, curve_and_weights, first_gradients
 
 SMALL: dict[str, Any] = {"teacher": "a/teacher", "batch_size": 4, "micro_batch_tokens": 10**6}
@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(temperature: float) -> 
     got = first_gradients(config, temperature=temperature)
     job = job_of(config, temperature=temperature)
     job.publish(0)
-    experience, learner, teacher = job.algorithm.collect(0), job.learners["policy"], model_of(7)
+    experience, learner, teacher = job.algorithm.collect(0), job.learners["policy"], make_model(7)
     student: Any = learner.model  # type: ignore[attr-defined]
     total, tokens = torch.zeros(()), 0
     for group in experience.groups:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import EpisodeRunner, ObservationTemplate
+from runner.algorithm.episodes.episode import EpisodeRunner
 from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector
 from runner.algorithm.policy.config import GrpoConfig
+from runner.build.conversations import build_extend
+from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
+from runner.data.chat import Renderer
+from runner.data.config import ChatConfig
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
 from runner.interfaces import (
@@ -85,7 +90,7 @@ def play(
     sampler, reward = Script(*turns), Keeps()
     sampler.max_model_len = longest
     made = environments or calculator.build(CalculatorConfig())
-    collector = RolloutCollector(sampler, reward, TOKENIZER, 0, 1, made, ObservationTemplate(TOKENIZER))
+    collector = RolloutCollector(sampler, reward, TOKENIZER, 0, 1, made, Renderer(TOKENIZER).extend)
     [group] = collector.collect_groups([PROMPT], 0, 0)
     return group.samples[0], sampler, reward
 
@@ -157,7 +162,7 @@ def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.Mo
 def test_a_greedy_episode_ends_where_a_sampled_one_does() -> None:
     call, longest = "calc 1+1", len(PROMPT.ids) + 50
     player = EpisodeRunner(
-        TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), ObservationTemplate(TOKENIZER), longest
+        TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), Renderer(TOKENIZER).extend, longest
     )
     [episode] = player.run_greedy(
         [PROMPT], lambda prompts: [GreedyOutput((*ids_of(call), END), "stop") for _ in prompts]
@@ -205,6 +210,10 @@ def tensor_of(value: dict[str, Any]) -> Any:
     return torch.tensor(value["values"], dtype=getattr(torch, value["is"])) if "is" in value else value
 
 
+def job_spec() -> Any:
+    return SimpleNamespace(chat=ChatConfig())
+
+
 def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
     """The greedy episode of a model that says these turns, and what it was asked."""
     asked: list[tuple[int, ...]] = []
@@ -214,7 +223,7 @@ def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
         ids = tuple(ids_of(turns[len(asked) - 1]))
         return [GreedyOutput(ids, "length" if len(ids) == limit else "stop")]
 
-    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), ObservationTemplate(TOKENIZER))
+    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
     [episode] = player.run_greedy([PROMPT], generate)
     return episode, asked
 
@@ -248,7 +257,7 @@ def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
             said = ["calc 12+34" if tuple(p) == PROMPT.ids else "46" for p in prompts]
             return [GreedyOutput(tuple(ids_of(text)), "stop") for text in said]
 
-    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), ObservationTemplate(TOKENIZER))
+    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
     model: Any = None  # nothing is scored
     report = Evaluator((), questions, 8, 16, player.run_greedy).evaluate(model, Knows())
     assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values
@@ -257,18 +266,29 @@ def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
 
 
 def test_a_turn_without_its_end_token_is_closed() -> None:
-    turns = ObservationTemplate(TOKENIZER)
-    open_turn, closed = ids_of("4"), (*ids_of("4"), END)
-    assert turns.observation_ids("tool", "x", open_turn) == [END, *turns.observation_ids("tool", "x", closed)]
+    extend = Renderer(TOKENIZER).extend
+    message = {"role": "tool", "content": "x"}
+    assert extend(ids_of("4"), message) == [END, *extend((*ids_of("4"), END), message)]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_a_template_that_rewrites_earlier_turns_is_continued() -> None:
     tokenizer = byte_tokenizer(512)
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] if loop.last or m['role'] != 'assistant' else '' }};{% endfor %}"
+        "{% for m in messages %}<|im_start|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    with pytest.raises(EnvironmentProblem, match="writes earlier turns differently"):
-        ObservationTemplate(tokenizer).observation_ids("tool", "x", (1,))
+    found = Renderer(tokenizer).extend((*ids_of("<think></think>calc 1"), END), {"role": "tool", "content": "x"})
+    assert tokenizer.decode(found) == "<|im_start|>x<|im_end|><|im_start|>"
+
+
+def test_a_template_that_writes_nothing_of_an_observation_is_refused() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(EnvironmentProblem, match="writes nothing of an environment's message of role tool: 'x'"):
+        Renderer(tokenizer).extend((1,), {"role": "tool", "content": "x"})
+    with pytest.raises(EnvironmentProblem, match=r"writes nothing(?s:.)*environment\.role=user"):
+        build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())
+    assert build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig(role="user")), Decisions())
     tokenizer.chat_template = None
     with pytest.raises(EnvironmentProblem, match="needs a chat template"):
-        ObservationTemplate(tokenizer)
+        build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())

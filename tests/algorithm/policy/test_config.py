@@ -77,6 +77,23 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
         (["algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds: not used with zero_variance=drop"),
         (["algorithm=ppo", "algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds: "),
         (
+            ["algorithm.kl_estimator=k3", "algorithm.kl_coef=0", "algorithm.reference=copy"],
+            "algorithm.reference: kl_coef=0 has no reference model",
+        ),
+        (
+            ["algorithm=ppo", "algorithm.normalize_advantages=false", "algorithm.whiten_ddof=1"],
+            "algorithm.whiten_ddof: not used with normalize_advantages=false",
+        ),
+        (["algorithm.whiten_ddof=1"], "algorithm.whiten_ddof: not used with advantage=group_mean_std"),
+        (
+            ["algorithm.zero_variance=keep", "algorithm.count_dropped_groups=true"],
+            "algorithm.count_dropped_groups: not used with zero_variance=keep",
+        ),
+        (
+            ["algorithm.zero_variance=resample", "algorithm.kl_estimator=k1", "algorithm.kl_in=reward"],
+            "algorithm.zero_variance: groups are replaced before the KL in their rewards is known",
+        ),
+        (
             ["algorithm=ppo", "algorithm.value_coef=0.5"],
             "algorithm.value_coef: a separate critic has a loss of its own",
         ),

@@ -19,6 +19,7 @@ from runner.interfaces import Completion, EnvironmentFactory, StepResult
 from runner.sampler.config import TorchSamplerConfig
 from runner.trainer.callbacks import BaseCallback, LogStep
 from runner.trainer.loop import TrainingJob, run_loop
+from tests.algorithm import harness
 from tests.algorithm.harness import Nods, even_bytes, job_of
 
 SMALL: dict[str, Any] = {"batch_size": 4, "micro_batch_tokens": 10**6}
@@ -114,6 +115,81 @@ def test_an_experience_survives_its_encoding() -> None:
 def test_equal_rewards_teach_nothing() -> None:
     for config in (GrpoConfig(**SMALL), GrpoConfig(**SMALL, zero_variance="keep")):
         assert all(not g.any() for g in first_gradients(config, rate=lambda c: 0.5).values())
+
+
+def test_a_kl_of_weight_0_needs_no_reference_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts: list[tuple[str, ...]] = []
+    monkeypatch.setattr(harness.silent, "record_fact", lambda *words: facts.append(words))
+    config = GrpoConfig(**SMALL, kl_estimator="k3", kl_coef=0.0)
+    job = job_of(config)
+    assert not config.frozen_models() and "reference" not in job.models
+    assert any("no reference model is loaded" in fact[2] for fact in facts)
+    assert_near(first_gradients(config), first_gradients(GrpoConfig(**SMALL)), 0)
+
+
+def equal(completion: Completion) -> float:
+    return 0.5
+
+
+@pytest.mark.parametrize("advantage", ["leave_one_out", "group_mean_std", "batch_std"])
+def test_a_kl_in_the_reward_makes_equal_raw_rewards_worth_learning_from(advantage: str) -> None:
+    options = {"advantage": advantage, "kl_estimator": "k1", "kl_in": "reward", "kl_coef": 0.5}
+    dropping, keeping = (
+        first_gradients(GrpoConfig(**SMALL, **options, zero_variance=what), rate=equal)  # type: ignore[arg-type]
+        for what in ("drop", "keep")
+    )
+    assert any(g.any() for g in dropping.values())
+    assert_near(dropping, keeping, 0)
+
+
+def test_a_group_of_equal_answers_is_dropped_with_a_kl_in_the_reward_too() -> None:
+    options: Any = {"advantage": "leave_one_out", "kl_estimator": "k1", "kl_in": "reward", "kl_coef": 0.5}
+    job = job_of(GrpoConfig(**SMALL, **options), rate=equal, top_k=1)  # greedy: the samples of a group are the same
+    job.publish(0)
+    batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
+    assert batch.totals["tokens"] == 0 and not batch.tokens["weight"].any()
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean", "prompt_mean"])
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_dropped_groups_are_counted_or_not(aggregation: str, mini_batches: int) -> None:
+    """Counted, their advantages are 0, as with zero_variance=keep; not counted, the others weigh more."""
+
+    def some(completion: Completion) -> float:
+        return 0.5 if len(completion.prompt.ids) % 2 else even_bytes(completion)
+
+    base = GrpoConfig(**SMALL, loss_aggregation=aggregation, mini_batches=mini_batches)
+    counted, kept = (
+        first_gradients(base.model_copy(update=more), rate=some)
+        for more in ({"count_dropped_groups": True}, {"zero_variance": "keep"})
+    )
+    assert_near(counted, kept, 1e-6)
+    if mini_batches == 1:
+        job = job_of(base, rate=some)
+        job.publish(0)
+        experience: Any = job.algorithm.collect(0)
+        size: Any = {
+            "token_mean": lambda group: sum(len(one.ids) for one in group.samples),
+            "seq_mean_token_mean": lambda group: len(group.samples),
+            "prompt_mean": lambda group: 1,
+        }[aggregation]
+        share = sum(size(g) for g in experience.groups if not g.has_reward_variance)
+        share /= sum(map(size, experience.groups))
+        assert 0 < share < 1
+        dropped = first_gradients(base, rate=some)
+        assert_near(counted, {name: g * (1 - share) for name, g in dropped.items()}, 1e-5)
+
+
+def test_no_kl_and_no_entropy_of_counted_groups_is_trained() -> None:
+    config = GrpoConfig(**SMALL, kl_estimator="k3", kl_coef=1.0, entropy_coef=0.1, count_dropped_groups=True)
+    assert all(not g.any() for g in first_gradients(config, rate=equal).values())
+    half = first_gradients(config, rate=lambda c: 0.5 if len(c.prompt.ids) % 2 else even_bytes(c))
+    uncounted = first_gradients(
+        config.model_copy(update={"count_dropped_groups": None}),
+        rate=lambda c: 0.5 if len(c.prompt.ids) % 2 else even_bytes(c),
+    )
+    ratios = [float((g * uncounted[n]).sum() / uncounted[n].square().sum()) for n, g in half.items() if g.any()]
+    assert max(ratios) - min(ratios) < 1e-4 and 0 < ratios[0] < 0.9
 
 
 def test_an_unscored_answer_is_as_if_it_had_not_been_drawn() -> None:
@@ -249,7 +325,7 @@ def test_a_sampler_that_disagrees_stops_the_run() -> None:
     def other(requests: Any) -> Any:
         from dataclasses import replace
 
-        return [replace(r, logprobs=tuple(x - 0.1 for x in r.logprobs)) for r in honest(requests)]
+        return [replace(r, raw_logprobs=tuple(x - 0.1 for x in r.raw_logprobs)) for r in honest(requests)]
 
     sampler.sample = other
     with pytest.raises(TrainingDiverged, match=r"sampler and trainer differ by 0\.1"):

@@ -140,6 +140,21 @@ def test_the_gradient_is_that_of_plain_passes() -> None:
         policy.module.zero_grad()
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_the_cross_entropy_of_the_chosen_answer_may_stand_beside_the_loss(share: bool) -> None:
+    policy, reference = policy_and_reference()
+    twin, other = plain_policy_and_reference()
+    nll = [-plain_logprob(twin, pair.prompt, pair.chosen) / len(pair.chosen) for pair in PAIRS]
+    total = dpo_total(twin, other) + 0.4 * torch.stack(nll).mean()
+    expected = plain_gradients(total, twin)
+    subject = learner(policy, budget=1)
+    algorithm = dpo(PAIRS, beta=BETA, sft_coef=0.4, share_prompts=share)
+    _, metrics = backward(subject, algorithm, {"policy": subject, "reference": frozen(reference)})
+    assert_close(gradients(subject), expected, 1e-6)
+    assert metrics.result()["train/loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+    policy.module.zero_grad()
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
 def test_gradients_do_not_depend_on_cuts_sharing_layout_or_order(loss: str) -> None:
     found = []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.core.errors import SamplerError
-from runner.sampler.server.client import Client
+from runner.sampler.server.openai_client import OpenAiClient
 from tests.dripping import HEAD, WAYS, dripping
 from tests.sampler.server.test_server import made
 
@@ -23,7 +23,7 @@ def test_one_deadline_covers_connection_headers_and_body(sent: bytes, drop: byte
 
 def test_closing_ends_a_request_in_the_middle_of_its_answer() -> None:
     with dripping(HEAD, b"X-Wait: 1\r\n") as server:
-        client = Client(server.url, "key", 3)
+        client = OpenAiClient(server.url, "key", 3)
         closing = threading.Timer(0.2, client.close)
         closing.start()
         with pytest.raises(SamplerError, match="the sampler was closed"):

@@ -23,15 +23,15 @@ from runner.build.samplers import _shared_memory_bytes
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SamplerError
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.client import Client
-from runner.sampler.server.sampler import ServerSampler
-from runner.sampler.server.wire import Mark
+from runner.sampler.server.openai_client import OpenAiClient
+from runner.sampler.server.openai_protocol import ServerFingerprint
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.tools.plan.estimate import Estimate, estimate
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal
 from tests.sampler.server.standin import V32, StandIn, served
 from tests.sampler.server.test_server import asked, check, made, moved, sampling, stand_in, whole
@@ -46,8 +46,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
@@ -85,7 +85,7 @@ def coming_back(server: StandIn, url: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["load", "sleep", "wake"])
-def test_a_server_that_is_just_being_started_is_waited_for(what: str, tmp_path: Path, shelf: Shelf) -> None:
+def test_a_server_that_is_just_being_started_is_waited_for(what: str, tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = lora(), stand_in()
     with served(server) as url:
         sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", sleep=True, retries=10)
@@ -120,7 +120,7 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
+        client = OpenAiClient(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
         with pytest.raises(SamplerError, match=f"asked {times} times"):
             client.post("/collective_rpc", {}, time.monotonic() + 20, again=again)
         listening.shutdown(socket.SHUT_RDWR)
@@ -133,7 +133,7 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
     ("what", "kind"), [("/metrics", "cut"), ("/metrics", "503"), ("/metrics", "404"), ("score", "garbled")]
 )
 def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
-    what: str, kind: str, at: str, tmp_path: Path, shelf: Shelf
+    what: str, kind: str, at: str, tmp_path: Path, shelf: WeightStore
 ) -> None:
     policy, server = causal("qwen3"), stand_in()
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
@@ -151,7 +151,7 @@ def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
 def test_a_server_that_never_says_when_it_began_is_asked_once_and_that_is_said(tmp_path: Path) -> None:
     server, decide = stand_in(version=replace(V32, metrics=False)), Decisions()
     with served(server) as url:
-        config = VllmServerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
+        config = ServerSamplerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
         sampler = build(config, model=causal("qwen3"), decide=decide, folder=tmp_path / "own", recomputed=False)
         assert len(sampler.sample(asked(1))) == 3
         sampler.close()
@@ -162,7 +162,7 @@ def test_a_server_that_never_says_when_it_began_is_asked_once_and_that_is_said(t
 
 
 def test_a_server_that_does_not_wake_at_the_end_keeps_neither_adapter_nor_folder(
-    tmp_path: Path, shelf: Shelf, disk: Path
+    tmp_path: Path, shelf: WeightStore, disk: Path
 ) -> None:
     policy, server = lora(), stand_in()
     with served(server) as url:
@@ -175,7 +175,7 @@ def test_a_server_that_does_not_wake_at_the_end_keeps_neither_adapter_nor_folder
     assert not server.adapters and not [*disk.iterdir()]
 
 
-def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: Shelf, disk: Path) -> None:
+def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: WeightStore, disk: Path) -> None:
     policy = lora()
     with served(stand_in()) as url:
         sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", folder=str(disk), sleep=True)
@@ -188,7 +188,7 @@ def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: Sh
 
 @pytest.mark.parametrize("sync", ["adapter", "reload"])
 def test_a_run_that_goes_on_removes_what_it_left_when_it_was_killed(
-    sync: str, tmp_path: Path, shelf: Shelf, disk: Path
+    sync: str, tmp_path: Path, shelf: WeightStore, disk: Path
 ) -> None:
     policy = lora()
     version = shelf.put(1, policy.hf_tensors("adapter" if sync == "adapter" else "all"))
@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_removes_what_it_left_when_it_was_killed(
 
 @pytest.mark.parametrize(("sync", "sent"), [("adapter", ["adapter"]), ("reload", ["changed", "fixed"])])
 def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
-    sync: str, sent: list[str], tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    sync: str, sent: list[str], tmp_path: Path, shelf: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, most = lora(64), 0
 
@@ -215,7 +215,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
         held = {path.stat().st_ino: path.stat().st_size for path in shelf.folder.rglob("*.safetensors")}
         most = max(most, sum(held.values()))
 
-    monkeypatch.setattr(ServerSampler, "_now", lambda *_: Mark("", None))
+    monkeypatch.setattr(OpenAiSampler, "_now", lambda *_: ServerFingerprint("", None))
     with sampling(stand_in(), tmp_path / "own", policy, weight_sync=sync) as sampler:
         told = "load_adapter" if sync == "adapter" else "reload"
         monkeypatch.setattr(sampler._server, told, look)
@@ -229,7 +229,7 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
     sizes = [policy.hf_tensor_bytes(way) for way in sent]
     words = [
         "+recipe=grpo_demo",
-        "sampler=vllm_server",
+        "sampler=server",
         "sampler.url=http://localhost:1",
         f"sampler.weight_sync={sync}",
     ]

@@ -24,13 +24,13 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SamplerError, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.server import client as client_module
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.sync_probe import SyncProbe
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal, module, rows
 from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, StandIn, Version, served
 
@@ -59,15 +59,15 @@ def whole(policy: Any) -> Any:
     return made
 
 
-def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
+def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> OpenAiSampler:
     defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
-    config = VllmServerConfig(url=url, **defaults | options)
+    config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)
 
 
 @contextmanager
-def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[ServerSampler]:
+def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[OpenAiSampler]:
     with served(server) as url:
         sampler = made(url, own, policy, **options)
         try:
@@ -79,8 +79,8 @@ def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> 
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
@@ -107,14 +107,13 @@ def check(model: Any, requests: Sequence[Request], got: Sequence[Rollout], **rul
 @pytest.mark.parametrize("version", [pytest.param(V10, marks=pytest.mark.slow), V32], ids=str)
 def test_draws_with_a_seed_per_answer_and_reports_what_was_drawn_from(version: Version, tmp_path: Path) -> None:
     server = stand_in(version=version)
-    with sampling(server, tmp_path, **RULE) as sampler:
+    with sampling(server, tmp_path, recomputed=True, **RULE) as sampler:
         got = sampler.sample(asked(raw=True))
         check(server.base, asked(), got, **RULE)
         assert sampler.sample(asked()[::-1])[0].ids == got[-1].ids
         assert server.most <= 4 < len(got) and len({one.ids for one in got}) == len(got)
         assert {one["seed"] for one in server.bodies} == {one.seed for one in asked()}
-        for request, rollout in zip(asked(), got, strict=True):
-            np.testing.assert_allclose(rollout.raw_logprobs, plain(server.base, request, rollout, 1.0), atol=ATOL)
+        assert all(one.raw_logprobs is None for one in got)  # neither answers nor scores are at this temperature
         assert sampler.pop_metrics()["tokens_per_s"] > 0 and sampler.max_model_len == 128
     assert all(one["ignore_eos"] and one["stop_token_ids"] == [258] for one in server.bodies)
 
@@ -145,11 +144,12 @@ def test_an_answer_ends_where_we_end_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "rule", "fits"),
     [
-        ("processed", RULE, True),
-        ("raw", {}, True),
+        ("processed", {"temperature": 0.7}, True),
+        ("processed", {"top_k": 5}, True),
+        ("processed", {"temperature": 0.7, "top_k": 5}, False),
+        ("raw", {"top_p": 0.6}, True),
         ("raw", {"temperature": 0.7}, False),
-        ("tempered", {"temperature": 0.7}, True),
-        ("tempered", {"top_k": 5}, False),
+        ("tempered", {"temperature": 0.7, "top_k": 5}, True),
     ],
 )
 def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fits: bool, tmp_path: Path) -> None:
@@ -158,7 +158,11 @@ def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fit
         assert len(sampler.sample(asked(1))) == len(PROMPTS)
     with served(server) as url:
         if fits:
-            made(url, tmp_path, **rule).close()
+            sampler = made(url, tmp_path, **rule)
+            for request, rollout in zip(asked(raw=True), sampler.sample(asked(raw=True)), strict=True):
+                wanted = plain(server.base, request, rollout, rule.get("temperature", 1.0))
+                np.testing.assert_allclose(rollout.raw_logprobs, wanted, atol=ATOL)
+            sampler.close()
             return
         with pytest.raises(EnvironmentProblem, match="--logprobs-mode processed_logprobs"):
             made(url, tmp_path, **rule)
@@ -217,7 +221,7 @@ def expected(model: Any, probed: SyncProbe, version: int) -> None:
 @pytest.mark.parametrize(
     "version", [V11, *(pytest.param(one, marks=pytest.mark.slow) for one in (V14, V23)), V32], ids=str
 )
-def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: Shelf) -> None:
+def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(version=version)
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         shelf.keep(policy.hf_tensors("fixed"))
@@ -236,7 +240,7 @@ def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_pat
 
 @pytest.mark.parametrize("version", [pytest.param(V11, marks=pytest.mark.slow), V32], ids=str)
 def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
-    version: Version, tmp_path: Path, shelf: Shelf
+    version: Version, tmp_path: Path, shelf: WeightStore
 ) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server = stand_in(version=version)
@@ -252,7 +256,7 @@ def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
 
 
 @pytest.mark.slow
-def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: WeightStore) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server, disk = stand_in(), Path(tempfile.mkdtemp(dir="/dev/shm"))
     with sampling(server, tmp_path / "own", policy, weight_sync="reload", folder=str(disk)) as sampler:
@@ -269,7 +273,7 @@ def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, sh
 
 
 @pytest.mark.slow
-def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -> None:
+def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(keeps_old_weights=True)
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         probed = probe(policy)
@@ -281,7 +285,7 @@ def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -
 
 @pytest.mark.parametrize("sync", ["reload", "adapter"])
 def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_used(
-    sync: str, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    sync: str, tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy: Any = causal("qwen3")
     if sync == "adapter":
@@ -298,7 +302,7 @@ def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in()
     with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         moved(policy, 0.2)
@@ -332,8 +336,8 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
 
 
 WRONG = {
-    "empty": "is empty",
-    "long": "has 9 tokens, above 8",
+    "empty": "has 0 tokens",
+    "long": "has 9 tokens, not 1 to 8",
     "foreign": "has the id 1000000",
     "infinite": "has the log-probability None",
     "missing": "has the log-probability None",
@@ -397,7 +401,7 @@ def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
     with served(stand_in()) as url:
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = ServerSamplerConfig(name="server", url=url)
         config.preflight_here()
     with pytest.raises(EnvironmentProblem, match=f"sampler.url: nobody listens at {url} .*refused"):
         config.preflight_here()
@@ -424,7 +428,7 @@ def test_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: WeightStore) -> None:
     policy = causal("qwen3")
     taken = tmp_path / "taken"
     taken.write_text("a file")

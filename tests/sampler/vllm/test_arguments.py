@@ -16,7 +16,7 @@ from runner.device.env_presets import PRESETS
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
-from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
+from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, reports_raw_logprobs, sleep_level
 from runner.sampler.vllm.build import _has_experts
 from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from runner.sampler.vllm.sampler import is_adapter_tensor
@@ -42,6 +42,34 @@ def test_an_engine_beside_a_trainer_leaves_it_room_and_sleeps() -> None:
     assert sleep == 0 and "enable_sleep_mode" not in found and found["gpu_memory_utilization"] == 0.9
     assert found["tensor_parallel_size"] == 4 and found["kv_cache_memory_bytes"] == 2 * 2**30
     assert made(ranks=2)[0]["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode", "known"),
+    [
+        ({"temperature": 0.7}, "processed_logprobs", True),
+        ({"top_p": 0.5}, "raw_logprobs", True),
+        ({"min_p": 0.1, "temperature": 0.7}, "processed_logprobs", False),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_those_before_truncation_where_vllm_has_them(
+    rule: dict[str, Any], mode: str, known: bool
+) -> None:
+    assert made(**rule)[0]["logprobs_mode"] == mode
+    assert reports_raw_logprobs(VllmSamplerConfig(**rule)) is known
+
+
+@pytest.mark.parametrize("given", [("algorithm.lag=1",), ("algorithm.correction=tis",), ()], ids=str)
+def test_a_rule_whose_log_probabilities_vllm_has_not_is_refused_where_they_are_learned_from(
+    given: tuple[str, ...],
+) -> None:
+    words = (*JOB, "sampler.temperature=0.7", "sampler.top_p=0.9", "launch.samplers=1", *given)
+    if not given:
+        compose_job(words)
+        return
+    with pytest.raises(SpecError, match=r"sampler\.temperature.*vLLM reports them before both or after both"):
+        compose_job(words)
 
 
 def test_the_processor_knows_no_share_of_a_card_no_sleep_and_no_part_of_a_prompt() -> None:
@@ -136,7 +164,7 @@ def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> N
         decide = Decisions(strict=True)
         versions.check_version(Version(text), decide)
         assert decide.entries[0].reason.startswith(word)
-    with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
+    with pytest.raises(EnvironmentProblem, match="sampler=server"):
         versions.check_version(Version("0.11.0"), Decisions())
     monkeypatch.setattr(need.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):

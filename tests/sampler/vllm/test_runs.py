@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import Job
 from tests.sampler.vllm.engines import MEAN, NEEDED
 
@@ -37,7 +37,7 @@ def job(tmp_path: Path) -> Iterator[Job]:
     """A job, of whose weights nothing is left."""
     made = Job(tmp_path)
     yield made
-    assert not any(place.exists() for place in places(made.latest.resolve()))
+    assert not any(place.exists() for place in store_dirs(made.latest.resolve()))
 
 
 @pytest.mark.parametrize("words", [(), ("launch.samplers=1", "algorithm.lag=1")], ids=["beside", "own"])

@@ -19,7 +19,7 @@ OVER_TWO = """
 import sys
 from pathlib import Path
 
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 from safetensors.torch import save_file
 from tests.sampler.vllm.engines import MEAN, change, engine, gap, model, requests, score_gap
 
@@ -31,7 +31,7 @@ if __name__ == "__main__":  # vLLM's workers import this file
         assert score_gap(policy, sampler) < MEAN
         change(policy)
         save_file({name: tensor.contiguous() for name, tensor in policy.hf_tensors("all")}, folder / "v1.safetensors")
-        sampler.load_weights(Shelved([folder / "v1.safetensors"], 1), 1)
+        sampler.load_weights(StoredWeights([folder / "v1.safetensors"], 1), 1)
         asked = requests()
         got = sampler.sample(asked)
         assert gap(policy, asked, got) < MEAN and score_gap(policy, sampler) < MEAN

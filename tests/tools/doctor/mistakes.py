@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "a vLLM of transformers 4": (
         both(installed(vllm="0.18.0", vllm_ascend="0.18.0"), asked(sampler="vllm")),
-        ("vLLM", PROBLEM, "sampler=vllm_server", "vllm-ascend==0.23.0"),
+        ("vLLM", PROBLEM, "sampler=server", "vllm-ascend==0.23.0"),
     ),
     "a vLLM of tomorrow": (
         both(installed(vllm="0.40.0"), asked(sampler="vllm")),
