@@ -31,9 +31,7 @@ def try_reward(
         shown = [_shown(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
         known = all(ANSWER in prompt.columns for prompt in prompts)
         given = f"its column {ANSWER}" if known else "its prompt"
-        decide.record_fact(
-            name, "; ".join(shown), f"tried before the model is loaded; each row with {given} as completion"
-        )
+        decide.record_fact(name, "; ".join(shown), f"tried before the first step; each row with {given} as completion")
 
 
 def _completion(prompt: Prompt, tokenizer: Any) -> Completion:
