@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -101,6 +101,12 @@ Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 def _discard(*given: object) -> None:
     """Nobody reads it."""
+
+
+class Closeable(Protocol):
+    """A part with threads, files or processes to end."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,17 +217,17 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(
-            *(one.close for one in callbacks if isinstance(one, HangWatch)),  # closed last: closing may hang, too
-            activity.close,
-            store.close,
-            judges.close,
-            *(one.close for one in (reward, publisher, sampler) if one is not None),
-        ),
+        closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
+
+
+def _closing(callbacks: Iterable[Callback], parts: Iterable[Closeable | None]) -> tuple[Callable[[], None], ...]:
+    """What ends the parts; the watch for hangs is closed last, as closing the others may hang, too."""
+    watches = (one.close for one in callbacks if isinstance(one, HangWatch))
+    return (*watches, *(part.close for part in parts if part is not None))
 
 
 def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisions) -> Data:
