@@ -18,14 +18,13 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.paths import cache_folder
 from runner.core.rng import derive_seed
-from runner.distributed.work_partition import run_on_rank0
+from runner.data.config import DataConfig
 from runner.interfaces import (
     Data,
     Device,
     GenerativeModel,
     Model,
     RankCollectives,
-    Reward,
     Role,
     TrainableModel,
 )
@@ -34,7 +33,7 @@ from runner.model.initial_weights import DTYPES, InstallFusedOps
 from runner.model.transformers_model import TransformersModel
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
-from runner.spec.base import Dtype, Head
+from runner.spec.base import Dtype, Head, ItemKind
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
 from runner.trainer.learner import LocalLearner
@@ -86,17 +85,20 @@ def build_tokenizer(spec: JobSpec) -> Any:
     return tokenizer
 
 
-def build_data(spec: JobSpec, tokenizer: Any, decide: Decisions) -> Data:
-    """The data, read, checked and tokenised."""
+def build_data(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
+) -> Data:
+    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
+    config = config or spec.data
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
-    data: Data = default_registry().factory(spec.data)(
-        spec.data,
+    data: Data = default_registry().factory(config)(
+        config,
         tokenizer=tokenizer,
         chat=chat,
         seed=spec.seed,
         decide=decide,
         cache_dir=cache_folder(),
-        kind=spec.algorithm.item_kind,
+        kind=kind or spec.algorithm.item_kind,
     )
     return data
 
@@ -358,33 +360,3 @@ def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelC
         for role, one in spec.algorithm.frozen_models().items()
     }
     return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})
-
-
-def build_reward(
-    spec: JobSpec,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
-    folder: RunFolder,
-    data: Data,
-) -> Reward | None:
-    """The reward, tried on rows of the data; user code keeps its log in the run's folder."""
-    if not spec.algorithm.needs_sampler:
-        return None
-    reward: Reward | None = default_registry().factory(spec.reward)(
-        spec.reward,
-        device=device.torch_device,
-        tokenizer=tokenizer,
-        seed=spec.seed,
-        decide=decide,
-        folder=folder.root,
-        fit=device_op_installer(device, decide),
-    )
-    if reward is None:
-        return None
-    from runner.parallelism.rollout_partition import partition_reward
-    from runner.reward.trial import ROWS, try_reward
-
-    run_on_rank0(world.world_peers, lambda: try_reward(reward, data.take(0, ROWS), tokenizer, decide))
-    return partition_reward(reward, world.rollout_peers)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
@@ -22,10 +23,10 @@ from runner.build.components import (
     build_data,
     build_device,
     build_models,
-    build_reward,
     build_tokenizer,
 )
 from runner.build.conversations import build_environments, build_extend
+from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
@@ -37,6 +38,7 @@ from runner.interfaces import (
     Algorithm,
     Callback,
     Data,
+    ExtendConversation,
     GenerativeModel,
     RankCollectives,
     Sampler,
@@ -49,7 +51,6 @@ from runner.run_dir.folder import RunFolder
 from runner.run_dir.resume_compatibility import check_compatible, run_identity
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.spec.suggest import nearest_word
 from runner.trainer.callbacks import (
     DeviceStats,
     EvaluationReport,
@@ -64,6 +65,7 @@ from runner.trainer.callbacks import (
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.weight_sync.publisher import Publisher
 
 
@@ -100,6 +102,12 @@ Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 def _discard(*given: object) -> None:
     """Nobody reads it."""
+
+
+class Closeable(Protocol):
+    """A part with threads, files or processes to end."""
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,26 +180,22 @@ def build(
     spec = resolve_epochs(spec, len(data), decide)
     environments = build_environments(spec, world.rollout_peers, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
-    given = (spec, tokenizer, device, world, decide, folder, data)
-    reward = None if spec.reward.runs_model else build_reward(*given)  # tried before the model is loaded
+    rewards = RewardBuilder(tokenizer, device, world, decide, folder)
+    build_reward = partial(rewards.build_for_training, spec, data)
+    reward = None if spec.reward.runs_model else build_reward()  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
-    main, model = models.main, models.model
-    reward = build_reward(*given) if spec.reward.runs_model else reward
+    model = models.model
+    reward = build_reward() if spec.reward.runs_model else reward
     sampler = _sampler(spec, model, tokenizer, device, world, decide, folder, store)
     parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
     algorithm = default_registry().factory(spec.algorithm)(spec.algorithm, parts)
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = _publisher(spec, folder, sampler, models, world)
-    evaluate = None
-    if spec.evaluation.every:
-        from runner.build.evaluation import build_evaluation
-
-        spoken = environments and replace(environments, peers=world.world_peers)  # with the thread that trains
-        evaluate = build_evaluation(spec, data, main, model, algorithm, models.by_role, world, spoken, decide, extend)
+    judges = EvaluationRewards(spec, rewards, reward)
+    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, extend, decide, judges.build)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
-    ends = tuple(one.close for one in (reward, publisher, sampler) if one is not None)
     job = TrainingJob(
         steps=spec.steps,
         device=device,
@@ -205,7 +209,7 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=(*_hang_timers(callbacks), activity.close, store.close, *ends),  # in reverse: closing may hang, too
+        closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
     )
     built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
     callbacks.append(_checkpoint_callback(spec, built))
@@ -232,6 +236,12 @@ def _publisher(
     return build_publisher(spec, folder, sampler, models.main, cast(GenerativeModel, models.model), world)
 
 
+def _closing(callbacks: Iterable[Callback], parts: Iterable[Closeable | None]) -> tuple[Callable[[], None], ...]:
+    """What ends the parts; the watch for hangs is closed last, as closing the others may hang, too."""
+    watches = (one.close for one in callbacks if isinstance(one, HangWatch))
+    return (*watches, *(part.close for part in parts if part is not None))
+
+
 def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisions) -> Data:
     """The data, of which all ranks have the same."""
     data = build_data(spec, tokenizer, decide)
@@ -241,6 +251,27 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
         text = f"above the {len(data)} items of the data: a step sees some of them more than once"
         decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
+
+
+def _build_evaluation(
+    spec: JobSpec,
+    data: Data,
+    models: Models,
+    algorithm: Algorithm,
+    world: ParallelContext,
+    environments: PartitionedEnvironments | None,
+    extend: ExtendConversation | None,
+    decide: Decisions,
+    make_reward: MakeReward,
+) -> Callable[[], EvaluationReport] | None:
+    """What evaluates, in the thread that trains; None where nothing does."""
+    if not spec.evaluation.every:
+        return None
+    from runner.build.evaluation import build_evaluation
+
+    here = environments and replace(environments, peers=world.world_peers)
+    main, model, roles = models.main, models.model, models.by_role
+    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, extend, make_reward)
 
 
 def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:
@@ -272,11 +303,6 @@ def _precompute_references(
 def _sections(job: TrainingJob) -> dict[str, Any]:
     """What a checkpoint holds the state of."""
     return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
-
-
-def _hang_timers(callbacks: Iterable[Callback]) -> Iterator[Callable[[], None]]:
-    """What stops the timer of each HangWatch."""
-    return (one.close for one in callbacks if isinstance(one, HangWatch))
 
 
 def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
@@ -333,28 +359,6 @@ def _plugin_callbacks(
     return {f"callback.{name}": default_registry().factory(config)(config, **context) for name, config in chosen}
 
 
-def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
-    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    if not spec.algorithm.needs_sampler:
-        return
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
-    if not missing:
-        return
-    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
-    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
-    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
-    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
-    raise SpecError([Problem(key, message) for key, message in problems])
-
-
-def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
-    """What to do about a column that is not there; a function names its columns itself."""
-    if not key.endswith(".path"):
-        return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
-    return f"rename the argument{renaming}"
-
-
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
@@ -381,10 +385,11 @@ def _callbacks(
 
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
+    wanted = spec.evaluation
     return RunEvaluation(
         evaluate,
-        every=spec.evaluation.every,
-        keep=spec.evaluation.samples,
+        every=wanted.every,
+        keep=wanted.logged_samples * (1 + len(wanted.sets)),
         record=outlets.samples,
         log_first=outlets.log_first,
         say=outlets.say,

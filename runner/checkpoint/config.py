@@ -50,12 +50,13 @@ class CheckpointConfig(ComponentConfig):
 
 
 LESS_IS_BETTER = ("loss", "perplexity", "reverse_kl", "divergence")
-MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin")
+MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin", "pass", "mean")  # pass@k, mean@n
 
 
 def direction(metric: str) -> Literal["max", "min"] | None:
     """Whether more (max) or less (min) of a metric is better, from its name; None = unknown."""
-    names = {metric, metric.rpartition("/")[2]}
+    parts = metric.split("/")
+    names = {metric, parts[-1], "/".join(parts[-2:]), *(parts[-1].split("@")[:1] if "@" in parts[-1] else ())}
     return "min" if names.intersection(LESS_IS_BETTER) else "max" if names.intersection(MORE_IS_BETTER) else None
 
 

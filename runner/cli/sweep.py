@@ -22,6 +22,7 @@ from runner.core.errors import Problem, SpecError
 from runner.launch.preflight import mask_secrets
 from runner.run_dir.manifest import redact
 from runner.spec import suggest
+from runner.spec.evaluation import unmeasured_reason
 from runner.spec.job import JobSpec
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
@@ -173,9 +174,13 @@ def _search_problems(begun: Plan, search: SearchSpace, options: SweepConfig) -> 
 
 
 def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, ...]:
-    """By what the jobs are compared, where that was said."""
+    """By what the jobs are compared, where that was said. Raises SpecError for what a job cannot measure."""
     if options.metric is not None:
-        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in metric_directions(options))
+        directions = metric_directions(options)
+        reasons = [unmeasured_reason(metric, spec) for metric, _ in directions for spec in specs]
+        if problems := [Problem("sweep.metric", why) for why in dict.fromkeys(reasons) if why is not None]:
+            raise SpecError(problems)
+        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in directions)
     said = {(s.checkpoint.best, s.checkpoint.best_mode or direction(s.checkpoint.best or "")) for s in specs}
     [(metric, mode)] = said if len(said) == 1 else [(None, None)]
     return () if metric is None or mode is None else (Ranking(metric, mode, "best", "checkpoint.best"),)

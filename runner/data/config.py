@@ -78,6 +78,10 @@ class DataConfig(ComponentConfig):
         """The same config with the paths of local files made absolute."""
         return self
 
+    def as_held_out(self) -> Self:
+        """The same config for an evaluation set: what is not said to be held out is, as nothing of it is trained on."""
+        return self
+
     def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
         return '"…"'
@@ -247,6 +251,11 @@ class FileConfig(SourceConfig):
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
 
+    def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
+        return self.model_copy(update={"eval_path": self.eval_path or self.sources()[0], "path": self.sources()[0]})
+
     @property
     def source(self) -> str | tuple[str, ...]:
         return self.path
@@ -285,6 +294,11 @@ class HubConfig(SourceConfig):
     split: str = Field(default="train", min_length=1, description="Split to train on.")
     eval_split: str | None = Field(default=None, description="Split to evaluate on; null = no evaluation.")
     revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
+
+    def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
+        return self.model_copy(update={"eval_split": self.eval_split or self.split})
 
     @property
     def source(self) -> str | tuple[str, ...]:

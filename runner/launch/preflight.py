@@ -32,6 +32,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
     yield "reward", spec.reward.preflight
     yield "data", lambda: spec.data.preflight(spec.algorithm.item_kind)
     yield "chat", spec.chat.preflight
+    yield "evaluation", spec.evaluation.preflight
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:

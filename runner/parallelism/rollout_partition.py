@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
@@ -137,6 +137,10 @@ class PartitionedReward:
         return run_partitioned(
             self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine])
         )
+
+    def with_peers(self, peers: RankCollectives) -> Self:
+        """The same reward for another thread, which has these peers."""
+        return type(self)(self._reward, peers)
 
     def close(self) -> None:
         """See `Reward`."""

@@ -38,6 +38,10 @@ class RewardConfig(ComponentConfig):
         """The same config; where it leaves the data type of a model open, with `dtype`."""
         return self
 
+    def uses_device_model(self) -> bool:
+        """Whether it, or a part of it, is a model on the device."""
+        return self.runs_model
+
     def model_dtype(self) -> Dtype | None:
         """The data type of a model that scores; None = there is none, or it is left open."""
         return None

@@ -328,6 +328,9 @@ class SumConfig(RewardConfig):
         )
         return self.model_copy(update={"parts": parts})
 
+    def uses_device_model(self) -> bool:
+        return any(part.config.uses_device_model() for part in require_components(self.parts))
+
     def required_columns(self) -> list[tuple[str, str]]:
         parts = require_components(self.parts)
         return [entry for i, part in enumerate(parts) for entry in prefix_keys(part.config.required_columns(), i)]

@@ -19,16 +19,19 @@ ROWS = 2
 ANSWER = "answer"  # the column that most data has the right answer in
 
 
-def try_reward(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, decide: Decide) -> None:
-    """Score a completion of each prompt and say the scores. Raises DataError where a function raises."""
+def try_reward(
+    reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, decide: Decide, option: str = "reward"
+) -> None:
+    """Score a completion of each prompt and say the scores; option: that names the reward.
+
+    Raises DataError where a function raises.
+    """
     groups = [[_completion(prompt, tokenizer)] for prompt in prompts]
-    for name, scorer in _scorers(reward):
+    for name, scorer in _scorers(reward, option):
         shown = [_shown(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
         known = all(ANSWER in prompt.columns for prompt in prompts)
         given = f"its column {ANSWER}" if known else "its prompt"
-        decide.record_fact(
-            name, "; ".join(shown), f"tried before the model is loaded; each row with {given} as completion"
-        )
+        decide.record_fact(name, "; ".join(shown), f"tried before the first step; each row with {given} as completion")
 
 
 def _completion(prompt: Prompt, tokenizer: Any) -> Completion:
@@ -39,11 +42,11 @@ def _completion(prompt: Prompt, tokenizer: Any) -> Completion:
     return Completion(prompt, ids, text, "stop", None if prompt.messages is None else (*prompt.messages, turn))
 
 
-def _scorers(reward: Reward, name: str = "reward") -> Iterator[tuple[str, GroupScorer]]:
+def _scorers(reward: Reward, name: str) -> Iterator[tuple[str, GroupScorer]]:
     """Each part that is no model, with the option that it is."""
     if isinstance(reward, WeightedSumReward):
         for at, (_, part) in enumerate(reward.parts):
-            yield from _scorers(part, f"reward.parts[{at}]")
+            yield from _scorers(part, f"{name}.parts[{at}]")
     elif isinstance(reward, GroupScorer):
         yield name, reward
 

@@ -21,26 +21,12 @@ from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config, Dtype
+from runner.spec.evaluation import EvaluationConfig as EvaluationConfig
 from runner.tracker.config import TrackerConfig
 from runner.trainer.config import CallbackConfig
 
 RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
-
-
-class EvaluationConfig(Config):
-    """When and how the model is asked held-out questions."""
-
-    every: int = Field(
-        default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
-    )
-    max_new_tokens: int = Field(
-        default=64, ge=1, description="Longest greedy answer in tokens; it ends earlier where the model has no room."
-    )
-    batch_size: int = Field(
-        default=64, ge=1, description="Most questions in work at once; an answer that ends makes room for the next."
-    )
-    samples: int = Field(default=8, ge=0, description="Answers per evaluation that are written to samples.jsonl.")
 
 
 class WatchConfig(Config):

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.manifest import redact
+from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.screen import METRICS, Progress, render_panel, sample_line
 from runner.tracker.text import (
     escape_for_terminal,
@@ -198,9 +199,18 @@ class LogTable:
 
 
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """The held-out values of a step as `name=value`; none where the step measured none."""
-    pairs = [f"{name}={format_number(value)}" for name, value in metrics.items() if name.startswith("eval/")]
+    """The held-out values of a step as `name=value`, with an interval in brackets; none where the step has none."""
+    pairs = [
+        f"{name}={format_number(value)}{_interval_text(name, metrics)}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and not name.endswith((LOW, HIGH))
+    ]
     return _wrap_text("eval", " ".join([f"step={step}", *pairs])) if pairs else []
+
+
+def _interval_text(name: str, metrics: Mapping[str, float]) -> str:
+    low, high = metrics.get(name + LOW), metrics.get(name + HIGH)
+    return "" if low is None or high is None else f"({format_number(low)}..{format_number(high)})"
 
 
 def sample_lines(line: str) -> list[str]:

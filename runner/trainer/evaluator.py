@@ -42,6 +42,7 @@ from runner.interfaces import (
     Role,
     StopCriterion,
 )
+from runner.trainer.evaluation_metrics import with_interval
 from runner.trainer.reference_model import unit_keys
 
 Sample = dict[str, Any]
@@ -90,10 +91,9 @@ class Evaluator:
         start = time.perf_counter()
         metrics = self._loss(model)
         samples = list(self._ask(answerer))
-        if samples:
-            metrics.add("eval/exact_match", sum(s["exact"] for s in samples), len(samples))
+        exact = with_interval("eval/exact_match", [float(s["exact"]) for s in samples], share=True)
         metrics.add("time/eval_s", time.perf_counter() - start)
-        return Report(metrics.result(), samples)
+        return Report({**metrics.result(), **exact}, samples)
 
     def _loss(self, model: Model) -> Metrics:
         metrics = Metrics()
@@ -137,14 +137,19 @@ class Evaluator:
 
 
 def askable(
-    questions: Sequence[EvalQuestion], tokenizer: Any, max_new_tokens: int, decide: Decide
+    questions: Sequence[EvalQuestion],
+    tokenizer: Any,
+    max_new_tokens: int,
+    decide: Decide,
+    metric: str = "eval/exact_match",
+    section: str = "evaluation",
 ) -> list[EvalQuestion]:
     """The questions that can be answered rightly within `max_new_tokens`; how many cannot is decided, and said."""
-    with_answer = [q for q in questions if q.prompt_ids]
+    with_answer = [q for q in questions if q.prompt_ids and q.answer]
     found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
     if left_out := len(with_answer) - len(found):
-        reason = f"their expected answers are longer than evaluation.max_new_tokens={max_new_tokens}"
-        decide("eval/exact_match", f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
+        reason = f"their expected answers are longer than {section}.max_new_tokens={max_new_tokens}"
+        decide(metric, f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
     return found
 
 

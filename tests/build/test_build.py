@@ -21,7 +21,8 @@ from runner.build.components import (
     build_tokenizer,
     report_float32,
 )
-from runner.build.job import _experience_queue, refuse_missing_columns
+from runner.build.job import _experience_queue
+from runner.build.rewards import refuse_missing_columns
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError

@@ -95,7 +95,7 @@ def test_who_set_what(workdir: Path) -> None:
     assert origins["optimizer.lr"] == "recipe/sft_demo"
     assert origins["model.path"] == "model/qwen3_0_6b"
     assert origins["model.batch_layout"] == "model/hf"
-    assert origins["evaluation.samples"] == "job"
+    assert origins["evaluation.logged_samples"] == "job"
     assert not [key for key in origins if key.startswith("hydra")]
 
 

@@ -48,3 +48,11 @@ def test_weights_fit_the_sources_and_names_are_distinct() -> None:
         "data.rename_columns"
     ]
     assert keys(FileConfig(path="a", rename_columns={"question": "prompt", "prompt": "question"})) == []
+
+
+def test_an_evaluation_set_holds_out_all_its_rows_or_those_that_it_names() -> None:
+    assert FileConfig(path="a").as_held_out().eval_path == "a"
+    assert FileConfig(path="a", eval_path="b").as_held_out().eval_path == "b"
+    assert HubConfig(path="a", split="test").as_held_out().eval_split == "test"
+    for config in (FileConfig(path="a", holdout=0.1), HubConfig(path="a", holdout=0.1)):
+        assert config.as_held_out().eval_option() is None  # the fraction names them

@@ -36,7 +36,8 @@ def write_reward() -> None:
     """mine.py: a reward that prints every secret, and raises them for some groups of a step."""
     Path("mine.py").write_text(
         f"TEXTS = {TEXTS!r}\ndef score(completions):\n  print(*TEXTS, sep='\\n')\n"
-        "  if len(completions) > 1 and len(completions[0]) % 2: raise ValueError(' '.join(TEXTS))\n  return [0.0] * len(completions)\n"
+        "  if len(completions) > 1 and len(completions[0]) % 2: raise ValueError(' '.join(TEXTS))\n"
+        "  return [0.0] * len(completions)\n"
     )
 
 

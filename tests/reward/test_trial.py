@@ -58,3 +58,10 @@ def test_a_row_without_a_score_ends_nothing_and_is_not_counted(tmp_path: Path, b
     assert "row 1: " in said and "no sample of 3 groups in a row" in said
     lines = (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_the_reward_of_an_evaluation_set_is_tried_and_named(tmp_path: Path) -> None:
+    score_with(tmp_path, "raise KeyError('points')")
+    sets = "evaluation.sets={hard: {reward: {name: function, path: 'score.py:score'}}}"
+    said = run(*(word for word in SMALL if word != "evaluation.every=0"), "data.held_out=2", sets, cwd=tmp_path, code=3)
+    assert "evaluation.sets.hard.reward raises on row 1" in said and "KeyError" in said

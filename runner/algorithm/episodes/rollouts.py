@@ -27,7 +27,6 @@ from runner.interfaces import (
     Request,
     Reward,
     Rollout,
-    Sampler,
     State,
 )
 
@@ -119,11 +118,23 @@ class CompositeReward(Protocol):
     ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]: ...
 
 
+class AnswerSampler(Protocol):
+    """What a `Sampler` does of collecting answers."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutCollector:
     """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
 
-    sampler: Sampler
+    sampler: AnswerSampler
     reward: Reward | None
     tokenizer: Any
     seed: int

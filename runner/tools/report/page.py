@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,8 +19,10 @@ import yaml
 from runner.run_dir.folder import RunFolder, display_path, write_atomic
 from runner.run_dir.manifest import redact
 from runner.spec.base import iter_leaves
+from runner.spec.evaluation import HIGH, LOW
 from runner.tools.report.chart import Curve, Point, scatter_svg, svg
 from runner.tools.report.run_facts import PREFERRED, RunFacts, read_run, whole_lines
+from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
 from runner.tracker.text import format_duration, format_number
 
 HERE = Path(__file__).parent
@@ -143,8 +143,6 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-log = logging.getLogger("runner")
-
 HUE = 210
 MOST_SAMPLES = 8
 FILES = ("job", "spec.yaml")  # who set what nobody chose
@@ -164,7 +162,8 @@ def write_page(folder: RunFolder, path: Path) -> None:
         page.head("What went wrong")
         page.code(redact(str(run.status["error"])))
     page.head("Curves")
-    page.charts({name: [Curve(name, "", HUE, series)] for name, series in run.series.items()}, _first(run))
+    page.charts(_curves(run), _first(run))
+    page.parts += samples_grid(evaluated_samples(whole_lines(folder.samples), folder.samples))
     _times(page, run)
     _samples(page, folder)
     _decisions(page, run)
@@ -172,6 +171,16 @@ def write_page(folder: RunFolder, path: Path) -> None:
     page.head("Environment")
     page.table(["", "what"], [TableRow([name, value]) for name, value in run.environment.items()], wrap=True)
     page.write(path)
+
+
+def _curves(run: RunFacts) -> dict[str, list[Curve]]:
+    """A curve per metric, with its interval; the bounds are no curves of their own."""
+    names = [name for name in run.series if not name.endswith((LOW, HIGH))]
+    bounds = {name: (run.series.get(name + LOW), run.series.get(name + HIGH)) for name in names}
+    return {
+        name: [Curve(name, "", HUE, run.series[name], None if low is None or high is None else (low, high))]
+        for name, (low, high) in bounds.items()
+    }
 
 
 def _first(run: RunFacts) -> str | None:
@@ -205,7 +214,7 @@ def _times(page: Page, run: RunFacts) -> None:
 
 def _samples(page: Page, folder: RunFolder) -> None:
     path = folder.samples
-    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := _sample(line, path))]
+    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := sample_row(line, path))]
     if not rows:
         return
     page.head("Newest samples")
@@ -213,14 +222,6 @@ def _samples(page: Page, folder: RunFolder) -> None:
     names.sort(key=lambda name: name in ("prompt", "answer"))
     cells = [TableRow([_text(row.get(name)) for name in names]) for row in rows]
     page.table(names, cells, wrap=True)
-
-
-def _sample(line: str, path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError) as error:
-        log.warning("%s: a line is damaged and left out (%s)", path, error)
-        return {}
 
 
 def _text(value: Any) -> str:

@@ -23,6 +23,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
+from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.jsonl_tail import last_lines
 from runner.tracker.screen import METRICS
 from runner.tracker.text import (
@@ -268,7 +269,7 @@ def _table(members: list[ProcessStatus]) -> Iterator[str]:
 
 def _is_of(key: str, name: str) -> bool:
     """Whether a metric is the one of this name, or one below it where it ends in a slash."""
-    return key.startswith(name) if name.endswith("/") else key == name
+    return key.startswith(name) and not key.endswith((LOW, HIGH)) if name.endswith("/") else key == name
 
 
 def _is_shown(run: RunStatus, key: str) -> bool:
