@@ -4,7 +4,7 @@
     upto   = template(messages up to and with the turn)                         must begin with `prefix`
     turn   = upto[len(prefix):]                                                 what generation must produce: trained on
 
-    the next turn's prefix begins with `upto`   the same row goes on: one row, several trained turns
+    the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
 Texts are tokenised one by one, so that no token spans a border and the context's ids are exactly those that generation

@@ -100,7 +100,7 @@ class DataConfig(ComponentConfig):
 
 
 class DemoConfig(DataConfig):
-    """Generated on this machine: digits to sort, or numbers to add. Held-out questions never occur in training."""
+    """Generated on this machine: digits to sort, or numbers to add. Held-out questions are not trained on."""
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"

@@ -1,5 +1,6 @@
-"""The data of a job: tokenised rows as Arrow tables, and an order over them. A table is memory-mapped from the cache on
-disk, or held in memory.
+"""The data of a job: tokenized rows as Arrow tables, and an order over them.
+
+A table is memory-mapped from the cache on disk, or held in memory.
 
     cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
@@ -85,7 +86,7 @@ def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summ
 def load_or_build(
     folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
 ) -> tuple[TokenizedTable, Summary]:
-    """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
+    """The table in `folder`; `fill` makes it where it is missing or damaged, which `damaged` reports.
 
     One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
     Raises StorageError where it cannot be written.

@@ -1,5 +1,4 @@
-"""Tokens to what the trainer sees: items to learn from, and held-out questions to ask; and what happens to examples
-above `data.max_length`, counted so that nothing disappears unsaid.
+"""Tokens to training items and held-out questions, with data.truncation applied and counted.
 
 sft      ids, learnt        ─▶ Item     (held out: Question)
 pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
@@ -10,7 +9,7 @@ error            a problem that names row and length
 skip             left out
 truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
 split            pieces of max_length tokens, each beginning with the last token of the one before it,
-                 which is context there: every token but the first is learnt exactly once
+                 which is context there: every token but the first is trained on exactly once
 
 Of a prompt with answers, the length is that of the prompt and its longest answer, and only the prompt is cut, on its
 left: an answer without its end would teach a model not to stop. A prompt that is to be answered is measured alone.
@@ -208,7 +207,7 @@ Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
 def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
-    """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
+    """The item of a tokenised row: weight 1 where it is trained on, 0 where it is context."""
     return TokenizedExample(
         tuple(record["ids"]), tuple(map(float, record["learnt"])), tuple(record.get("branches") or ())
     )
@@ -233,7 +232,7 @@ def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt
 
 
 def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
-    """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
+    """A held-out question: all before the last assistant turn, and the text of a perfect answer.
 
     Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """

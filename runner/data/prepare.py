@@ -233,7 +233,7 @@ def _summary(
 def build_data(
     prepare: SourcePreparation, sources: Sequence[RowSource], held_out: RowSource | None, seed: int
 ) -> TokenizedData:
-    """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
+    """Tokenize (or read from the cache) all sources and order them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
     portions = [Portion(source, kind, prepare.holdout(source)) for source in sources]
     if held_out is not None:

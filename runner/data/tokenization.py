@@ -1,13 +1,12 @@
-"""Examples to tokens: ids, which of them are learnt, and where the last answer stands; and the digest of what they
-depend on.
+"""Examples to tokens: ids, loss mask, span of the last answer; and the digest of what they depend on.
 
     Chat    ──Renderer.render──▶ rows of (text, learnt?)  ──┐
     Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Prompt  ──Renderer.render_prompt──▶ text ─── one batch call ──▶ ids ──▶ EncodedAnswers
     Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 
-What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
-learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
+What is trained on follows from the segment a token came from, never from its value: an end-of-sequence token is
+learnt although it may also be the padding token. The first token of a row is never trained on: nothing predicts it.
 A prompt and its answer are the very tokens that sft has for them, without the blanks after the end token.
 """
 
@@ -35,8 +34,11 @@ VERSION = 3  # raise it when the same rows give other tokens, so that no old cac
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """A tokenised example. answer: the half-open span of the last assistant turn, (0, 0) if there is none; branches:
-    where each continuation of a shared beginning starts, in order; none where the example is one row."""
+    """A tokenized example.
+
+    answer: half-open span of the last assistant turn, (0, 0) if there is none; branches: start of each
+    continuation of a shared prefix, in order; none where the example is one row.
+    """
 
     place: SourceLocation
     ids: list[int]
@@ -63,8 +65,10 @@ class EncodedRows:
 
 
 def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
-    """Rows as one example, in which what all of them begin with stands once: not further than to the first token that
-    any of them trains on. The answer is that of the last row. None if they begin with nothing alike."""
+    """Rows as one example with their common prefix once; None if they have none.
+
+    The prefix ends before the first token that any row trains on. The answer is that of the last row.
+    """
     if len(rows) == 1:
         return rows[0]
     shared = min(common_length(rows[0].ids, row.ids) for row in rows)
@@ -82,7 +86,7 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
 
 
 class ExampleTokenizer:
-    """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way.
+    """A tokenizer with the options that turn examples into tokens; `notes`: what a user should know.
 
     train_on: None = as the options of `chat` say
     """
@@ -140,8 +144,10 @@ class ExampleTokenizer:
         return [(rows[0] if len(rows) == 1 else EncodedRows(rows)) if rows else None for rows in made]
 
     def encode_prompts(self, asks: Sequence[PromptExample], problems: Problems) -> list[list[int] | None]:
-        """What generation sees of each prompt; what `encode` puts before an answer to it; None and a problem for one
-        that cannot be written. Raises DataError."""
+        """The ids of each prompt as generation sees them; None and a problem where it cannot be written.
+
+        Raises DataError.
+        """
         plans: list[list[Segment] | None] = []
         for ask in asks:
             try:
@@ -180,8 +186,7 @@ class ExampleTokenizer:
         return [Segment(example.prompt, self.train_on == "all"), Segment(example.completion, learnt=True, answer=True)]
 
     def _tokens(self, texts: Sequence[tuple[str, bool, bool]]) -> list[list[int]]:
-        """Ids of each (text, whether it continues a row, whether it is literal), each distinct text tokenised once, all
-        in one call."""
+        """Ids of each (text, continues a row, is literal), each distinct text once, all in one call."""
         known = [text for text in dict.fromkeys(texts) if not text[2]]
         ids = {text: self.renderer.control.literal_ids(text[0]) for text in dict.fromkeys(texts) if text[2]}
         if known:
@@ -219,7 +224,7 @@ class ExampleTokenizer:
     def _append_eos(
         self, ids: list[int], learnt: list[int], answer: tuple[int, int]
     ) -> tuple[list[int], list[int], tuple[int, int]]:
-        """With the end-of-sequence token as a learnt token, so that the model learns to stop."""
+        """With the end-of-sequence token as a trained token, so that the model learns to stop."""
         if self._eos is None:
             self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not learnt")
             return ids, learnt, answer
@@ -281,7 +286,7 @@ def encode(
 def encode_prompts(
     tokeniser: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
 ) -> list[EncodedAnswers]:
-    """Each prompt alone, with its conversation and its other columns; one that cannot be written goes to `problems`."""
+    """Each prompt alone, with its conversation and columns; problems are collected in `problems`."""
     facts = [{"messages": a.prompt if isinstance(a.prompt, tuple) else None, "columns": a.columns} for a in asks]
     return [
         EncodedAnswers(ask.place, prompt, [], known)
@@ -293,7 +298,7 @@ def encode_prompts(
 def encode_answers(
     tokeniser: ExampleTokenizer, rows: Sequence[AnswersExample], problems: Problems
 ) -> list[EncodedAnswers]:
-    """Each prompt with its answers; a row of which one cannot be encoded goes to `problems`. Raises DataError."""
+    """Each prompt with its answers; a row that fails is collected in `problems`. Raises DataError."""
     flat = iter(tokeniser.encode_each([answer for row in rows for answer in row.answers], problems))
     found = []
     for row in rows:
@@ -310,12 +315,12 @@ def digest(*parts: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all of a tokenizer that can change the ids: its algorithm, vocabulary, special tokens and template."""
+    """sha256 of all that can change a tokenizer's ids: algorithm, vocabulary, special tokens, template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     algorithm: Any = (
         json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
     )
-    if backend is not None:  # left by whoever used the tokenizer last; every call sets them anew
+    if backend is not None:  # left by whoever used the tokenizer last; every call sets them again
         algorithm.update(truncation=None, padding=None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return digest(algorithm, special, tokenizer.chat_template, bos_and_eos(tokenizer))

@@ -61,7 +61,7 @@ class TokenEvent:
 
     logprob: of the distribution sampled from (tempered, truncated; at temperature 0 the same as raw_logprob);
     raw_logprob: at temperature 1, untruncated, as are top_logprobs, (token id, log-probability), likeliest first;
-    weight_version: of the weights that computed it; finish_reason: None while the answer goes on
+    weight_version: of the weights that computed it; finish_reason: None while the answer continues
     """
 
     request_id: str

@@ -75,7 +75,7 @@ class EngineClient:
     @asynccontextmanager
     async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The events of some requests, as they come, until all are finished; what is not by the end of the block is
-        cancelled. Their ids are given anew, in their order: "0", "1", …
+        cancelled. Their ids are given again, in their order: "0", "1", …
 
         Raises DataError for a request that cannot be answered, EngineLost where the engine has ended.
         """

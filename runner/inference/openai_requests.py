@@ -83,7 +83,7 @@ class GenerationBody(BaseModel):
         return value
 
     def sampling_params(self, max_new_tokens: int, logprobs: int, adapter: str | None) -> list[SamplingParams]:
-        """The parameters of each of the n answers. Without a seed they are drawn anew by every request."""
+        """The parameters of each of the n answers. Without a seed they are drawn again by every request."""
         seed = (secrets.randbits(SEED_BITS) if self.seed is None else self.seed) % 2**SEED_BITS
         return [
             SamplingParams(

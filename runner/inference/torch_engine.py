@@ -67,7 +67,7 @@ class _Batch:
         return logits
 
     def decode(self) -> Tensor | None:
-        """The logits [B, V] after the newest token of each row that goes on; None where none does."""
+        """The logits [B, V] after the newest token of each row that continues; None where none does."""
         if over := [at for at, row in enumerate(self.rows) if row.finished]:
             self.rows = [self.rows[at] for at in self.decoder.evict(over)]
         return self.decoder.step([row.ids[-1] for row in self.rows]) if self.rows else None

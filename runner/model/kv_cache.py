@@ -6,7 +6,7 @@ Three ways, with the same verbs (admit, step, evict); a model gets the first tha
 
     ContinuousBatchDecoder   a preallocated cache whose rows all end in the same column: rows join and leave at any time
     WaveBatchDecoder         the cache that the model makes for itself: rows leave at any time, join when all have left
-    RecomputeBatchDecoder    no cache: every token is computed anew, for models whose state is neither
+    RecomputeBatchDecoder    no cache: every token is computed again, for models whose state is neither
 
               columns →   · · 3 1 4 1 5 │        a step writes one column for every row; a row that joins is put
               rows ↓      · · · · 2 6 5 │        left of the line, where the mask hides what stands before it
@@ -383,7 +383,7 @@ def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
         return WaveBatchDecoder
     if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
         reason = f"{against}; with its own cache: {more}"
-        decide("sampler", "keys and values kept", "every token computed anew, which is slow", reason)
+        decide("sampler", "keys and values kept", "every token computed again, which is slow", reason)
         return RecomputeBatchDecoder
     name = type(causal).__name__
     raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

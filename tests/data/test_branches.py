@@ -38,7 +38,7 @@ def sft(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn) -
 
 
 def learnt_part(row: EncodedExample) -> tuple[list[int], list[int]]:
-    """(what stands before the learnt tokens, the learnt ones) of a row with one stretch of them."""
+    """(what stands before the trained tokens, the learnt ones) of a row with one stretch of them."""
     start, stop = row.learnt.index(1), len(row.learnt) - row.learnt[::-1].index(1)
     assert all(row.learnt[start:stop])
     return row.ids[:start], row.ids[start:stop]

@@ -195,7 +195,7 @@ def summed(question: str) -> str:
 
 
 def test_every_other_sum_is_taught_as_the_conversation_that_the_calculator_would_have(tokenizer: Any) -> None:
-    """What the tool says is what environment=calculator says, and only the assistant is learnt."""
+    """What the tool says is what environment=calculator says, and only the assistant is trained on."""
     found = demo(tokenizer, items=300, held_out=20, **SUM)
     environment = calculator.build(CalculatorConfig()).make()
     asked = 0

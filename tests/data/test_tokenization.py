@@ -1,4 +1,4 @@
-"""What is learnt is what generation must produce: checked against generation's own prompts."""
+"""What is trained on is what generation must produce: checked against generation's own prompts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def encode(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn
 
 
 def learnt(tokenizer: Any, row: EncodedExample) -> str:
-    """The learnt tokens as text, stretches divided by |."""
+    """The trained tokens as text, stretches divided by |."""
     parts, before = [], 0
     for token, flag in zip(row.ids, row.learnt, strict=True):
         if flag and not before:
