@@ -15,7 +15,7 @@ TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a p
 
 
 class ChatConfig(Config):
-    """How conversations become tokens, the same in training, rollouts, environments, evaluation and `run infer`."""
+    """How conversations become tokens in training, rollouts, environments, evaluation and `run infer`."""
 
     template: str | None = Field(
         default=None,

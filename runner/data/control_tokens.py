@@ -32,7 +32,7 @@ class Segment:
     """
 
     text: str
-    learnt: bool
+    is_trained: bool
     answer: bool = False
     literal: bool = False
 

@@ -2,7 +2,7 @@
 
 A table is memory-mapped from the cache on disk, or held in memory.
 
-    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last, starts of branches
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
     cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
 
@@ -39,10 +39,10 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 5  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 6  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
-    [("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
+    [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
 )
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]

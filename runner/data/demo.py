@@ -273,5 +273,5 @@ def build(
     tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
     data = DemoData(config, tokeniser, seed, kind)
     for note in sorted(data.tokeniser.notes):
-        decide("data.end_token", "learnt", "not learnt", f"data=demo: {note}")
+        decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

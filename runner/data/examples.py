@@ -31,8 +31,8 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
-def is_learnt(message: Message) -> bool:
-    """Whether a turn of the assistant is trained on: not where it says `weight: 0`, as OpenAI's format can."""
+def is_trained(message: Message) -> bool:
+    """Whether an assistant turn is trained on: not where it says `weight: 0`, as OpenAI's format can."""
     return message.get("weight") != 0
 
 
@@ -45,7 +45,7 @@ def conversation_fault(
     """
     fault = messages_fault(messages, names)
     said = [message for message in messages[context:] if fault is None and message["role"] == "assistant"]
-    if fault or any(map(is_learnt, said)):
+    if fault or any(map(is_trained, said)):
         return fault
     if said:
         return f"every assistant turn of {where} has weight 0; expected one to learn"

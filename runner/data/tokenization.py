@@ -1,12 +1,12 @@
 """Examples to tokens: ids, loss mask, span of the last answer; and the digest of what they depend on.
 
-    Chat    ──Renderer.render──▶ rows of (text, learnt?)  ──┐
+    Chat    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
     Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Prompt  ──Renderer.render_prompt──▶ text ─── one batch call ──▶ ids ──▶ EncodedAnswers
     Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 
 What is trained on follows from the segment a token came from, never from its value: an end-of-sequence token is
-learnt although it may also be the padding token. The first token of a row is never trained on: nothing predicts it.
+trained on although it may also be the padding token. The first token of a row is never trained on: nothing predicts it.
 A prompt and its answer are the very tokens that sft has for them, without the blanks after the end token.
 """
 
@@ -42,14 +42,14 @@ class EncodedExample:
 
     place: SourceLocation
     ids: list[int]
-    learnt: list[int]  # 1 = learnt, 0 = context
+    loss_mask: list[int]  # 1 = trained on, 0 = context
     answer: tuple[int, int] = (0, 0)
     branches: list[int] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """What is stored of it."""
         first, last = self.answer
-        return {"ids": self.ids, "learnt": self.learnt, "first": first, "last": last, "branches": self.branches}
+        return {"ids": self.ids, "loss_mask": self.loss_mask, "first": first, "last": last, "branches": self.branches}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +72,17 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
     if len(rows) == 1:
         return rows[0]
     shared = min(common_length(rows[0].ids, row.ids) for row in rows)
-    shared = min(shared, *(row.learnt.index(1) for row in rows))
+    shared = min(shared, *(row.loss_mask.index(1) for row in rows))
     if not shared:
         return None
-    ids, learnt, branches = list(rows[0].ids[:shared]), [0] * shared, []
+    ids, loss_mask, branches = list(rows[0].ids[:shared]), [0] * shared, []
     for row in rows:
         branches.append(len(ids))
         ids += row.ids[shared:]
-        learnt += row.learnt[shared:]
+        loss_mask += row.loss_mask[shared:]
     moved = branches[-1] - shared
     first, last = rows[-1].answer
-    return EncodedExample(rows[0].place, ids, learnt, (first + moved, last + moved) if last else (0, 0), branches)
+    return EncodedExample(rows[0].place, ids, loss_mask, (first + moved, last + moved) if last else (0, 0), branches)
 
 
 class ExampleTokenizer:
@@ -165,7 +165,7 @@ class ExampleTokenizer:
     def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
         if isinstance(ask.prompt, str):
             self._note_special_tokens(ask.prompt)
-            return [Segment(ask.prompt, learnt=False)]
+            return [Segment(ask.prompt, is_trained=False)]
         return self.renderer.render_prompt(ask.prompt, ask.tools)
 
     def _plan(self, example: TextExample | ChatExample) -> list[list[Segment]]:
@@ -182,8 +182,11 @@ class ExampleTokenizer:
         if example.prompt is None:
             if self.train_on == "last":
                 raise DataError(f"chat.train_on=last: {example.place} is plain text without turns; type assistant")
-            return [Segment(example.completion, learnt=True)]
-        return [Segment(example.prompt, self.train_on == "all"), Segment(example.completion, learnt=True, answer=True)]
+            return [Segment(example.completion, is_trained=True)]
+        return [
+            Segment(example.prompt, self.train_on == "all"),
+            Segment(example.completion, is_trained=True, answer=True),
+        ]
 
     def _tokens(self, texts: Sequence[tuple[str, bool, bool]]) -> list[list[int]]:
         """Ids of each (text, continues a row, is literal), each distinct text once, all in one call."""
@@ -205,37 +208,37 @@ class ExampleTokenizer:
     def _assemble(
         self, example: TextExample | ChatExample, segments: Sequence[Segment], parts: Sequence[list[int]]
     ) -> EncodedExample:
-        ids, learnt, answer = list[int](), list[int](), (0, 0)
+        ids, loss_mask, answer = list[int](), list[int](), (0, 0)
         if isinstance(example, TextExample):
             ids = list(self._start(parts[0]))
-            learnt = [int(segments[0].learnt)] * len(ids)
+            loss_mask = [int(segments[0].is_trained)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
             ids += part
-            learnt += [int(segment.learnt)] * len(part)
+            loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
-            ids, learnt, answer = self._append_eos(ids, learnt, answer)
+            ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif segments and answer[1]:
             self._note_end(ids[answer[0] : answer[1]])
-        learnt[:1] = [0] * len(learnt[:1])
-        return EncodedExample(example.place, ids, learnt, answer)
+        loss_mask[:1] = [0] * len(loss_mask[:1])
+        return EncodedExample(example.place, ids, loss_mask, answer)
 
     def _append_eos(
-        self, ids: list[int], learnt: list[int], answer: tuple[int, int]
+        self, ids: list[int], loss_mask: list[int], answer: tuple[int, int]
     ) -> tuple[list[int], list[int], tuple[int, int]]:
         """With the end-of-sequence token as a trained token, so that the model learns to stop."""
         if self._eos is None:
-            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not learnt")
-            return ids, learnt, answer
+            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not trained on")
+            return ids, loss_mask, answer
         if ids[-1:] == [self._eos]:
-            return ids, learnt, answer
-        return [*ids, self._eos], [*learnt, 1], (answer[0], answer[1] + 1) if answer[1] else answer
+            return ids, loss_mask, answer
+        return [*ids, self._eos], [*loss_mask, 1], (answer[0], answer[1] + 1) if answer[1] else answer
 
     def _note_end(self, ids: Sequence[int]) -> None:
         if ids and ids[-1] not in self._special:
             self.notes.add(
-                "the chat template ends an assistant turn without a special token: where it ends is not learnt"
+                "the chat template ends an assistant turn without a special token: where it ends is not trained on"
             )
 
 

@@ -1,5 +1,6 @@
-"""The bodies of OpenAI's protocol that the server reads, with vLLM's additions. A field that is not known is refused,
-because an ignored one would change an answer silently.
+"""Request bodies of OpenAI's protocol with vLLM's additions; unknown fields are refused.
+
+An ignored field would change an answer silently.
 
 Sources: the API reference of OpenAI for completions and chat completions; vLLM's CompletionRequest for the additions.
 """

@@ -167,16 +167,16 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise _truncated(path, "its header is cut off, or it is no safetensors file")
+            raise _truncated_file_error(path, "its header is cut off, or it is no safetensors file")
         text = file.read(length)
     try:
         header = json.loads(text)
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = max((_checked_end(name, tensor) for name, tensor in tensors.items()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _truncated(path, f"its header cannot be read ({error})") from error
+        raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
-        raise _truncated(path, f"it has {size} bytes, its header says {8 + length + end}")
+        raise _truncated_file_error(path, f"it has {size} bytes, its header says {8 + length + end}")
     return tensors
 
 
@@ -187,7 +187,7 @@ def _checked_end(name: str, tensor: Mapping[str, Any]) -> int:
     return int(end)
 
 
-def _truncated(path: Path, why: str) -> CheckpointError:
+def _truncated_file_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is not whole: {why}; copy or download it again")
 
 

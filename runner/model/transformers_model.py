@@ -273,8 +273,8 @@ class TransformersModel:
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
-        Collective: all ranks iterate, and those without `keep` get nothing. dtype: of floating-point numbers, None = that
-        of the base. Raises SpecError, at the first tensor, for an adapter that cannot be merged.
+        Collective: all ranks iterate, and those without `keep` get nothing. dtype: of floating-point numbers, None =
+        that of the base. Raises SpecError, at the first tensor, for an adapter that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()

@@ -96,9 +96,11 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
                 return RunResult(False, "")
             finally:
                 process.kill()  # and with it all that it started (--die-with-parent, and its process namespace)
-        if b'"exit-code"' not in _content(status):  # bwrap writes it where the sandbox was made and Python started
-            raise SandboxError(_content(said)[:1000].decode(errors="replace").strip() or "bwrap ended without a word")
-        return RunResult(process.returncode == 0, _content(out).decode(errors="replace"))
+        if b'"exit-code"' not in _read_content(status):  # bwrap writes it where the sandbox was made and Python started
+            raise SandboxError(
+                _read_content(said)[:1000].decode(errors="replace").strip() or "bwrap ended without a word"
+            )
+        return RunResult(process.returncode == 0, _read_content(out).decode(errors="replace"))
 
 
 def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
@@ -131,7 +133,7 @@ def _file(content: str = "") -> IO[bytes]:
     return file
 
 
-def _content(file: IO[bytes]) -> bytes:
+def _read_content(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
 

@@ -23,7 +23,7 @@ def try_reward(reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, decide
     """Score a completion of each prompt and say the scores. Raises DataError where a function raises."""
     groups = [[_completion(prompt, tokenizer)] for prompt in prompts]
     for name, scorer in _scorers(reward):
-        shown = [_shown(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
+        shown = [_format_scores(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
         known = all(ANSWER in prompt.columns for prompt in prompts)
         given = f"its column {ANSWER}" if known else "its prompt"
         decide.record_fact(
@@ -48,7 +48,7 @@ def _scorers(reward: Reward, name: str = "reward") -> Iterator[tuple[str, GroupS
         yield name, reward
 
 
-def _shown(name: str, row: int, scored: GroupScores) -> str:
+def _format_scores(name: str, row: int, scored: GroupScores) -> str:
     """`row 1: 0.5`, or why it has no score. Raises DataError where the function raised."""
     if scored.raised:
         raise DataError(

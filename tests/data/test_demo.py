@@ -175,7 +175,7 @@ def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
 def test_faults_of_the_template_are_found_at_the_start() -> None:
     with pytest.raises(DataError, match="no chat template"):
         demo(byte_tokenizer(template=None))
-    with pytest.raises(Exception, match="where it ends is not learnt"):
+    with pytest.raises(Exception, match="where it ends is not trained on"):
         demo(byte_tokenizer(template=CHATML.replace("<|im_end|>", "##")))
 
 

@@ -214,7 +214,7 @@ def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batc
 
 
 def without_dropped_groups(part: Batch) -> Batch:
-    """The mini-batch, nothing of which is trained in rows that are `dropped`; their tokens stay in its totals."""
+    """The mini-batch with no training in rows that are `dropped`; their tokens stay in its totals."""
     if "dropped" not in part.rows:
         return part
     dropped = part.rows["dropped"][row_of_tokens(part)]

@@ -95,7 +95,7 @@ def pair_metrics(found: PreferenceLosses) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
-    """The mean over pairs of a registered preference loss, and of the chosen answers' cross-entropy (`sft_coef`).
+    """The mean over pairs of a preference loss, plus the chosen answers' cross-entropy (`sft_coef`).
 
     The cross-entropy is a mean over the tokens of each answer (RPO 2404.19733; pref_ftx of LLaMA-Factory). Departure:
     TRL's loss_type sft takes the mean over all chosen tokens of a device's batch.

@@ -4,7 +4,7 @@
                                                                                           │
     the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
 
-A server that was started anew has the weights that it was started with, and says nothing of it. It is known by the
+A server that was restarted has the weights that it was started with, and says nothing of it. It is known by the
 time at which its process began, and by what it says of a fixed row of tokens.
 """
 
@@ -138,7 +138,7 @@ class OpenAiSampler:
             self._asleep = True
 
     def close(self) -> None:
-        """End what is under way, and remove what was written; the server goes on."""
+        """End what is under way, and remove what was written; the server keeps running."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._server.part()
         with ExitStack() as ends:  # each of them, whatever comes of the others

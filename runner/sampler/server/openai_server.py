@@ -1,7 +1,7 @@
 """A running server: who it is, what it can do, and the requests beside those for answers.
 
     0.10.2 and newer   token ids come as they are (return_token_ids)
-    0.16 and newer     weights are read anew from a path in one call; before, the model's path is changed first
+    0.16 and newer     weights are read again from a path in one call; before, the model's path is changed first
     all of them        endpoints for development (VLLM_SERVER_DEV_MODE=1), adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
 
 Which way a server has is found by a request, not from its version, which is for messages alone.
@@ -23,7 +23,7 @@ STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
 ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: sampler.weight_sync=reload"
-ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.weight_sync=adapter there, or sampler=vllm"
+NO_RELOAD = "a server on vllm-ascend (0.23) cannot read them again: sampler.weight_sync=adapter there, or sampler=vllm"
 DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach it; run serve: weight_updates=true"
 
 
@@ -72,7 +72,7 @@ class OpenAiServer:
         self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ADAPTERS)
 
     def unload_adapter(self, name: str) -> None:
-        """Have it forget an adapter; one that was started anew has forgotten already."""
+        """Make the server forget an adapter; one that was restarted has forgotten already."""
         try:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, self.until(), again=False)
         except GarbledError:
@@ -82,7 +82,7 @@ class OpenAiServer:
                 raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
 
     def reload(self, folder: Path) -> None:
-        """Have it read all weights anew from a folder. Raises SamplerError with its words."""
+        """Make the server read all weights again from a folder. Raises SamplerError with its words."""
         if self._at_once:
             try:
                 self._call("reload_weights", {"weights_path": str(folder)})
@@ -138,7 +138,7 @@ class OpenAiServer:
             self._call("reload_weights", {})
         except StatusError as error:
             raise SamplerError(
-                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {ANEW}"
+                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {NO_RELOAD}"
             ) from error
 
     def _call(self, method: str, options: Json) -> None:

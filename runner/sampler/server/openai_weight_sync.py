@@ -96,7 +96,7 @@ class ReloadSync:
     """All weights, in a folder with the files of a model."""
 
     def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
-        """Raises EnvironmentProblem where the server reads none anew."""
+        """Raises EnvironmentProblem where the server cannot read weights again."""
         server.check_development()
         self._server, self._places, self._blueprint = server, SyncFolders(folder, blueprint), blueprint
         self.model = server.model
