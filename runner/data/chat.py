@@ -91,8 +91,8 @@ class Renderer:
     ) -> list[list[Segment]]:
         """The rows that train on the assistant turns after the first `context` messages. Raises RenderError.
 
-        One row, or several where the template rewrites history. With last the conversation ends with that turn; messages
-        after it would teach nothing.
+        One row, or several where the template rewrites history. With last the conversation ends with that turn;
+        messages after it would teach nothing.
         """
         train_on = train_on or self.chat.train_on
         chat = self._prepare(messages, tools, context, train_on)
@@ -114,8 +114,8 @@ class Renderer:
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
 
-        `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token is closed.
-        Raises EnvironmentProblem if the template does not write the message.
+        `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token
+        is closed. Raises EnvironmentProblem if the template does not write the message.
         """
         hint = f"{PART_HINTS['content']}; or let the environment answer in another role (environment.role=user)"
         try:

@@ -15,7 +15,7 @@ from runner.spec.job import JobSpec
 
 
 def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set the variables of the device's presets that the user has not set; the manifest records the result.
+    """Set the variables of the device's presets that the user has not set; the manifest records them.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
     Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what

@@ -76,8 +76,8 @@ class EngineClient:
     async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[AsyncIterator[TokenEvent]]:
         """The events of some requests, as they come, until all are finished.
 
-        What is not finished at the end of the block is cancelled. Their ids are given again, in their order: "0", "1", …
-        Raises DataError for a request that cannot be answered, EngineLost where the engine has ended.
+        What is not finished at the end of the block is cancelled. Their ids are given again, in their order: "0",
+        "1", … Raises DataError for a request that cannot be answered, EngineLost where the engine has ended.
         """
         self._raise_failure()
         queue = asyncio.Queue[TokenEvent | RunnerError]()

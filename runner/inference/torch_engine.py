@@ -279,7 +279,8 @@ class TorchEngine:
     def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy `weights`, named as the model's trainable parameters, and call them `version`.
 
-        None: they are the trainer's own, which has changed them. Raises ValueError while requests run that are not paused.
+        None: they are the trainer's own, which has changed them. Raises ValueError while requests run that are not
+        paused.
         """
         if self.num_running and self._paused != "keep":
             raise ValueError(f"{self.num_running} requests are running; pause the engine and finish or cancel them")

@@ -136,7 +136,7 @@ def collect_errors(errors: list[RunnerError]) -> Iterator[None]:
 
 
 def raise_collected(errors: Sequence[RunnerError]) -> None:
-    """Raise the errors of several parts as one, with the type of the highest exit code; nothing if there is none."""
+    """Raise several errors as one, with the type of the highest exit code; nothing if there is none."""
     if len(errors) == 1:
         raise errors[0]
     of_spec = [error for error in errors if isinstance(error, SpecError)]

@@ -1,4 +1,4 @@
-"""Tries a reward on two real rows before the model is loaded: a function that raises ends the job there.
+"""Try a reward on two real rows before the model is loaded: a function that raises ends the job there.
 
     rows ──their answer as the completion──▶ GroupScorer.preview ──▶ scores, which are shown; or DataError
 

@@ -1,4 +1,4 @@
-"""The sampler of a running server: who it is, what its log-probabilities mean, and whether that will do."""
+"""Build the sampler of a running server: check who it is and what its log-probabilities mean."""
 
 from __future__ import annotations
 

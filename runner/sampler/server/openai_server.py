@@ -28,11 +28,17 @@ DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach i
 
 
 class OpenAiServer:
-    """One server, one model of it. version: "" where it does not say; longest: tokens of a prompt and its answer;
-    tells: whether it says when its process began."""
+    """One server, and one model of it.
+
+    version: "" where it does not say; longest: tokens of a prompt and its answer; tells: whether it says when its
+    process began
+    """
 
     def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
-        """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer."""
+        """Ask who it is.
+
+        Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer.
+        """
         self.client, self._timeout_s = client, timeout_s
         self.url = client.url
         self.version = self._version()
@@ -50,13 +56,16 @@ class OpenAiServer:
         return time.monotonic() + self._timeout_s
 
     def score(self, row: Sequence[int], model: str) -> list[float]:
-        """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError if they are none."""
+        """Log-probabilities of the row's ids but the first. Raises InvalidAnswerError if there are none."""
         answer = self.client.post("/v1/completions", score_request(model, row), self.until())
         return parse_scores(answer, row)
 
     def started(self) -> str:
-        """When its process began, "" where it does not say: another one has not the weights that this one was given.
-        One that did not say so at first is not asked again. Raises SamplerError if it does not answer."""
+        """When its process began, "" where it does not say. Raises SamplerError if it does not answer.
+
+        A restarted one has not the weights that this one was given. One that did not say so at first is not asked
+        again.
+        """
         return self._began() if self.tells else ""
 
     def check_adapters(self) -> None:
@@ -146,7 +155,7 @@ class OpenAiServer:
             self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
 
     def _reset_cache(self) -> None:
-        """What older weights have computed is not to be used; old versions say nothing, newer ones whether they did."""
+        """Drop what older weights have computed; old versions do not report it, newer ones whether they did."""
         for _ in range(RESETS):
             answer = self._do("/reset_prefix_cache", {}, DEVELOPMENT)
             if not isinstance(answer, dict) or answer.get("success", True):
