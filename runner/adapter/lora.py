@@ -20,7 +20,7 @@ M = TypeVar("M", bound=TrainableModel)
 
 
 def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
-    """The same model with all its parameters trainable: full fine-tuning. An adapter that it came with is merged."""
+    """The same model with all parameters trainable (full fine-tuning); an adapter it came with is merged."""
     if model.module is not model.inner:
         decide.record_fact("adapter", "merged into its base", f"{_origin(model)}, and adapter=none trains all weights")
         model = model.merge_adapter(decide=decide)
@@ -30,7 +30,7 @@ def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
 
 
 def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
-    """Freeze what a model has for images or sound, which a pass over text does not call; returns the names."""
+    """Freeze the image and sound towers, which a pass over text does not call; returns their names."""
     if inner.config.get_text_config() is inner.config or (blank := _blank_copy(inner)) is None:
         return ()
     called = _called_modules(blank)
@@ -113,9 +113,11 @@ def _excluded_module_names(left_out: Collection[str], towers: Sequence[str], inn
 
 
 def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
-    """The last parts of module names that no adapter can be at in this architecture, and why: peft refuses them, or the
-    model reads their weights without calling them. None where the architecture cannot be made without numbers, so that
-    peft itself says it of the model."""
+    """The last parts of module names that no adapter can be at in this architecture, and why.
+
+    Either peft refuses them, or the model reads their weights without calling them. None where the architecture cannot
+    be made without numbers, so that peft itself says it of the model.
+    """
     if (blank := _blank_copy(inner)) is None:
         return {}
     called = {name.rpartition(".")[2] for name in _called_modules(blank)}
@@ -180,7 +182,7 @@ def _quiet_peft() -> Iterator[None]:
 
 
 def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
-    """The model with the adapter that it came with; says each option that the adapter has another value of."""
+    """The model with the adapter that it came with; reports each option whose value the adapter overrides."""
     module: Any = model.module
     there = module.peft_config[module.active_adapter]
     decide.record_fact("adapter", "continued", _origin(model))

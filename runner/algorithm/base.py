@@ -56,7 +56,7 @@ class AlgorithmConfig(ComponentConfig):
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out null options of plug-ins, so that a run without them resumes where other plug-ins are installed."""
+        """Leave out null options of plug-ins, so that a run resumes where other plug-ins are installed."""
         data: dict[str, Any] = handler(self)
         unset = {name for name in loss_registry.plug_in_options(type(self)) if data.get(name) is None}
         return {name: value for name, value in data.items() if name not in unset}
@@ -124,7 +124,7 @@ class AlgorithmConfig(ComponentConfig):
 
 
 class ReferenceBasedConfig(AlgorithmConfig):
-    """What compares the policy with log-probabilities that are made without dropout, and so learns without it, too."""
+    """Compares the policy with log-probabilities computed without dropout, and so trains without it."""
 
     dropout: bool = Field(
         default=False,

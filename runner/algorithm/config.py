@@ -46,7 +46,7 @@ class CptConfig(AlgorithmConfig):
 
 @with_options
 class DistillConfig(TeacherBasedConfig):
-    """Offline distillation: the divergence of whole distributions, teacher from student, on given answers' tokens."""
+    """Offline distillation: divergence of the student's distributions from the teacher's, on given texts."""
 
     factory: ClassVar[str] = "runner.algorithm.distillation:build"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:distillation"

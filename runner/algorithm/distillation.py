@@ -59,8 +59,10 @@ class DistillationLoss:
         return {"teacher": self.teacher.forward_local(micro, HIDDEN)["hidden"]}
 
     def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """loss, divergence (in nats, without its factor) and, where it is part of the loss, nll, [S] each; of the
-        student's logits [S, V] and the tokens' channels [S, …]."""
+        """loss, divergence (nats, without factor) and, where it is part of the loss, nll, [S] each.
+
+        logits: the student's, [S, V]; tokens: their channels [S, …]
+        """
         temperature = self.config.temperature
         divergence = self._divergence(*common_vocab_logits(self.head(tokens["teacher"]), logits))
         found = {"loss": temperature**2 * divergence, "divergence": divergence}
@@ -114,8 +116,10 @@ class Distillation(OfflineAlgorithm):
 
 
 def build(config: DistillConfig, parts: AlgorithmInputs) -> Distillation:
-    """The algorithm over the job's data and its teacher. Raises SpecError for a teacher without a head of its own, and
-    for a top_k that leaves no token out."""
+    """The algorithm over the job's data and its teacher.
+
+    Raises SpecError for a teacher without a head of its own, and for a top_k that leaves no token out.
+    """
     if config.top_k is not None and config.top_k >= len(parts.tokenizer):
         text = f"the tokenizer has {len(parts.tokenizer)} tokens, so {config.top_k} of them are all; leave it out"
         raise SpecError([Problem("algorithm.top_k", text)])
@@ -135,7 +139,7 @@ def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:
 
 
 def top_k_with_rest(teacher: Tensor, student: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Both distributions over the teacher's k likeliest tokens and, as one further event, all others: [S, k + 1] each.
+    """Both distributions over the teacher's k likeliest tokens and the rest as one event, [S, k + 1] each.
 
     They stay distributions, so that a divergence of them is never negative, never above that of the whole vocabulary,
     and blind only to how the others share their probability. With k of at least V they come back as they are.

@@ -1,4 +1,4 @@
-"""Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
+"""Registry of the losses of `runner.interfaces.losses`, built-in and of plug-ins, as config values.
 
     functions of a kind ──RegisteredFunction▶ the values of an option            (`policy_loss: one of clip, cispo, …`)
                         ──with_options──────▶ the options of its functions       (`clip_low: null`)
@@ -44,7 +44,7 @@ def built_in() -> Functions:
 
 @cache
 def plug_ins() -> Functions:
-    """The functions of installed packages. A module that cannot be imported, or takes a name, is left out and named."""
+    """The functions of installed packages. A module that fails, or takes a name, is left out and named."""
     found: dict[Kind, dict[str, Registration]] = {kind: {} for kind in get_args(Kind)}
 
     def load(point: EntryPoint) -> list[Registration]:
@@ -57,8 +57,7 @@ def plug_ins() -> Functions:
 
 
 def _load(module: str, known: dict[Kind, dict[str, Registration]]) -> list[Registration]:
-    """What a plug-in's module registers. Raises RunnerError where it does not fit what is `known`, to which
-    it is added."""
+    """Add a plug-in's module to `known` and return it. Raises RunnerError where it does not fit."""
     loaded = []
     for one in _registrations(importlib.import_module(module)):
         if known[one.kind].get(one.name) is one:
@@ -78,7 +77,7 @@ def functions(kind: Kind) -> dict[str, Registration]:
 
 @dataclass(frozen=True)
 class RegisteredFunction:
-    """The type of an option whose values are registered functions: `Annotated[str, Registered("policy_loss")]`.
+    """Type of an option whose values are registered functions: `Annotated[str, RegisteredFunction(kind)]`.
 
     others: values beside them; the schema is made when it is first needed, so that it knows the plug-ins' names.
     """
@@ -94,7 +93,7 @@ C = TypeVar("C", bound=BaseModel)
 
 
 def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registration]] | None = None) -> type[C]:
-    """The config class with an option for each that the functions read which it can choose, each after its choice.
+    """The config class with the options of all functions that it can choose, each after its choice.
 
     functions: those of a kind, by name; the built-in ones unless given
     """
@@ -148,8 +147,7 @@ def resolved_options(config: BaseModel, choice: str) -> dict[str, Any]:
 
 
 def compute_selected(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
-    """The value of the function that is chosen; of the inputs, which are made when they are called, it gets those that
-    it takes."""
+    """The value of the chosen function, with the inputs that it takes; others are not computed."""
     function = selected_function(config, choice)
     inputs = {name: offered[name]() for name in function.inputs}
     return function.function(**inputs, **resolved_options(config, choice))

@@ -24,7 +24,7 @@ from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Mean negative log-likelihood of the weighted tokens, or of rows (see the module); linear in the logprobs."""
+    """Mean negative log-likelihood of weighted tokens, or of rows (see the module); linear in logprobs."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
     mean_over: Literal["tokens", "rows"] = "tokens"

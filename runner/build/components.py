@@ -75,8 +75,10 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer, without the model, with the template of chat.template. Raises DataError for a file that is
-    no template."""
+    """The model's tokenizer with the template of chat.template, without the model.
+
+    Raises DataError for a file that is no template.
+    """
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
     if spec.chat.template is not None:
         from runner.data.chat import load_template
@@ -251,9 +253,12 @@ def build_frozen_model(
     world: ParallelContext,
     decide: Decisions,
 ) -> FrozenModel:
-    """The reference: the policy with its adapter off, or a copy of what it starts from, in its data type, so that both
-    say the same before the first step (of an adapter that it came with, the adapter alone); a teacher, or a reference
-    with a path: another model."""
+    """Build a model that is not trained: the reference or a teacher.
+
+    A reference without a path is the policy with its adapter off, or a copy of what it starts from, in its data type,
+    so that both say the same before the first step (of an adapter that it came with, the adapter alone). A teacher, or
+    a reference with a path, is another model.
+    """
     if wanted.mode == "cached":
         from runner.build.precompute_reference import build_cached_reference
 

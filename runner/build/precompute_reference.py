@@ -2,7 +2,7 @@
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
-The model that scores is the policy before it learns, a new adapter off, one that it came with on: a run that goes on
+The model that scores is the policy before it learns, a new adapter off, one that it came with on: a run that continues
 loads its checkpoint only after this.
 """
 

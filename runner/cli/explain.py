@@ -1,5 +1,7 @@
-"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`,
-`run explain chat`."""
+"""`run explain KEY`: meaning, unit, type, range, default, current value and who set it.
+
+Also `run explain loss` and `run explain chat`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`run explain chat JOB`: the first row of a job's data token by token, and which tokens are trained on.
+r"""`run explain chat JOB`: the first row of the data token by token, and which tokens are trained on.
 
-context  <|im_start|> · u · s · e · r · \\n · …          what is given
+context  <|im_start|> · u · s · e · r · \n · …          what is given
 trained  0 · 1 · 3 · 5 · <|im_end|>                     what the loss counts; green on a terminal
 """
 

@@ -99,7 +99,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
 
 
 def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
-    """What this machine lacks for the device and the sampler of a wrong job, where these are not wrong themselves.
+    """What this machine lacks for a wrong job's device and sampler, where these are not wrong themselves.
 
     Nothing that asks a network: the answer to a mistake does not wait for that.
     """
@@ -322,7 +322,7 @@ def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
-    """The model meant, the words that are prompts, and what `load_source` takes beside it. Raises UsageError."""
+    """The model, the words that are prompts, and the arguments of `load_source`. Raises UsageError."""
     set_words = [word for word in args.words if _is_setting(word)]
     for word in set_words:
         if not USABLE.match(word):

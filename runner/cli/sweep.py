@@ -137,7 +137,7 @@ def _job(
 
 
 def _mask_secrets(expansion: Expansion) -> Expansion:
-    """The jobs as they may be written to sweep.json. Raises SecurityError for a secret that cannot be masked."""
+    """The jobs as sweep.json may hold them. Raises SecurityError for a secret that cannot be masked."""
     noted: set[str] = set()
     members = []
     for member in expansion.members:

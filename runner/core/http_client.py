@@ -67,8 +67,10 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class CancellableRunner:
-    """Runs coroutines to their end in any threads, until `cancel`: those under way raise CancelledError, and so does
-    every later one."""
+    """Runs coroutines to their end in any threads, until `cancel`.
+
+    After it those under way, and every later one, raise CancelledError.
+    """
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()

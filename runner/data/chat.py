@@ -4,7 +4,7 @@
     upto   = template(messages up to and with the turn)                         must begin with `prefix`
     turn   = upto[len(prefix):]                                                 what generation must produce: trained on
 
-    the next turn's prefix begins with `upto`   the same row goes on: one row, several trained turns
+    the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
 Texts are tokenised one by one, so that no token spans a border and the context's ids are exactly those that generation
@@ -26,7 +26,7 @@ from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ControlTokens, Marks, Segment, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
-from runner.data.examples import Message, Tools, is_learnt
+from runner.data.examples import Message, Tools, is_trained
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class Renderer:
     def render(
         self, messages: Sequence[Message], tools: Tools = (), context: int = 0, train_on: TrainOn | None = None
     ) -> list[list[Segment]]:
-        """The rows that train on the conversation's assistant turns after the first `context` messages: one, or
-        several where the template rewrites history. Raises RenderError.
+        """The rows that train on the assistant turns after the first `context` messages. Raises RenderError.
 
-        With last the conversation ends with that turn; messages after it would teach nothing.
+        One row, or several where the template rewrites history. With last the conversation ends with that turn;
+        messages after it would teach nothing.
         """
         train_on = train_on or self.chat.train_on
         chat = self._prepare(messages, tools, context, train_on)
@@ -109,13 +109,13 @@ class Renderer:
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _merge_neighbors(chat.marks.split(Segment(text, learnt=False)))
+        return _merge_neighbors(chat.marks.split(Segment(text, is_trained=False)))
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
-        """The ids that continue `ids`, which end with a turn of the assistant, by a message and the opening of the next
-        turn. What the policy wrote stays as it is; a turn that has no end token is closed.
+        """The ids that continue `ids` by a message and the opening of the next turn.
 
-        Raises EnvironmentProblem if the template does not write the message.
+        `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token
+        is closed. Raises EnvironmentProblem if the template does not write the message.
         """
         hint = f"{PART_HINTS['content']}; or let the environment answer in another role (environment.role=user)"
         try:
@@ -129,15 +129,15 @@ class Renderer:
             raise EnvironmentProblem(f"{text}: {missing[0].text!r}\n  {hint}")
         last = self._text(chat, 2).rpartition(PROBE)[2]
         closing = self.control.leading(after[: common_length(after, last)]) or self.control.leading(after, 1)
-        end, rest = self.control.ids_of([Segment(closing, learnt=False)]), after[len(closing) :]
-        final = self.control.ids_of([Segment(last.rstrip(), learnt=False)])[-1:]
+        end, rest = self.control.ids_of([Segment(closing, is_trained=False)]), after[len(closing) :]
+        final = self.control.ids_of([Segment(last.rstrip(), is_trained=False)])[-1:]
         if final and list(ids[-1:]) == final:  # a template may end a last turn by another token than an earlier one
             end = []
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
-        return end[written:] + self.control.ids_of(chat.marks.split(Segment(rest, learnt=False)))
+        return end[written:] + self.control.ids_of(chat.marks.split(Segment(rest, is_trained=False)))
 
     def rewrites_history(self) -> bool:
-        """Whether the template writes an earlier turn of the assistant in another way than the last one was written."""
+        """Whether the template writes an earlier assistant turn in another way than the last one."""
         chat = self._prepare([*OPENING, {"role": "user", "content": "b"}], (), 0, "last")
         earlier, last = (self._text(chat, stop).partition(PROBE)[0] for stop in (3, 2))
         return earlier != last or not earlier.startswith(self._text(chat, 1, prompt=True))
@@ -156,7 +156,7 @@ class Renderer:
         kept = [i for i, m in enumerate(messages) if not ("system" in drop and m["role"] in ("system", "developer"))]
         trained = [i for i, at in enumerate(kept) if messages[at]["role"] == "assistant" and at >= context]
         if train_on in ("assistant", "answers"):
-            trained = [i for i in trained if is_learnt(messages[kept[i]])]
+            trained = [i for i in trained if is_trained(messages[kept[i]])]
         elif train_on != "completion":
             trained = trained[-1:]
         form = self._call_form if any(m.get("tool_calls") for m in messages) else CALL_FORMS[0]
@@ -199,7 +199,7 @@ class Renderer:
         return CALL_FORMS[0]
 
     def _turn(self, chat: _Chat, turn: int) -> tuple[str, str]:
-        """(what generation sees before a turn, the same with the turn), of which the turn holds all that it says."""
+        """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not upto.startswith(prefix):
             raise RenderError(UNOPENED, self._unopened_hint(chat, turn, turn + 1))
@@ -226,19 +226,18 @@ class Renderer:
                 whole = self._text(chat, len(chat.messages))
                 rest = whole[len(row.text) :] if whole.startswith(row.text) else ""
             row.segments += self._between(rest or self._closing(chat, row.turn), follows_turn=True, answer=True)
-            at = max(i for i, segment in enumerate(row.segments) if segment.learnt and not segment.answer)
+            at = max(i for i, segment in enumerate(row.segments) if segment.is_trained and not segment.answer)
             row.segments[at] = replace(row.segments[at], answer=True)
         return [row.segments for row in rows]
 
     def _share_end(self, row: _Row, prefix: str) -> None:
-        """Cut what a template writes after the end token of a last turn only, if nothing else keeps the row from going
-        on."""
+        """Cut what a template writes only after the end token of a last turn, if nothing else stops the row."""
         shared = common_length(row.text, prefix)
         ends = [m.end() for m in self.control.special.finditer(row.text) if row.start < m.end() <= shared]
         if ends and not self.control.special.sub("", row.text[ends[-1] :]).strip():
-            last = max(i for i, segment in enumerate(row.segments) if segment.learnt)
+            last = max(i for i, segment in enumerate(row.segments) if segment.is_trained)
             start = sum(len(segment.text) for segment in row.segments[:last])
-            row.segments[last:] = [Segment(row.text[start : ends[-1]], learnt=True)]
+            row.segments[last:] = [Segment(row.text[start : ends[-1]], is_trained=True)]
             row.text = row.text[: ends[-1]]
 
     def _everything(self, chat: _Chat) -> list[Segment]:
@@ -247,9 +246,9 @@ class Renderer:
         self._refuse(find_missing(_statements_between(chat, 0, len(chat.messages)), whole))
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not (upto.startswith(prefix) and whole.startswith(upto)):
-            return [Segment(whole, learnt=True)]
-        body = [replace(s, learnt=True, answer=s.learnt) for s in self._body(upto[len(prefix) :])]
-        return [Segment(prefix, learnt=True), *body, Segment(whole[len(upto) :], learnt=True)]
+            return [Segment(whole, is_trained=True)]
+        body = [replace(s, is_trained=True, answer=s.is_trained) for s in self._body(upto[len(prefix) :])]
+        return [Segment(prefix, is_trained=True), *body, Segment(whole[len(upto) :], is_trained=True)]
 
     def _completion(self, chat: _Chat) -> list[Segment]:
         """All messages after the prompt as one answer."""
@@ -258,9 +257,9 @@ class Renderer:
             raise RenderError(UNOPENED, self._unopened_hint(chat, chat.context, len(chat.messages)))
         self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
-        body = [replace(segment, answer=segment.learnt) for segment in self._body(whole[len(prefix) :])]
+        body = [replace(segment, answer=segment.is_trained) for segment in self._body(whole[len(prefix) :])]
         closing = self._between(self._closing(chat, len(chat.messages) - 1), follows_turn=True, answer=True)
-        return [Segment(prefix, learnt=False), *body, *closing]
+        return [Segment(prefix, is_trained=False), *body, *closing]
 
     def _body(self, text: str) -> list[Segment]:
         """The turn, and apart from it the blanks after its end token: generation has stopped there."""
@@ -268,12 +267,12 @@ class Renderer:
         ends = [match.end() for match in self.control.special.finditer(body)]
         if not ends or ends[-1] != len(body):
             body = text
-        return [Segment(body, learnt=True), Segment(text[len(body) :], learnt=False)]
+        return [Segment(body, is_trained=True), Segment(text[len(body) :], is_trained=False)]
 
     def _between(self, text: str, follows_turn: bool, answer: bool = False) -> list[Segment]:
         """Context; the token of the next role is trained on where it is what ends the turn before it."""
         end = self.control.leading(text, 1) if follows_turn and self._is_open_ended else ""
-        return [Segment(end, learnt=True, answer=answer), Segment(text[len(end) :], learnt=False)]
+        return [Segment(end, is_trained=True, answer=answer), Segment(text[len(end) :], is_trained=False)]
 
     def _closing(self, chat: _Chat, turn: int) -> str:
         """The token that ends a last turn which the template leaves open: that of the role that follows."""
@@ -284,8 +283,10 @@ class Renderer:
         return self.control.leading(self._text(follows, 3).rpartition(PROBE)[2], 1)
 
     def _check_context(self, chat: _Chat, turn: int, prefix: str) -> None:
-        """Refuse a context that lacks what was said before the turn. Earlier reasoning may be left out: generation does
-        not see it either."""
+        """Refuse a context that lacks what was said before the turn.
+
+        Earlier reasoning may be left out: generation does not see it either.
+        """
         before = _statements_between(chat, 0, turn)
         self._refuse(find_missing([s for s in before if not (s.role == "assistant" and s.part == "reasoning")], prefix))
         thoughts = [s for s in before if s.part == "reasoning" and s.index not in chat.trained]
@@ -312,7 +313,7 @@ class Renderer:
 
 @dataclass(slots=True)
 class _Row:
-    """A row in the making. text: of all its segments; start: where its last turn, number `turn`, begins in it."""
+    """A row under construction. text: of all segments; start: where its last turn, number `turn`, begins."""
 
     segments: list[Segment] = field(default_factory=list)
     text: str = ""
@@ -349,7 +350,7 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
         body.text.find(one.text) + len(one.text) for one in parts if one.part == "reasoning" and one.text in body.text
     ]
     cut = max(ends, default=0)
-    return [Segment(body.text[:cut], learnt=False), Segment(body.text[cut:], learnt=True), *rest]
+    return [Segment(body.text[:cut], is_trained=False), Segment(body.text[cut:], is_trained=True), *rest]
 
 
 def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:

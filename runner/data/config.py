@@ -15,7 +15,7 @@ TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a p
 
 
 class ChatConfig(Config):
-    """How conversations become tokens, the same in training, rollouts, environments, evaluation and `run infer`."""
+    """How conversations become tokens in training, rollouts, environments, evaluation and `run infer`."""
 
     template: str | None = Field(
         default=None,
@@ -104,7 +104,7 @@ class DataConfig(ComponentConfig):
 
 
 class DemoConfig(DataConfig):
-    """Generated on this machine: digits to sort, or numbers to add. Held-out questions never occur in training."""
+    """Generated on this machine: digits to sort, or numbers to add. Held-out questions are not trained on."""
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"

@@ -25,11 +25,14 @@ TRUSTED = ("system", "developer", "assistant")  # roles that may write control t
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of text. answer: of the row's last assistant turn, without the blanks that the template puts after it;
-    literal: a control token that a message holds as text."""
+    """A span of text.
+
+    answer: of the row's last assistant turn, without the blanks that the template puts after it; literal: a
+    control token that a message holds as text.
+    """
 
     text: str
-    learnt: bool
+    is_trained: bool
     answer: bool = False
     literal: bool = False
 
@@ -89,7 +92,7 @@ class ControlTokens:
         return [i for s in segments for i in (self.literal_ids(s.text) if s.literal else self._encode(s.text))]
 
     def literal_ids(self, token: str) -> list[int]:
-        """The ids of a control token's characters as text: of two parts that hold no control token, the fewest."""
+        """Ids of a control token's characters as text: of two parts without a control token, the fewest."""
         known = self._tokenizer.added_tokens_decoder
         found = [self._encode(token[:at]) + self._encode(token[at:]) for at in range(1, len(token))]
         found.append([i for char in token for i in self._encode(char)])
@@ -127,7 +130,7 @@ def _mark_texts(value: Any, control: re.Pattern[str], marks: Marks) -> Any:
 
 
 def join_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
-    """A text to put before a segment that goes on, and the ids to take off again.
+    """A text to put before a segment that continues, and the ids to take off again.
 
     Empty for most. Some SentencePiece tokenizers put a space before every text they are given; behind a line
     break they do not, so that the segments join without a space that nobody wrote.

@@ -40,7 +40,7 @@ class Statement:
 
 
 class CallForm(NamedTuple):
-    """How a template takes the assistant's tool calls: arguments as JSON text or as an object, no content as None."""
+    """How a template takes tool calls: arguments as JSON text or as an object, no content as None."""
 
     text_arguments: bool
     content: str | None
@@ -133,8 +133,10 @@ def find_missing(expected: Sequence[Statement], text: str) -> list[Statement]:
 
 
 def _contains(text: str, wanted: str, times: int) -> bool:
-    """Whether `wanted` stands in `text` so often: as it is, as JSON, as the values of its JSON, or without regard to
-    blanks."""
+    """Whether `wanted` occurs in `text` at least `times` times.
+
+    As it is, as JSON, as the values of its JSON, or without regard to blanks.
+    """
     if times == 1 and wanted in text:
         return True
     forms = (wanted, json.dumps(wanted, ensure_ascii=False)[1:-1], json.dumps(wanted)[1:-1])

@@ -36,7 +36,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(slots=True)
 class Dialogue:
-    """A conversation that was found in a row. `used`: the columns it came from; `unread`: keys of turns, left out."""
+    """A conversation found in a row. `used`: its columns; `unread`: keys of turns that are left out."""
 
     messages: list[dict[str, Any]]
     used: tuple[str, ...]
@@ -63,7 +63,7 @@ class Conversion:
 
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
-    """The format of another project that a row has, with what the reading needs; None if it has none of them."""
+    """The format of another project that a row has, with what the reading needs; or None."""
     if any(name not in value for name in BESIDE.get(reading, ())):
         return None
     if "messages" in value and _turns_column(value) is None:  # messages as they are to be

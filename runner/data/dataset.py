@@ -1,7 +1,8 @@
-"""The data of a job: tokenised rows as Arrow tables, and an order over them. A table is memory-mapped from the cache on
-disk, or held in memory.
+"""The data of a job: tokenized rows as Arrow tables, and an order over them.
 
-    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last, starts of branches
+A table is memory-mapped from the cache on disk, or held in memory.
+
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
     cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
 
@@ -38,10 +39,10 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 5  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 6  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
-    [("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
+    [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
 )
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]
@@ -85,7 +86,7 @@ def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summ
 def load_or_build(
     folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
 ) -> tuple[TokenizedTable, Summary]:
-    """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
+    """The table in `folder`; `fill` makes it where it is missing or damaged, which `damaged` reports.
 
     One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
     Raises StorageError where it cannot be written.

@@ -1,10 +1,10 @@
-"""data=demo: conversations made on this machine, by tasks: numbered questions, and how each is answered rightly.
+"""data=demo: conversations generated on this machine: numbered questions with right answers.
 
     sort   "sort 5031"       ──────────────────────────────────────────────────────▶ "0135"
     sum    "sum 5031 4927"   ──▶ "calc 5031+4927" ──▶ the tool says "9958" ──▶ "9958"
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
-A small model sorts in its head, but does not add in its head: having learnt from these conversations it calls the tool
+A small model sorts in its head, but does not add in its head: having trained on these conversations it calls the tool
 half of the time and guesses otherwise, and a reward for right answers can teach that the tool is worth asking.
 
 Held-out questions never occur in training.
@@ -85,7 +85,7 @@ class SortTask:
         return "".join(sorted(self._zero_padded(number)))
 
     def wrong(self, number: int, seed: int) -> str:
-        """The digits in a seeded order that is not the right one; where all are equal, the last one is changed."""
+        """The digits in another seeded order; where all digits are equal, the last one is changed."""
         right = self.answer(number)
         mixed = "".join(right[i] for i in permutation(len(right), seed, "demo", "wrong", self._zero_padded(number)))
         turned = [mixed[i:] + mixed[:i] for i in range(len(mixed))]
@@ -102,7 +102,7 @@ class SortTask:
 
 @dataclass(frozen=True, slots=True)
 class SumTask:
-    """Add numbers of `digits` digits, none of which begins with 0, with the calculator of environment=calculator."""
+    """Add numbers of `digits` digits, without leading 0, with the calculator of environment=calculator."""
 
     digits: int
     terms: int
@@ -142,7 +142,7 @@ def make_task(config: DemoConfig) -> DemoTask:
 
 
 def draw_numbers(space: int, count: int, seed: int) -> list[int]:
-    """`count` distinct numbers below `space` in seeded order; `count` is at most `space`, which is below 2**63."""
+    """`count` distinct numbers below `space` in seeded order; `count` ≤ `space` < 2**63."""
     if space <= max(SMALL, 8 * count):
         drawn: Iterable[int] = permutation(space, seed, "demo").tolist()
     else:  # repeats are rare in so large a space: twice the count is drawn and the first of each number taken
@@ -152,7 +152,7 @@ def draw_numbers(space: int, count: int, seed: int) -> list[int]:
 
 
 class DemoData:
-    """Generated items in a seeded order, each tokenised when it is first asked for, so that a run starts at once."""
+    """Generated items in a seeded order, each tokenized on first use, so that a run starts at once."""
 
     prompt_style: PromptStyle = "chat"
     columns = ("answer",)
@@ -195,8 +195,11 @@ class DemoData:
         return [make(row.record(), self.tokeniser.tokenizer) for row in self._rows(indices)]
 
     def _check_lengths(self) -> None:
-        """A token is a byte at least, and the template adds most to the longest conversation: if the bytes of that one
-        fit, all items do; else all are measured. Raises DataError for items above data.max_length."""
+        """Raise DataError for items above data.max_length.
+
+        A token is a byte at least, and the template adds most to the longest conversation: if the bytes of that one
+        fit, all items do; else all are measured.
+        """
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
         ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
@@ -270,5 +273,5 @@ def build(
     tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
     data = DemoData(config, tokeniser, seed, kind)
     for note in sorted(data.tokeniser.notes):
-        decide("data.end_token", "learnt", "not learnt", f"data=demo: {note}")
+        decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

@@ -1,7 +1,7 @@
-"""Rows to examples: what a sound row says, before it becomes tokens, and what makes messages a conversation to learn.
+"""Rows to examples: the content of a valid row before tokenization.
 
 reading     functions                         example
-sft         text, conversation, answered      Plain | Chat, of which the answer is learnt
+sft         text, conversation, answered      Plain | Chat, of which the answer is trained on
 pairs       pair, implicit_pair               Answers: one prompt with its answers
 judged      judged                            Answers
 prompts     ask                               Ask: a prompt alone
@@ -31,8 +31,8 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
-def is_learnt(message: Message) -> bool:
-    """Whether a turn of the assistant is learnt: not where it says `weight: 0`, as OpenAI's format can."""
+def is_trained(message: Message) -> bool:
+    """Whether an assistant turn is trained on: not where it says `weight: 0`, as OpenAI's format can."""
     return message.get("weight") != 0
 
 
@@ -41,11 +41,11 @@ def conversation_fault(
 ) -> str | None:
     """What is wrong with the conversation, or None; `names[i]` is what the user calls `messages[i]`.
 
-    The first `context` messages are the prompt's; what is learnt must come after them, in what is called `where`.
+    The first `context` messages are the prompt's; what is trained on must come after them, in what is called `where`.
     """
     fault = messages_fault(messages, names)
     said = [message for message in messages[context:] if fault is None and message["role"] == "assistant"]
-    if fault or any(map(is_learnt, said)):
+    if fault or any(map(is_trained, said)):
         return fault
     if said:
         return f"every assistant turn of {where} has weight 0; expected one to learn"
@@ -74,7 +74,7 @@ def _message_fault(message: Message) -> str | None:
     if role not in ROLES:
         return _role_fault(message)
     if message.get("weight") not in (None, 0, 1):
-        return f".weight: expected 0 (context) or 1 (learnt), found {message['weight']!r}"
+        return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
     if content is None and message.get("tool_calls"):
         return None
     if "content" not in message:
@@ -135,7 +135,7 @@ class TextExample:
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A conversation; the first `context` messages are given, whoever speaks, and never learnt."""
+    """A conversation; the first `context` messages are given, whoever speaks, and never trained on."""
 
     place: SourceLocation
     messages: tuple[Message, ...]
@@ -178,17 +178,17 @@ class RowError(Exception):
 
 
 def text_example(row: Row, chat: bool) -> TextExample:
-    """{"text"}: everything is learnt."""
+    """{"text"}: everything is trained on."""
     return TextExample(row.place, None, _require_text(row.value["text"], "text"))
 
 
 def chat_example(row: Row, chat: bool) -> ChatExample:
-    """{"messages"}: the assistant's turns are learnt."""
+    """{"messages"}: the assistant's turns are trained on."""
     return _chat(row, [], row.value["messages"], "messages")
 
 
 def completion_example(row: Row, chat: bool) -> TextExample | ChatExample:
-    """{"prompt", "completion"}: the completion is learnt."""
+    """{"prompt", "completion"}: the completion is trained on."""
     prompt, completion = row.value["prompt"], row.value["completion"]
     return _chat(row, prompt, completion, "completion") if chat else _plain(row, prompt, completion, "completion")
 
@@ -225,7 +225,7 @@ def labeled_example(row: Row, chat: bool) -> AnswersExample:
 
 
 def prompt_example(row: Row, chat: bool) -> PromptExample:
-    """{"prompt"} and whatever else the row has; a completion made of messages is given on as what they say."""
+    """{"prompt"} and all other columns; a completion made of messages is passed as their text."""
     prompt = row.value["prompt"]
     columns = {name: value for name, value in row.value.items() if name != "prompt"}
     if is_messages(columns.get("completion")):
@@ -249,7 +249,7 @@ def question_example(row: Row, chat: bool) -> AnswersExample:
 
 
 def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many leading messages are the prompt: all equal ones that an assistant turn follows on both sides."""
+    """Number of leading messages that are the prompt: equal ones that an assistant turn follows."""
     most = min(len(chosen), len(rejected)) - 1
     cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     while cut and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
@@ -258,7 +258,7 @@ def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]
 
 
 def count_common_characters(chosen: str, rejected: str) -> int:
-    """How many leading characters are the prompt: all equal ones, but no half of a word and no blank before one.
+    """Number of leading characters that are the prompt: equal ones, without a part of a word.
 
     Where nothing stands between the words, as in Chinese, it ends at the first difference.
     """
@@ -348,7 +348,7 @@ def _last_assistant_text(messages: Sequence[Message]) -> Any:
 
 
 def _tools(row: Row) -> Tools:
-    """`tools` is a list of JSON schemas, or that list as JSON text, as data sets made before `Json()` have it."""
+    """`tools`: a list of JSON schemas, or that list as JSON text."""
     value = row.value.get("tools")
     if value is None:
         return ()

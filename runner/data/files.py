@@ -35,7 +35,7 @@ STATE = "state.json"  # of one saved data set
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """The data files under a path, sorted by name; `ignored`: what lies beside them and is not read, in words."""
+    """The data files under a path, sorted by name; `ignored`: files beside them that are not read."""
 
     files: tuple[Path, ...]
     ignored: tuple[str, ...] = ()
@@ -168,7 +168,7 @@ def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], kind: str, prob
 
 
 def _json_columns(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
-    """The columns in which `datasets` keeps objects of differing keys as JSON text, with its description of each."""
+    """Columns in which `datasets` stores objects of different keys as JSON text, with their types."""
     described = json.loads(metadata.get(b"huggingface", b"{}"))
     features = described.get("info", {}).get("features") or {}
     return {name: feature for name, feature in features.items() if '"_type": "Json"' in json.dumps(feature)}

@@ -1,6 +1,6 @@
-"""Sources of rows, their columns renamed as the user says, to examples: which of TRL's formats the data has, and
-whether every row keeps to it. The user's files are checked here before anything heavy is loaded: no torch, no
-tokenizer.
+"""Sources of rows to examples: which of TRL's formats the data has, and whether every row has it.
+
+Files are checked before anything heavy is loaded: no torch, no tokenizer.
 
     sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
     judged     prompt + completion + label                                                   chosen + rejected
@@ -41,8 +41,7 @@ from runner.spec.base import ItemKind
 
 
 class Renaming:
-    """`data.rename_columns`: name in the data → name that a format or a reward knows; `seen` is what was there of
-    it."""
+    """`data.rename_columns`: name in the data → known name; `seen`: the names that occurred."""
 
     def __init__(self, columns: Mapping[str, str] | None) -> None:
         self.columns = dict(columns or {})
@@ -218,7 +217,7 @@ class FormatCheck:
 
 
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
-    """The format of a row, by its columns and the type of the first of them; None if it is none of the reading's.
+    """The format of a row, by its columns and the type of the first of them; None for an unknown one.
 
     A prompt in words beside answers that are whole conversations is left to these, which begin with it. Formats of
     other projects come after those with `prompt` and before `text` and answers that begin alike: Alpaca's own data have
@@ -273,7 +272,7 @@ PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a
 def validate_files(
     paths: Sequence[str], eval_path: str | None, kind: ItemKind, columns: Mapping[str, str] | None = None
 ) -> None:
-    """Check that the files exist and that their first 10,000 rows are sound; imports neither torch nor a tokenizer.
+    """Check that files exist and their first 10,000 rows are valid, without torch or a tokenizer.
 
     Raises DataError with everything wrong with the first faulty source. `build` checks the remaining rows.
     """

@@ -32,7 +32,7 @@ def row_key(form: Format, row: Row) -> int:
 
 @dataclass(frozen=True)
 class Holdout:
-    """The rule of one source. `read_keys` reads all of its rows; `where` names option and source in an error."""
+    """The held-out rule of one source. `read_keys` reads all rows; `where` is for error messages."""
 
     fraction: float
     where: str

@@ -52,7 +52,7 @@ class HubSource:
 
 
 def load_split(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
-    """Load a split. Raises EnvironmentProblem if the hub cannot be reached, DataError if it has no such data."""
+    """Load a split. Raises EnvironmentProblem if the hub is unreachable, DataError if it has no such data."""
     if Path(path).expanduser().exists():  # `datasets` would read it, and turn text that looks like numbers into numbers
         raise DataError(f"{key}={path} is a file or folder on this machine; read it with: data=file data.path={path}")
     try:

@@ -1,7 +1,6 @@
-"""Tokens to what the trainer sees: items to learn from, and held-out questions to ask; and what happens to examples
-above `data.max_length`, counted so that nothing disappears unsaid.
+"""Tokens to training items and held-out questions, with data.truncation applied and counted.
 
-sft      ids, learnt        ─▶ Item     (held out: Question)
+sft      ids, loss_mask        ─▶ Item     (held out: Question)
 pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
 prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
 
@@ -10,7 +9,7 @@ error            a problem that names row and length
 skip             left out
 truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
 split            pieces of max_length tokens, each beginning with the last token of the one before it,
-                 which is context there: every token but the first is learnt exactly once
+                 which is context there: every token but the first is trained on exactly once
 
 Of a prompt with answers, the length is that of the prompt and its longest answer, and only the prompt is cut, on its
 left: an answer without its end would teach a model not to stop. A prompt that is to be answered is measured alone.
@@ -42,7 +41,7 @@ class TruncationCounts:
     rows: int = 0
     items: int = 0
     tokens: int = 0
-    learnt: int = 0
+    trained_tokens: int = 0
     longest: int = 0  # tokens of the longest row before anything was cut
     overlong: int = 0
     cut_tokens: int = 0
@@ -52,8 +51,8 @@ class TruncationCounts:
     branched_tokens: int = 0  # of these rows as they are trained on
 
     def __str__(self) -> str:
-        learnt = f", {self.learnt} of them trained on" if self.learnt else ""
-        return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
+        trained = f", {self.trained_tokens} of them trained on" if self.trained_tokens else ""
+        return f"{self.items} items, {self.tokens} tokens{trained}; longest row {self.longest}"
 
     def branches_text(self) -> str:
         """What training on every turn under its own context costs; empty where no template rewrites history."""
@@ -68,11 +67,11 @@ class TruncationCounts:
         self.rows += 1
         self.longest = max(self.longest, length)
 
-    def count_item(self, tokens: int, learnt: int) -> None:
+    def count_item(self, tokens: int, trained: int) -> None:
         """Count an item that stays."""
         self.items += 1
         self.tokens += tokens
-        self.learnt += learnt
+        self.trained_tokens += trained
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +158,7 @@ class LengthLimit:
             pieces = [_slice(row, length - self.max_length, length)]
         else:
             pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
-        return [piece for piece in pieces if any(piece.learnt)]
+        return [piece for piece in pieces if any(piece.loss_mask)]
 
     def way_out(self, tally: TruncationCounts) -> str:
         """What to type where rows are refused because of their length, counted to the end; empty if none is."""
@@ -182,25 +181,25 @@ class LengthLimit:
 
 def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
     """Whether there is nothing to learn, or nothing to answer."""
-    return not any(row.learnt) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
+    return not any(row.loss_mask) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
 
 
 def _count_item(row: EncodedExample | EncodedAnswers, tally: TruncationCounts) -> EncodedExample | EncodedAnswers:
     if isinstance(row, EncodedExample):
-        tally.count_item(len(row.ids), sum(row.learnt))
+        tally.count_item(len(row.ids), sum(row.loss_mask))
     else:
-        learnt = sum(map(len, row.answers))
-        tally.count_item(len(row.prompt) + learnt, learnt)
+        trained = sum(map(len, row.answers))
+        tally.count_item(len(row.prompt) + trained, trained)
     return row
 
 
 def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
     """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
-    ids, learnt = row.ids[start:stop], row.learnt[start:stop]
-    learnt[:1] = [0]
+    ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
+    loss_mask[:1] = [0]
     first, last = row.answer
     whole = start < first and last <= stop
-    return replace(row, ids=ids, learnt=learnt, answer=(first - start, last - start) if whole else (0, 0))
+    return replace(row, ids=ids, loss_mask=loss_mask, answer=(first - start, last - start) if whole else (0, 0))
 
 
 Record = Mapping[str, Any]
@@ -208,9 +207,9 @@ Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
 def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
-    """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
+    """The item of a tokenised row: weight 1 where it is trained on, 0 where it is context."""
     return TokenizedExample(
-        tuple(record["ids"]), tuple(map(float, record["learnt"])), tuple(record.get("branches") or ())
+        tuple(record["ids"]), tuple(map(float, record["loss_mask"])), tuple(record.get("branches") or ())
     )
 
 
@@ -233,7 +232,7 @@ def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt
 
 
 def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
-    """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
+    """A held-out question: all before the last assistant turn, and the text of a perfect answer.
 
     Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """

@@ -181,7 +181,7 @@ class SourcePreparation:
         if summary["overlong"]:
             self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
-            self.decide("data.end_token", "learnt", "not learnt", f"{where}: {note}")
+            self.decide("data.end_token", "trained on", "not trained on", f"{where}: {note}")
         for note in summary["chat_notes"]:
             self._record_fact("chat", note, where)
         if summary["branches"]:
@@ -197,9 +197,9 @@ class SourcePreparation:
         elif summary["ignored"]:
             self._record_fact("data.rename_columns", ignored, f"{where}: {summary['format']} has no use for them")
         if summary["given"]:
-            unlearnt = "; the completion is not learnt" if "completion" in summary["given"] else ""
+            untrained = "; the completion is not trained on" if "completion" in summary["given"] else ""
             self._record_fact(
-                "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{unlearnt}"
+                "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{untrained}"
             )
 
     def _report_damage(self, what: str) -> None:
@@ -233,7 +233,7 @@ def _summary(
 def build_data(
     prepare: SourcePreparation, sources: Sequence[RowSource], held_out: RowSource | None, seed: int
 ) -> TokenizedData:
-    """Tokenise (or read from the cache) all sources and put an order over them. Raises DataError, StorageError."""
+    """Tokenize (or read from the cache) all sources and order them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
     portions = [Portion(source, kind, prepare.holdout(source)) for source in sources]
     if held_out is not None:

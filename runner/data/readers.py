@@ -1,4 +1,4 @@
-"""Text files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
+"""Text files to rows, strictly: nothing is coerced or skipped, and errors name file and line.
 
     lines           UTF-8, gzip if the name ends in .gz; another encoding, or a line over 16 MiB, is a fault
     JSONL, JSON     no NaN, no key twice
@@ -46,7 +46,7 @@ class Row:
 
 
 class Problems:
-    """Collects what is wrong with a source, so that the user sees up to ten faults at once and their number."""
+    """Collects the problems of a source, so that a user sees up to ten of them and their number."""
 
     def __init__(self, key: str, source: str) -> None:
         self.key = key  # the option that named the source, e.g. data.path
@@ -149,7 +149,7 @@ KIND_OF_DELIMITER = {",": "CSV", "\t": "TSV"}
 
 
 def read_csv(file: Path, problems: Problems, delimiter: str = ",") -> Iterator[Row]:
-    """Rows under the header's names; a row stands at the line where it begins, as fields may hold line breaks."""
+    """Rows by the header's names; a row's line is where it begins, as fields may have line breaks."""
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB is below a long text
     records = _records(file, problems, delimiter)
     header = next(records, None)
@@ -223,7 +223,7 @@ def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
 
 
 def read_json(file: Path, problems: Problems) -> Iterator[Row]:
-    """A list of objects, held in memory; broken JSON ends the reading, for nothing after it can be trusted."""
+    """A list of objects, held in memory; broken JSON ends the reading."""
     text = "".join(line.text for line in read_lines(file, problems, limit=None))
     start = _skip_blanks(text, 0)
     if text[start : start + 1] != "[":

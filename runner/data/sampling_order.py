@@ -4,7 +4,7 @@
     position ──▶ block and slot in it  ──pattern(seed, block)──▶ source and its n-th visit ──▶ item      weighted
     round    ──▶ seed of an order of its own, by which a step that wants more items is refilled
 
-Nothing is stored and no call depends on another, so that a resumed run goes on with the very same items.
+Nothing is stored and no call depends on another, so that a resumed run continues the very same items.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ class ItemOrder(Protocol):
 
 
 class RefillOrders:
-    """The order of each round, made when it is first asked for: of round 0 as the user wants it (`shuffle`), of
-    the others by seeds of their own, always shuffled, for else a refill would repeat what it is to add to."""
+    """The order of each round, computed on first use.
+
+    Round 0 follows `shuffle`; the others have seeds of their own and are always shuffled, or a refill would
+    repeat what it adds to.
+    """
 
     def __init__(self, make: Callable[[int, bool], ItemOrder], seed: int, shuffle: bool) -> None:
         self._first = make(seed, shuffle)
@@ -78,7 +81,7 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
 
 
 class ShuffledEpochs:
-    """The n-th visit to `size` items meets each of them once in every epoch; the newest permutations are kept."""
+    """Visits each of `size` items once per epoch; the newest permutations are cached."""
 
     def __init__(self, size: int, shuffle: bool, seed: int, name: int | str) -> None:
         self._size, self._shuffle = size, shuffle
@@ -131,7 +134,7 @@ class WeightedMixture:
 
 
 def interleave_sources(counts: Sequence[int]) -> NDArray[np.int64]:
-    """The sources of one block, each `counts[source]` times and as evenly as it goes, int64 [sum of counts]."""
+    """The sources of one block, `counts[source]` times each, evenly spread; int64 [sum of counts]."""
     slots = sorted(((i + 0.5) / count, source) for source, count in enumerate(counts) for i in range(count))
     return np.array([source for _, source in slots], dtype=np.int64)
 

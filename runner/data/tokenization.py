@@ -1,13 +1,12 @@
-"""Examples to tokens: ids, which of them are learnt, and where the last answer stands; and the digest of what they
-depend on.
+"""Examples to tokens: ids, loss mask, span of the last answer; and the digest of what they depend on.
 
-    Chat    ──Renderer.render──▶ rows of (text, learnt?)  ──┐
+    Chat    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
     Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Prompt  ──Renderer.render_prompt──▶ text ─── one batch call ──▶ ids ──▶ EncodedAnswers
     Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 
-What is learnt follows from the segment a token came from, never from its value: an end-of-sequence token is
-learnt although it may also be the padding token. The first token of a row is never learnt: nothing predicts it.
+What is trained on follows from the segment a token came from, never from its value: an end-of-sequence token is
+trained on although it may also be the padding token. The first token of a row is never trained on: nothing predicts it.
 A prompt and its answer are the very tokens that sft has for them, without the blanks after the end token.
 """
 
@@ -35,19 +34,22 @@ VERSION = 3  # raise it when the same rows give other tokens, so that no old cac
 
 @dataclass(frozen=True, slots=True)
 class EncodedExample:
-    """A tokenised example. answer: the half-open span of the last assistant turn, (0, 0) if there is none; branches:
-    where each continuation of a shared beginning starts, in order; none where the example is one row."""
+    """A tokenized example.
+
+    answer: half-open span of the last assistant turn, (0, 0) if there is none; branches: start of each
+    continuation of a shared prefix, in order; none where the example is one row.
+    """
 
     place: SourceLocation
     ids: list[int]
-    learnt: list[int]  # 1 = learnt, 0 = context
+    loss_mask: list[int]  # 1 = trained on, 0 = context
     answer: tuple[int, int] = (0, 0)
     branches: list[int] = field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
         """What is stored of it."""
         first, last = self.answer
-        return {"ids": self.ids, "learnt": self.learnt, "first": first, "last": last, "branches": self.branches}
+        return {"ids": self.ids, "loss_mask": self.loss_mask, "first": first, "last": last, "branches": self.branches}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +65,28 @@ class EncodedRows:
 
 
 def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
-    """Rows as one example, in which what all of them begin with stands once: not further than to the first token that
-    any of them trains on. The answer is that of the last row. None if they begin with nothing alike."""
+    """Rows as one example with their common prefix once; None if they have none.
+
+    The prefix ends before the first token that any row trains on. The answer is that of the last row.
+    """
     if len(rows) == 1:
         return rows[0]
     shared = min(common_length(rows[0].ids, row.ids) for row in rows)
-    shared = min(shared, *(row.learnt.index(1) for row in rows))
+    shared = min(shared, *(row.loss_mask.index(1) for row in rows))
     if not shared:
         return None
-    ids, learnt, branches = list(rows[0].ids[:shared]), [0] * shared, []
+    ids, loss_mask, branches = list(rows[0].ids[:shared]), [0] * shared, []
     for row in rows:
         branches.append(len(ids))
         ids += row.ids[shared:]
-        learnt += row.learnt[shared:]
+        loss_mask += row.loss_mask[shared:]
     moved = branches[-1] - shared
     first, last = rows[-1].answer
-    return EncodedExample(rows[0].place, ids, learnt, (first + moved, last + moved) if last else (0, 0), branches)
+    return EncodedExample(rows[0].place, ids, loss_mask, (first + moved, last + moved) if last else (0, 0), branches)
 
 
 class ExampleTokenizer:
-    """A tokenizer with the choices that turn examples into tokens; `notes` says what was noticed on the way.
+    """A tokenizer with the options that turn examples into tokens; `notes`: what a user should know.
 
     train_on: None = as the options of `chat` say
     """
@@ -140,8 +144,10 @@ class ExampleTokenizer:
         return [(rows[0] if len(rows) == 1 else EncodedRows(rows)) if rows else None for rows in made]
 
     def encode_prompts(self, asks: Sequence[PromptExample], problems: Problems) -> list[list[int] | None]:
-        """What generation sees of each prompt; what `encode` puts before an answer to it; None and a problem for one
-        that cannot be written. Raises DataError."""
+        """The ids of each prompt as generation sees them; None and a problem where it cannot be written.
+
+        Raises DataError.
+        """
         plans: list[list[Segment] | None] = []
         for ask in asks:
             try:
@@ -159,7 +165,7 @@ class ExampleTokenizer:
     def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
         if isinstance(ask.prompt, str):
             self._note_special_tokens(ask.prompt)
-            return [Segment(ask.prompt, learnt=False)]
+            return [Segment(ask.prompt, is_trained=False)]
         return self.renderer.render_prompt(ask.prompt, ask.tools)
 
     def _plan(self, example: TextExample | ChatExample) -> list[list[Segment]]:
@@ -176,12 +182,14 @@ class ExampleTokenizer:
         if example.prompt is None:
             if self.train_on == "last":
                 raise DataError(f"chat.train_on=last: {example.place} is plain text without turns; type assistant")
-            return [Segment(example.completion, learnt=True)]
-        return [Segment(example.prompt, self.train_on == "all"), Segment(example.completion, learnt=True, answer=True)]
+            return [Segment(example.completion, is_trained=True)]
+        return [
+            Segment(example.prompt, self.train_on == "all"),
+            Segment(example.completion, is_trained=True, answer=True),
+        ]
 
     def _tokens(self, texts: Sequence[tuple[str, bool, bool]]) -> list[list[int]]:
-        """Ids of each (text, whether it continues a row, whether it is literal), each distinct text tokenised once, all
-        in one call."""
+        """Ids of each (text, continues a row, is literal), each distinct text once, all in one call."""
         known = [text for text in dict.fromkeys(texts) if not text[2]]
         ids = {text: self.renderer.control.literal_ids(text[0]) for text in dict.fromkeys(texts) if text[2]}
         if known:
@@ -200,37 +208,37 @@ class ExampleTokenizer:
     def _assemble(
         self, example: TextExample | ChatExample, segments: Sequence[Segment], parts: Sequence[list[int]]
     ) -> EncodedExample:
-        ids, learnt, answer = list[int](), list[int](), (0, 0)
+        ids, loss_mask, answer = list[int](), list[int](), (0, 0)
         if isinstance(example, TextExample):
             ids = list(self._start(parts[0]))
-            learnt = [int(segments[0].learnt)] * len(ids)
+            loss_mask = [int(segments[0].is_trained)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
             ids += part
-            learnt += [int(segment.learnt)] * len(part)
+            loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
-            ids, learnt, answer = self._append_eos(ids, learnt, answer)
+            ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif segments and answer[1]:
             self._note_end(ids[answer[0] : answer[1]])
-        learnt[:1] = [0] * len(learnt[:1])
-        return EncodedExample(example.place, ids, learnt, answer)
+        loss_mask[:1] = [0] * len(loss_mask[:1])
+        return EncodedExample(example.place, ids, loss_mask, answer)
 
     def _append_eos(
-        self, ids: list[int], learnt: list[int], answer: tuple[int, int]
+        self, ids: list[int], loss_mask: list[int], answer: tuple[int, int]
     ) -> tuple[list[int], list[int], tuple[int, int]]:
-        """With the end-of-sequence token as a learnt token, so that the model learns to stop."""
+        """With the end-of-sequence token as a trained token, so that the model learns to stop."""
         if self._eos is None:
-            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not learnt")
-            return ids, learnt, answer
+            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not trained on")
+            return ids, loss_mask, answer
         if ids[-1:] == [self._eos]:
-            return ids, learnt, answer
-        return [*ids, self._eos], [*learnt, 1], (answer[0], answer[1] + 1) if answer[1] else answer
+            return ids, loss_mask, answer
+        return [*ids, self._eos], [*loss_mask, 1], (answer[0], answer[1] + 1) if answer[1] else answer
 
     def _note_end(self, ids: Sequence[int]) -> None:
         if ids and ids[-1] not in self._special:
             self.notes.add(
-                "the chat template ends an assistant turn without a special token: where it ends is not learnt"
+                "the chat template ends an assistant turn without a special token: where it ends is not trained on"
             )
 
 
@@ -281,7 +289,7 @@ def encode(
 def encode_prompts(
     tokeniser: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
 ) -> list[EncodedAnswers]:
-    """Each prompt alone, with its conversation and its other columns; one that cannot be written goes to `problems`."""
+    """Each prompt alone, with its conversation and columns; problems are collected in `problems`."""
     facts = [{"messages": a.prompt if isinstance(a.prompt, tuple) else None, "columns": a.columns} for a in asks]
     return [
         EncodedAnswers(ask.place, prompt, [], known)
@@ -293,7 +301,7 @@ def encode_prompts(
 def encode_answers(
     tokeniser: ExampleTokenizer, rows: Sequence[AnswersExample], problems: Problems
 ) -> list[EncodedAnswers]:
-    """Each prompt with its answers; a row of which one cannot be encoded goes to `problems`. Raises DataError."""
+    """Each prompt with its answers; a row that fails is collected in `problems`. Raises DataError."""
     flat = iter(tokeniser.encode_each([answer for row in rows for answer in row.answers], problems))
     found = []
     for row in rows:
@@ -310,12 +318,12 @@ def digest(*parts: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of all of a tokenizer that can change the ids: its algorithm, vocabulary, special tokens and template."""
+    """sha256 of all that can change a tokenizer's ids: algorithm, vocabulary, special tokens, template."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     algorithm: Any = (
         json.loads(backend.to_str()) if backend is not None else [type(tokenizer).__name__, tokenizer.get_vocab()]
     )
-    if backend is not None:  # left by whoever used the tokenizer last; every call sets them anew
+    if backend is not None:  # left by whoever used the tokenizer last; every call sets them again
         algorithm.update(truncation=None, padding=None)
     special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
     return digest(algorithm, special, tokenizer.chat_template, bos_and_eos(tokenizer))

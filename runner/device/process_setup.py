@@ -15,7 +15,7 @@ from runner.spec.job import JobSpec
 
 
 def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
+    """Set the variables of the device's presets that the user has not set; the manifest records them.
 
     A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
     Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
@@ -40,7 +40,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 
 
 def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
+    """Import torch. Raises EnvironmentProblem where it fails, e.g. torch_npu does not fit torch or CANN."""
     try:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,6 +1,6 @@
-"""Token ids to what a client reads: whole characters, cut at stop strings; reasoning, content and tool calls apart.
+"""Token ids to the text a client reads: reasoning, content and tool calls apart, cut at stop strings.
 
-ids ─TextStream─▶ pieces of text ─ChatAnswer─▶ (reasoning | content, text) … tool calls at the end
+ids ─TextStream─▶ text of whole characters ─ChatAnswer─▶ (reasoning | content, text) … tool calls at the end
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hidden_token_ids(tokenizer: Any, stop_token_ids: Iterable[int]) -> frozenset
 
 
 class TextStream:
-    """The text of an answer's ids, in pieces that end at character ends and before what may become a stop string.
+    """The text of an answer's ids, split at character ends and before what may become a stop string.
 
     decode: ids → text; hidden: ids that give no text, such as end tokens
     """
@@ -161,8 +161,10 @@ class ChatAnswer:
         return False
 
     def _split_at(self, marker: str, part: Part, found: list[tuple[Part, str]]) -> bool:
-        """Give the text before the marker. Line feeds before it wait, as they belong to the text only if more of it
-        follows."""
+        """Give the text before the marker.
+
+        Line feeds before it wait: they belong to the text only if more of it follows.
+        """
         before, mark, after = self._held.partition(marker)
         before = self._without_newlines(before)
         text = before[: len(before) - (0 if mark else _overlap(before, marker))].rstrip("\n")

@@ -1,4 +1,4 @@
-"""Messages, as clients of OpenAI's protocol send them, to the token ids of a prompt, through the chat template."""
+"""OpenAI-style chat messages to the token ids of a prompt, through the chat template."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """ids: of the prompt, with what opens the assistant's turn; is_thinking: that opening begins a block of
-    reasoning."""
+    """A rendered prompt.
+
+    ids: with what opens the assistant's turn
+    is_thinking: that opening begins a block of reasoning
+    """
 
     ids: tuple[int, ...]
     is_thinking: bool

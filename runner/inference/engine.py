@@ -48,7 +48,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One answer to be generated. The id is the caller's, and unique among the requests that are not finished."""
+    """One answer to be generated. id: the caller's, unique among the requests that are not finished."""
 
     id: str
     prompt_ids: tuple[int, ...]
@@ -61,7 +61,7 @@ class TokenEvent:
 
     logprob: of the distribution sampled from (tempered, truncated; at temperature 0 the same as raw_logprob);
     raw_logprob: at temperature 1, untruncated, as are top_logprobs, (token id, log-probability), likeliest first;
-    weight_version: of the weights that computed it; finish_reason: None while the answer goes on
+    weight_version: of the weights that computed it; finish_reason: None while the answer continues
     """
 
     request_id: str
@@ -75,8 +75,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class TokenScore:
-    """A given token's log-probability after the tokens before it, at temperature 1, untruncated, and the likeliest
-    ones in its place."""
+    """A given token's log-probability after the tokens before it, and the likeliest tokens in its place.
+
+    At temperature 1, untruncated.
+    """
 
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]

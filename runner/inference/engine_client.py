@@ -1,4 +1,4 @@
-"""The front end's side of an engine in another process: an asyncio client of `runner.inference.engine_process`.
+"""Asyncio client of an engine in another process (`runner.inference.engine_process`).
 
 open(requests) ─▶ Generation: async for event in …; leaving it early cancels what is unfinished
 """
@@ -74,10 +74,10 @@ class EngineClient:
 
     @asynccontextmanager
     async def open(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[AsyncIterator[TokenEvent]]:
-        """The events of some requests, as they come, until all are finished; what is not by the end of the block is
-        cancelled. Their ids are given anew, in their order: "0", "1", …
+        """The events of some requests, as they come, until all are finished.
 
-        Raises DataError for a request that cannot be answered, EngineLost where the engine has ended.
+        What is not finished at the end of the block is cancelled. Their ids are given again, in their order: "0",
+        "1", … Raises DataError for a request that cannot be answered, EngineLost where the engine has ended.
         """
         self._raise_failure()
         queue = asyncio.Queue[TokenEvent | RunnerError]()

@@ -1,4 +1,4 @@
-"""The engine's side of two processes: takes requests as JSON lines, steps the engine, and sends every new token.
+"""The engine's process: reads requests as JSON lines, steps the engine, and sends every new token.
 
     {"submit": [request, …]} {"cancel": [id, …]} {"score": …} ─▶ engine ─▶ {"ready": …} {"events": […]} {"failed": …}
 
@@ -70,7 +70,7 @@ class EngineInfo:
 
 
 def run_engine(engine: Engine, lines: JsonLines, load_folder: Callable[[Path], None]) -> None:
-    """Answer requests until the front end closes the connection. load_folder: reads other weights into the model."""
+    """Answer requests until the front end disconnects. load_folder: reads other weights into the model."""
     while (messages := lines.receive(IDLE_WAIT_S if engine.is_idle else 0.0)) is not None:
         for message in messages:
             for reply in _handle_message(engine, message, load_folder):
@@ -107,8 +107,10 @@ def _handle_message(
 
 
 def _load_folder(engine: Engine, model: TrainableModel, settings: EngineSettings, folder: Path) -> None:
-    """Copy the weights of a model's folder; they count as the next version. Raises RunnerError, and ValueError where
-    they are another model's, or requests run."""
+    """Copy the weights of a model's folder; they count as the next version.
+
+    Raises RunnerError, and ValueError where they are another model's, or requests run.
+    """
     import torch
 
     found = load_source(parse_source(str(folder)), device=settings.device).model.module.state_dict()

@@ -21,8 +21,11 @@ _ids = count()
 def stream_answer(
     engine: Engine, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, is_stopped: Callable[[], bool]
 ) -> Iterator[str]:
-    """Pieces of text of one answer, never half a character. A caller that stops listening cancels the request, and so
-    does `is_stopped`, which is asked before each token. Raises DataError for a prompt that cannot be answered."""
+    """Yield the text of one answer in parts, never half a character.
+
+    A caller that stops listening cancels the request, and so does `is_stopped`, which is called before each token.
+    Raises DataError for a prompt that cannot be answered.
+    """
     request = GenerationRequest(f"answer-{next(_ids)}", tuple(prompt_ids), params)
     text = TextStream(
         lambda ids: str(tokenizer.decode(ids)), hidden_token_ids(tokenizer, engine.limits.stop_token_ids), params.stop

@@ -1,4 +1,4 @@
-"""Serve an ASGI application by uvicorn, with the limits and the token check that uvicorn does not have.
+"""Serve an ASGI application by uvicorn, with limits and a token check that uvicorn does not have.
 
 listen(host, port) ─▶ socket ─▶ make_server(app, limits).run(sockets=[socket])     in this thread, until SIGTERM
                              └▶ serve_in_thread(app, socket, limits)               beside a thread that computes
@@ -42,7 +42,7 @@ class HttpLimits:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 = any free one. Raises EnvironmentProblem where the address cannot be had."""
+    """A listening socket; port 0 = any free one. Raises EnvironmentProblem if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -89,7 +89,7 @@ class _ServerWithoutSignals(uvicorn.Server):
 
 @contextmanager
 def serve_in_thread(app: ASGIApp, listener: socket.socket, limits: HttpLimits) -> Iterator[None]:
-    """Answer requests in a thread of its own while the block runs; at its end what is in flight is cancelled."""
+    """Answer requests in a separate thread while the block runs; its end cancels what is in flight."""
     server = make_server(app, limits, grace_s=1)
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
@@ -101,7 +101,7 @@ def serve_in_thread(app: ASGIApp, listener: socket.socket, limits: HttpLimits) -
 
 
 class TokenCheck:
-    """ASGI middleware: answers 401 unless the request has `Authorization: Bearer TOKEN`. open_paths need no token."""
+    """ASGI middleware: answers 401 without `Authorization: Bearer TOKEN`. open_paths need no token."""
 
     def __init__(self, app: ASGIApp, token: str, open_paths: frozenset[str] = frozenset()) -> None:
         self._app, self._expected, self._open_paths = app, bearer(token).encode(), open_paths

@@ -327,7 +327,7 @@ def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
 
 
 def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[TrainableModel, dict[str, str]]:
-    """The model with every adapter of its source, of which it has the first; and their names in the peft model."""
+    """The model with every adapter of its source, the first one attached already; and their peft names."""
     if not source.adapters:
         return model, {}
     if source.kind == "run":
@@ -344,8 +344,11 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
 
 
 def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
-    """The folder or hub id that `path`, the value of the option `key`, means: a run is its export, a model of
-    ModelScope is downloaded. Raises SpecError where there is none, and what a damaged folder raises."""
+    """The folder or hub id that `path`, the value of the option `key`, means.
+
+    A run is its export; a model of ModelScope is downloaded. Raises SpecError where there is none, and what a damaged
+    folder raises.
+    """
     try:
         source = parse_source(path, base=base)
         source = fetch_source(source) if source.kind == "modelscope" else source  # of the hub: a job's preflight

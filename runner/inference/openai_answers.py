@@ -1,4 +1,4 @@
-"""Answers of OpenAI's protocol: from requests and the engine's events to one JSON object, or to chunks.
+"""OpenAI-protocol answers: requests and engine events to one JSON object, or to chunks.
 
     prompts × n ─▶ requests ─engine─▶ events ─Choice─▶ pieces ─▶ whole() or chunks()
 

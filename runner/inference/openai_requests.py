@@ -1,5 +1,6 @@
-"""The bodies of OpenAI's protocol that the server reads, with vLLM's additions. A field that is not known is refused,
-because an ignored one would change an answer silently.
+"""Request bodies of OpenAI's protocol with vLLM's additions; unknown fields are refused.
+
+An ignored field would change an answer silently.
 
 Sources: the API reference of OpenAI for completions and chat completions; vLLM's CompletionRequest for the additions.
 """
@@ -83,7 +84,7 @@ class GenerationBody(BaseModel):
         return value
 
     def sampling_params(self, max_new_tokens: int, logprobs: int, adapter: str | None) -> list[SamplingParams]:
-        """The parameters of each of the n answers. Without a seed they are drawn anew by every request."""
+        """The parameters of each of the n answers. Without a seed they are drawn again by every request."""
         seed = (secrets.randbits(SEED_BITS) if self.seed is None else self.seed) % 2**SEED_BITS
         return [
             SamplingParams(

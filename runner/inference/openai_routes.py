@@ -1,4 +1,4 @@
-"""The routes of OpenAI's protocol: models, completions, chat completions; and /tokenize, /health, /metrics."""
+"""The OpenAI routes: models, completions, chat completions; and /tokenize, /health, /metrics."""
 
 from __future__ import annotations
 
@@ -61,8 +61,10 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises BadRequest where it is not said to be JSON: a web page of another site can send no
-    such request without the browser's asking this server first."""
+    """The body of a request. Raises BadRequest where its content type is not JSON.
+
+    A web page of another site can send no JSON without the browser's asking this server first.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise BadRequest("the header Content-Type: application/json is needed", status=415)
     return await request.body()

@@ -1,4 +1,6 @@
-"""A sampler behind HTTP: the process that `launch.samplers` starts. The routes are in `sampler/server/protocol.py`.
+"""A sampler behind HTTP: the process that `launch.samplers` starts.
+
+The routes are in `sampler/server/protocol.py`.
 
     event loop, in a thread ──queue──▶ the one thread that has the sampler: load, sample, score, release
         └ /health, files of weights: answered at once
@@ -87,7 +89,7 @@ class RolloutServer:
         self.app = TokenCheck(app, token)
 
     def run(self) -> NoReturn:
-        """Do the requests one after another, until one raises SamplerError outside of a load, or a signal arrives."""
+        """Handle requests in order, until one raises SamplerError outside of a load, or a signal arrives."""
         while True:
             future, work = self._queue.get()
             if not future.set_running_or_notify_cancel():
@@ -236,7 +238,7 @@ def serve(
     port: int = 0,
     device_stats: Callable[[], Mapping[str, float]] = dict,
 ) -> NoReturn:
-    """Serve `sampler` as number `index` of a job's, until something is raised in this thread, which alone uses it.
+    """Serve `sampler` as server number `index` of a job, until an error; this thread alone uses it.
 
     endpoints: the folder in which clients look for servers; host: the address of this machine to listen at, and at
     which clients reach it; port: 0 = any free one. Raises EnvironmentProblem where the address cannot be had, OSError
@@ -266,7 +268,7 @@ def _endpoint_file(path: Path, endpoint: Endpoint) -> Iterator[None]:
 
 
 async def _follow(future: Future[bytes]) -> AsyncIterator[bytes]:
-    """A line feed each second, then the result. Work of a client that disconnects before it begins is cancelled."""
+    """Yield a line feed each second, then the result; a disconnect before the work begins cancels it."""
     result = asyncio.wrap_future(future)
     try:
         while not (await asyncio.wait([result], timeout=BEAT_S))[0]:

@@ -30,9 +30,14 @@ LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class ServeSettings:
-    """engine: auto = vLLM where it is installed and the device is no CPU; grace_s: for what is in flight at a signal;
-    start_timeout_s: until vLLM answers; weight_updates: whether a trainer with the key may replace the weights;
-    vllm_options: further words of `vllm serve`"""
+    """Settings of `run serve`.
+
+    engine: auto = vLLM where it is installed and the device is no CPU
+    grace_s: for what is in flight at a signal
+    start_timeout_s: until vLLM answers
+    weight_updates: whether a trainer with the key may replace the weights
+    vllm_options: further words of `vllm serve`
+    """
 
     engine: EngineName = "auto"
     host: str = "127.0.0.1"

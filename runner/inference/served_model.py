@@ -1,4 +1,4 @@
-"""What the routes know of the model behind the engine: its names, its tokenizer, its limits, and the numbers so far."""
+"""The served model as the routes know it: its names, tokenizer, limits and metrics."""
 
 from __future__ import annotations
 
@@ -104,8 +104,10 @@ class ServedModel:
         return render_chat(self.tokenizer, messages, tools, kwargs)
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
-        """Most tokens of an answer, None = as many as fit. Raises BadRequest where they do not fit, and for ids that
-        the model does not have."""
+        """Most tokens of an answer; wanted None = as many as fit.
+
+        Raises BadRequest where they do not fit, and for ids that the model does not have.
+        """
         if not prompt:
             raise BadRequest("the prompt is empty; at least one token is needed", param="prompt")
         wrong = next((i for i in prompt if not 0 <= i < self.info.vocab_size), None)

@@ -1,4 +1,4 @@
-"""The HTTP server of `run serve`: a Starlette app over an engine, which ends with the engine or by a signal.
+"""The HTTP server of `run serve`: a Starlette app over an engine; ends with the engine or by a signal.
 
 connection ─HttpLimits─▶ Admission ─▶ Host header, or key ─▶ routes ─▶ engine
 """
@@ -36,8 +36,11 @@ LIMITS = HttpLimits(max_body_bytes=32 << 20)
 
 
 def create_app(served: ServedModel, *, api_key: str | None = None, weight_updates: bool = False) -> Starlette:
-    """The server's app. Without a key, only clients that name this machine in the Host header are answered, so that a
-    web page cannot reach it by a name of its own. weight_updates: with the routes of `weight_routes`"""
+    """The server's app.
+
+    Without a key, only clients that name this machine in the Host header are answered, so that a web page cannot reach
+    it by a name of its own. weight_updates: with the routes of `weight_routes`
+    """
 
     async def refuse(request: Request, error: Exception) -> Response:
         return _error_of(error)
@@ -67,7 +70,7 @@ def _error_of(error: Exception) -> Response:
 
 
 class Admission:
-    """ASGI middleware: answers 429 to more than MAX_REQUESTS at once, and counts answers by path and status."""
+    """ASGI middleware: answers 429 above MAX_REQUESTS at once, and counts answers by path and status."""
 
     def __init__(self, app: ASGIApp, served: ServedModel) -> None:
         self._app, self._served, self._running = app, served, 0

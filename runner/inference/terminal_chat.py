@@ -91,8 +91,10 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 @contextmanager
 def _stopped_by_sigint() -> Iterator[Callable[[], bool]]:
-    """What says whether Ctrl-C was pressed inside the block; a token under way is finished first, so that the engine
-    is never left in the middle of one."""
+    """A function that says whether Ctrl-C was pressed inside the block.
+
+    A token under way is finished first, so that the engine never stops in the middle of one.
+    """
     pressed: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:

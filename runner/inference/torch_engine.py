@@ -1,4 +1,4 @@
-"""The engine that runs the model itself, in this process, over a key-value cache whose rows join and leave at any time.
+"""The engine that runs the model in this process, over a key-value cache with continuous batching.
 
     waiting ──room for a row──▶ rows ◀──step── logits ──sample──▶ one event for each row; a finished row makes room
 
@@ -30,7 +30,7 @@ SCORE_TOKENS = 256  # of a row that are scored at once: their logits are [256, V
 
 
 @dataclass(slots=True)
-class _Row:
+class _RunningRow:
     """A request that has a row, or waits for one."""
 
     request: GenerationRequest
@@ -46,7 +46,7 @@ class _Batch:
 
     def __init__(self, decoder: CachedDecoder) -> None:
         self.decoder = decoder
-        self.rows: list[_Row] = []
+        self.rows: list[_RunningRow] = []
 
     def slots(self, most: int) -> list[int]:
         """The places that new rows may take now."""
@@ -55,7 +55,7 @@ class _Batch:
             return list(range(most)) if len(free) == len(self.rows) else []
         return [*free, *range(len(self.rows), most)]
 
-    def admit(self, rows: Sequence[_Row], slots: Sequence[int]) -> Tensor:
+    def admit(self, rows: Sequence[_RunningRow], slots: Sequence[int]) -> Tensor:
         """Let rows join at these places; returns the logits [n, V] after their prompts."""
         if not self.decoder.admits_any_time:
             self.rows.clear()
@@ -67,15 +67,17 @@ class _Batch:
         return logits
 
     def decode(self) -> Tensor | None:
-        """The logits [B, V] after the newest token of each row that goes on; None where none does."""
+        """The logits [B, V] after the newest token of each row that continues; None where none does."""
         if over := [at for at, row in enumerate(self.rows) if row.finished]:
             self.rows = [self.rows[at] for at in self.decoder.evict(over)]
         return self.decoder.step([row.ids[-1] for row in self.rows]) if self.rows else None
 
 
 class TorchEngine:
-    """See `Engine`. From its first step until `pause` or `close` the model is in generation mode: no gradients, its
-    own attention, a single adapter merged into its base where that is exact.
+    """See `Engine`; runs the model in this process.
+
+    From its first step until `pause` or `close` the model is in generation mode: no gradients, its own attention, a
+    single adapter merged into its base where that is exact.
 
     max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
     their names in the peft model; empty where a single adapter always answers
@@ -94,7 +96,7 @@ class TorchEngine:
         self._model, self._generator = model, model.batch_decoder(decide=decide, merge=not adapters)
         self._max_num_seqs, self._adapters = max_num_seqs, dict(adapters or {})
         self._limits = model.limits()
-        self._waiting: deque[_Row] = deque()
+        self._waiting: deque[_RunningRow] = deque()
         self._batches: dict[str | None, _Batch] = {}
         self._mode = ExitStack()
         self._is_generating = False
@@ -138,7 +140,7 @@ class TorchEngine:
             )
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
         stops = StopCriteria(self._model.tokenizer, ends, params.stop)
-        self._waiting.append(_Row(request, self._sampling_rule(params), stops, uniform_stream(params.seed)))
+        self._waiting.append(_RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed)))
 
     def cancel(self, id: str) -> None:
         """Drop a request; its row makes room at the next step."""
@@ -148,8 +150,10 @@ class TorchEngine:
                 row.finished = row.finished or row.request.id == id
 
     def step(self) -> list[TokenEvent]:
-        """One token of each running request, and the first one of those that join now. Raises TrainingDiverged if
-        logits are not finite."""
+        """One token of each running request, and the first token of those that join now.
+
+        Raises TrainingDiverged if logits are not finite.
+        """
         if self._paused == "keep" or self.is_idle:
             return []
         self._enter_generation_mode()
@@ -201,7 +205,7 @@ class TorchEngine:
 
     # --- tokens ---
 
-    def _sample(self, logits: Tensor, rows: Sequence[_Row]) -> list[TokenEvent]:
+    def _sample(self, logits: Tensor, rows: Sequence[_RunningRow]) -> list[TokenEvent]:
         """The next token of each row, from logits [B, V]."""
         logits = logits if logits.dtype == torch.float64 else logits.float()
         raw = logits.log_softmax(-1)
@@ -224,7 +228,9 @@ class TorchEngine:
         columns = (ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), tops)
         return [self._extend(row, *values) for row, *values in zip(rows, *columns, strict=True)]
 
-    def _extend(self, row: _Row, token: int, logprob: float, raw: float, top: list[tuple[int, float]]) -> TokenEvent:
+    def _extend(
+        self, row: _RunningRow, token: int, logprob: float, raw: float, top: list[tuple[int, float]]
+    ) -> TokenEvent:
         """Add a token to a row's answer, which it may finish."""
         params = row.request.params
         row.ids.append(token)
@@ -237,7 +243,7 @@ class TorchEngine:
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]:
-        """Log-probabilities of all tokens but the first. Raises DataError for ids that the model does not have."""
+        """Log-probabilities of all tokens but the first. Raises DataError for ids outside the vocabulary."""
         self._check_ids(ids)
         self._check_adapter(adapter)
         limit = self._limits.length_limit
@@ -271,8 +277,11 @@ class TorchEngine:
         self._paused = None
 
     def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Copy `weights`, named as the model's trainable parameters, and call them `version`; None: they are the
-        trainer's own, which has changed them. Raises ValueError while requests run that are not paused."""
+        """Copy `weights`, named as the model's trainable parameters, and call them `version`.
+
+        None: they are the trainer's own, which has changed them. Raises ValueError while requests run that are not
+        paused.
+        """
         if self.num_running and self._paused != "keep":
             raise ValueError(f"{self.num_running} requests are running; pause the engine and finish or cancel them")
         self._leave_generation_mode()

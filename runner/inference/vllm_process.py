@@ -29,8 +29,11 @@ LOG_LINES = 15  # of the log that an error shows
 
 
 def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:
-    """Start vLLM and wait for its end. Raises Interrupted after a signal, DeadlineExceeded where it does not answer in
-    time, RankLost where it ends by itself."""
+    """Start vLLM and wait for its end.
+
+    Raises Interrupted after a signal, DeadlineExceeded where it does not answer in time, RankLost where it ends by
+    itself.
+    """
     from runner.inference.http import listen
 
     program = shutil.which("vllm")

@@ -1,4 +1,4 @@
-"""Routes by which a trainer gives the served model its weights: those of vLLM that `sampler.weight_sync=reload` calls.
+"""Routes that replace the served weights: vLLM's, which `sampler.weight_sync=reload` calls.
 
     POST /collective_rpc       {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
     POST /reset_prefix_cache   nothing is kept of older weights

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """What the model card says beside the spec. values: metrics of the exported step; samples: of its evaluation."""
+    """Facts of the model card beside the spec. values: metrics of the exported step; samples: evaluated."""
 
     step: int
     values: Mapping[str, float]
@@ -46,7 +46,7 @@ CheckFolder = Callable[[Path], object]  # raises where the folder is not what it
 def write_export(
     model: TrainableModel, target: Path, spec: JobSpec, facts: CardFacts, check: CheckFolder | None = None
 ) -> object:
-    """Write `model` and its card as the folder `target`; returns what `check` found in the folder, None without it.
+    """Write `model` and its card as the folder `target`; returns what `check` found, None without it.
 
     Raises StorageError where the disk refuses or something else than a folder is there, and what `check` does; `target`
     is then as it was.
@@ -97,7 +97,7 @@ def _translate_errors(target: Path) -> Iterator[None]:
 
 
 def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = None) -> None:
-    """Write README.md into an export: what it was made of and how it is loaded, without a path of this machine."""
+    """Write README.md into an export: how it was made and how to load it, with no path of this machine."""
     is_adapter = (export / "adapter_config.json").is_file()
     base = base_of(spec)
     head = {

@@ -1,5 +1,7 @@
-"""Check that an exported folder answers like the run: another process, which has transformers alone, is asked the run's
-own prompts, and its tokens and log-probabilities are compared with those of the run's model.
+"""Check that an exported folder answers like the run.
+
+Another process, which has transformers alone, is asked the run's own prompts, and its tokens and log-probabilities
+are compared with those of the run's model.
 
 run's model ─▶ greedy answers, log-probabilities ─┐
 folder ─export_probe.py─▶ the same ───────────────┴─▶ ExportCheck | ParityError

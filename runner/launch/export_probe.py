@@ -1,5 +1,6 @@
-"""Answer questions with an exported folder, by transformers (and peft) alone: a program of its own, which imports
-nothing of ours, so that it sees what any other user of the folder sees.
+"""Answer questions with an exported folder, by transformers (and peft) alone.
+
+A program of its own, which imports nothing of ours, so that it sees what any other user of the folder sees.
 
 python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer"}]}
                        > [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]

@@ -117,7 +117,7 @@ def combine_adapters(
     merge: bool,
     **loading: Any,
 ) -> None:
-    """Write the adapters of a source as one: combined by peft as `how` says, or, with `merge`, in their base's weights.
+    """Write a source's adapters as one: combined by peft as `how` says, or, with `merge`, in the base.
 
     weights: one for each adapter; density: of ties and dare. Raises EnvironmentProblem where peft cannot combine them.
     """

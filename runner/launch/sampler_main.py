@@ -1,4 +1,4 @@
-"""A rollout server of a job: reads the job from its run folder, builds its sampler, and serves it over HTTP.
+"""Rollout server process of a job: reads the job from its run folder, builds its sampler, serves it.
 
 python -m runner.launch.sampler_main FOLDER ATTEMPT PIPE INDEX        PIPE: descriptor of the pipe to the launcher
 

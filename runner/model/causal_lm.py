@@ -271,7 +271,7 @@ class CausalLM(TransformersModel):
     def _head_inputs(
         self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None
     ) -> tuple[nn.Module, Tensor, Tensor]:
-        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and those tokens' ids [S]."""
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and their ids [S]."""
         batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
         states = tokens.values_at(hidden, batch.tokens["parent"][places])
         return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]

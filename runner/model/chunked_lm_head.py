@@ -197,7 +197,7 @@ def _finite(log_softmax: Tensor) -> Tensor:
 
 
 def divide_logits(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    """Logits [n, V] divided by the temperature [n] of their token, in float32 or better; None = as they are."""
+    """Logits [n, V] by their token's temperature [n], in float32 or better; None = as they are."""
     if temperature is None:
         return logits
     return logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature[:, None]

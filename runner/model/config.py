@@ -67,8 +67,10 @@ class ModelConfig(ComponentConfig):
         return self
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        """The same config with what `source` means as a folder or hub id; `resolve` takes the value of an option, the
-        option, and the base of an adapter."""
+        """The same config with what `source` means as a folder or hub id.
+
+        `resolve` takes the value of an option, the option, and the base of an adapter.
+        """
         return self
 
     def preflight(self) -> None:

@@ -61,7 +61,7 @@ class CompletionGenerator:
             _run_decoder(decoder, asked, deque(order), choose, rows)
 
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
-        """The logits [n, V] after each id of one row, `chunk` ids at a time, with the index of the first of them."""
+        """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first."""
         cache: Any = None
         for first in range(0, len(ids), chunk):
             part = torch.tensor([ids[first : first + chunk]], device=self._causal.device)

@@ -134,7 +134,7 @@ def build(
 
 @dataclass(frozen=True, slots=True)
 class WeightsLocation:
-    """The folder or hub id that a model's weights are read from, and the folder of an adapter that goes onto it."""
+    """The folder or hub id of a model's weights, and the folder of an adapter that is put on it."""
 
     path: str
     revision: str | None = None
@@ -142,10 +142,10 @@ class WeightsLocation:
 
 
 def find_weights(config: HfConfig, key: str = "model.path", init_from: str | None = None) -> WeightsLocation:
-    """Where `config`, or the folder `init_from`, has its weights. An adapter's base is model.base, or the one that the
-    adapter names; that of an adapter in `init_from` is the model's.
+    """Where `config`, or the folder `init_from`, has its weights.
 
-    Raises EnvironmentProblem, CheckpointError or SecurityError for a folder that cannot be used, naming `key`.
+    An adapter's base is model.base, or the one that the adapter names; that of an adapter in `init_from` is the
+    model's. Raises EnvironmentProblem, CheckpointError or SecurityError for a folder that cannot be used, naming `key`.
     """
     adapter, path = _find_adapter(init_from or config.path, key, None if init_from else config.revision)
     if init_from is not None and adapter is not None:
@@ -174,7 +174,7 @@ def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | Non
 
 
 def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
-    """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
+    """The folder, or the commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
     if Path(weights.path).exists():
         return WeightsSource(folder=Path(weights.path), drawn=drawn, adapter=weights.adapter)
     config = cached_file(weights.path, "config.json", revision=weights.revision)
@@ -247,7 +247,7 @@ def _load_pretrained(
 
 
 def _image_tensors(path: str, revision: str | None, module: Any) -> int:
-    """How many tensors for images or sound transformers passes over, unsaid, as it loads the text part of a model."""
+    """Number of image or sound tensors that transformers skips silently in the text part of a model."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
     folder = (
         Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent

@@ -14,8 +14,10 @@ PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # what lies 
 
 
 def check(path: str, key: str = "") -> None:
-    """Raise EnvironmentProblem for a hub id whose files are neither in the cache nor to be had: the hub is switched
-    off, or does not answer. `key` is the option that says the path, if one does."""
+    """Raise EnvironmentProblem for a hub id whose files are neither cached nor available.
+
+    The hub is switched off, or does not answer. `key` is the option that says the path, if one does.
+    """
     if Path(path).expanduser().exists() or is_cached(path, os.environ):
         return
     if fault := hub_fault(os.environ):

@@ -119,8 +119,10 @@ def place_on_device(
 
 
 def refuse_nonfinite_weights(module: nn.Module, source: str) -> None:
-    """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity; `source`: the option and path
-    that they were read from."""
+    """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity.
+
+    `source`: the option and path that they were read from.
+    """
     found = {
         name: int((~tensor.isfinite()).sum())
         for name, tensor in module.state_dict().items()

@@ -6,7 +6,7 @@ Three ways, with the same verbs (admit, step, evict); a model gets the first tha
 
     ContinuousBatchDecoder   a preallocated cache whose rows all end in the same column: rows join and leave at any time
     WaveBatchDecoder         the cache that the model makes for itself: rows leave at any time, join when all have left
-    RecomputeBatchDecoder    no cache: every token is computed anew, for models whose state is neither
+    RecomputeBatchDecoder    no cache: every token is computed again, for models whose state is neither
 
               columns →   · · 3 1 4 1 5 │        a step writes one column for every row; a row that joins is put
               rows ↓      · · · · 2 6 5 │        left of the line, where the mask hides what stands before it
@@ -140,8 +140,7 @@ class PreallocatedCache(Cache):
         super().__init__(layers=[*self._columns])
 
     def ensure_room(self, longest: int, rows: int) -> int:
-        """Make sure that a row of `longest` tokens fits, one more column, and so many rows; returns by how much columns
-        moved."""
+        """Make room for `rows` rows of `longest` tokens and one more; returns how far columns moved."""
         span, columns, has_rows = self.span, self._columns[0].keys.shape[2], rows <= self._columns[0].keys.shape[0]
         if longest <= span.end < columns and has_rows:
             return 0
@@ -296,8 +295,7 @@ class WaveBatchDecoder:
 
 
 class RecomputeBatchDecoder:
-    """Rows that join and leave at any time, without a cache: every step computes whole rows again, those of one length
-    together and none padded."""
+    """Continuous batching without a cache: every step computes whole rows, grouped by length, unpadded."""
 
     admits_any_time: ClassVar[bool] = True
 
@@ -371,7 +369,7 @@ def _last_logits(causal: Any, row: PromptIds) -> Tensor:
 
 
 def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
-    """The first of the three ways that gives the logits of whole rows; says so where it is not the fastest.
+    """The first of three decoders with the logits of whole rows; reports it where it is not the fastest.
 
     Raises SpecError if there is none.
     """
@@ -383,7 +381,7 @@ def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
         return WaveBatchDecoder
     if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
         reason = f"{against}; with its own cache: {more}"
-        decide("sampler", "keys and values kept", "every token computed anew, which is slow", reason)
+        decide("sampler", "keys and values kept", "every token computed again, which is slow", reason)
         return RecomputeBatchDecoder
     name = type(causal).__name__
     raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

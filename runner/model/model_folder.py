@@ -46,8 +46,10 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """The settings of a PEFT adapter. Raises CheckpointError if they cannot be read, EnvironmentProblem for an adapter
-    that is not LoRA, or that fits no published base."""
+    """The settings of a PEFT adapter. Raises CheckpointError if they cannot be read.
+
+    Raises EnvironmentProblem for an adapter that is not LoRA, or that fits no published base.
+    """
     config = read_json(folder / ADAPTER_CONFIG)
     if (kind := str(config.get("peft_type"))) != "LORA":
         raise EnvironmentProblem(
@@ -64,7 +66,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def adapter_base(folder: str | Path) -> str:
-    """The folder or hub id of the base that an adapter names. Raises EnvironmentProblem if there is none here."""
+    """The folder or hub id of an adapter's base. Raises EnvironmentProblem if there is none here."""
     from runner.model.hub_access import is_hub_id
 
     folder = Path(folder)
@@ -161,22 +163,22 @@ def _refuse_pickles(folder: Path, key: str) -> None:
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Type, shape and place of each tensor of a safetensors file. Raises CheckpointError if the file is not whole."""
+    """Type, shape and place of each tensor of a safetensors file. Raises CheckpointError if truncated."""
     _refuse_stub(path)
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise _truncated(path, "its header is cut off, or it is no safetensors file")
+            raise _truncated_file_error(path, "its header is cut off, or it is no safetensors file")
         text = file.read(length)
     try:
         header = json.loads(text)
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = max((_checked_end(name, tensor) for name, tensor in tensors.items()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _truncated(path, f"its header cannot be read ({error})") from error
+        raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
-        raise _truncated(path, f"it has {size} bytes, its header says {8 + length + end}")
+        raise _truncated_file_error(path, f"it has {size} bytes, its header says {8 + length + end}")
     return tensors
 
 
@@ -187,12 +189,12 @@ def _checked_end(name: str, tensor: Mapping[str, Any]) -> int:
     return int(end)
 
 
-def _truncated(path: Path, why: str) -> CheckpointError:
+def _truncated_file_error(path: Path, why: str) -> CheckpointError:
     return CheckpointError(f"{path} is not whole: {why}; copy or download it again")
 
 
 def _refuse_stub(path: Path) -> None:
-    """Raise CheckpointError for a file that is missing, empty, or the pointer that Git LFS leaves in its place."""
+    """Raise CheckpointError for a missing or empty file, or the pointer that Git LFS leaves instead."""
     try:
         with path.open("rb") as file:
             start = file.read(len(LFS_POINTER))

@@ -71,8 +71,10 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
 
 
 def float32_modules(module: nn.Module) -> list[nn.Module]:
-    """What computes in float32 in every model: the routers of mixtures of experts and heads of one number; and what is
-    marked with `computes_in_float32`, as an LM head is by `model.head_dtype`."""
+    """The modules that compute in float32: MoE routers, heads of one number, and marked ones.
+
+    Marked with `computes_in_float32`, as an LM head is by `model.head_dtype`.
+    """
     found: list[nn.Module] = []
     for part in module.modules():
         children = part._modules

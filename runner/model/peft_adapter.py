@@ -1,4 +1,4 @@
-"""Load PEFT adapters that were trained elsewhere: ours, TRL's, ms-swift's. Only LoRA, only safetensors.
+"""Load PEFT adapters trained here or elsewhere (TRL, ms-swift). Only LoRA, only safetensors.
 
 base model + adapter_config.json + adapter_model.safetensors ─▶ a peft model, its adapter trainable and in float32
 """
@@ -21,7 +21,7 @@ from runner.spec.base import Head
 
 
 def attach_adapter(inner: Any, folder: Path, *, head: Head = "lm", name: str = "default") -> Any:
-    """`inner`, a transformers model or a peft model around one, with the adapter of `folder` under `name`, trainable.
+    """`inner`, a transformers or peft model, with the adapter of `folder` as `name`, trainable.
 
     On the meta device no weights are read. Raises CheckpointError if the adapter does not fit the base or lacks
     tensors, EnvironmentProblem if it is not LoRA.
@@ -81,7 +81,7 @@ def _unfit(folder: Path, why: str) -> CheckpointError:
 
 @contextmanager
 def quiet_peft() -> Iterator[None]:
-    """Without peft's warnings about its own deprecated calls, ranks of experts, and settings newer than it."""
+    """Silence peft's warnings of its deprecated calls, ranks of experts, and newer settings."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
@@ -89,8 +89,7 @@ def quiet_peft() -> Iterator[None]:
 
 
 def merge_into_base(module: Any, inner: nn.Module) -> Any:
-    """The transformers model `inner` of a peft model with the adapter in its weights, added in float32; each weight in
-    the type that it had."""
+    """The transformers model `inner` with the adapter merged in float32; each weight keeps its type."""
     dtypes = {name.replace(".base_layer.", "."): p.dtype for name, p in inner.named_parameters()}
     merged = module.float().merge_and_unload()
     for name, parameter in merged.named_parameters():

@@ -140,7 +140,7 @@ def collect_errors(errors: list[RunnerError]) -> Iterator[None]:
 
 
 def raise_collected(errors: Sequence[RunnerError]) -> None:
-    """Raise the errors of several parts as one, with the type of the highest exit code; nothing if there is none."""
+    """Raise several errors as one, with the type of the highest exit code; nothing if there is none."""
     if len(errors) == 1:
         raise errors[0]
     of_spec = [error for error in errors if isinstance(error, SpecError)]
@@ -160,7 +160,7 @@ def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | l
     known = {cls.component_name(): cls for cls in _summable_configs()}
     name = given.get("name")
     if name not in known:
-        return [(f"{key}.name", _unknown(name, known))]
+        return [(f"{key}.name", _describe_unknown_name(name, known))]
     options = {field: value for field, value in given.items() if field not in ("name", "weight") and value != MISSING}
     config, found = _validate_options(known[name], options, key, known)
     weight, wrong = _validate_options(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
@@ -194,7 +194,7 @@ def _message(
     return value_complaint(cls.model_json_schema()["properties"][field], field, options[field])
 
 
-def _unknown(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
+def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
     names = ", ".join(sorted(known))
     if name is None:
         return f"each part names a reward: {{name: …}} ({names})"

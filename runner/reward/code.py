@@ -1,4 +1,4 @@
-"""Runs the code of completions against tests: in a sandbox of bubblewrap here, or by a SandboxFusion service.
+"""Run the code of completions against tests: in a bubblewrap sandbox or a SandboxFusion service.
 
     completion ──extract──▶ code ─┬─ + tests ──▶ one run: all tests passed, as its last line says
                                   └─ inputs, outputs ──▶ a run per input: what it prints is the output
@@ -137,7 +137,10 @@ def _read_all(file: IO[bytes]) -> bytes:
 
 
 def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
-    """Run code by SandboxFusion's POST /run_code (https://bytedance.github.io/SandboxFusion). Raises SandboxError."""
+    """Run code by SandboxFusion's POST /run_code. Raises SandboxError.
+
+    Source: https://bytedance.github.io/SandboxFusion
+    """
     from aiohttp import ClientError
 
     from runner.core.bounded_text import parse_json

@@ -1,4 +1,4 @@
-"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs only math-verify."""
+"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs math-verify."""
 
 from __future__ import annotations
 

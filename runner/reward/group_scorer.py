@@ -46,7 +46,7 @@ class ScoringFailure:
 
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """The scores of one group, None where there is none, and the faults behind those; raised: by a user's function."""
+    """One group's scores, None where there is none, and the faults behind those; raised: by a function."""
 
     values: list[float | None]
     failures: tuple[ScoringFailure, ...] = ()

@@ -35,7 +35,7 @@ def function_fault(file: Path, function: str) -> str | None:
 
 def required_columns(file: Path, function: str) -> list[str]:
     """The columns that `function` names without a default; none where that is unknown (e.g. decorated)."""
-    node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
+    node = dict(_name_bindings(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return []
     plain = [*node.args.posonlyargs, *node.args.args]
@@ -45,7 +45,7 @@ def required_columns(file: Path, function: str) -> list[str]:
 
 
 def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
-    bound = dict(_bound(tree.body))
+    bound = dict(_name_bindings(tree.body))
     if function in bound or "*" in bound:
         node = bound.get(function)
         return (
@@ -58,7 +58,7 @@ def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
     return f"{file} has no function '{function}'; {hint}{has}"
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+def _name_bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
     """(name, statement) for each name that these statements bind; `*` stands for any number of them."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -66,8 +66,8 @@ def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
         elif isinstance(node, BLOCKS):
-            yield from _bound([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
-            yield from _bound([s for h in getattr(node, "handlers", []) for s in h.body])
+            yield from _name_bindings([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
+            yield from _name_bindings([s for h in getattr(node, "handlers", []) for s in h.body])
         else:
             names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             yield from ((name.id, node) for name in names)

@@ -1,4 +1,4 @@
-"""Tries a reward on two real rows before the model is loaded: a function that raises ends the job there.
+"""Try a reward on two real rows before the model is loaded: a function that raises ends the job there.
 
     rows ──their answer as the completion──▶ GroupScorer.preview ──▶ scores, which are shown; or DataError
 
@@ -28,7 +28,7 @@ def try_reward(
     """
     groups = [[_completion(prompt, tokenizer)] for prompt in prompts]
     for name, scorer in _scorers(reward, option):
-        shown = [_shown(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
+        shown = [_format_scores(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
         known = all(ANSWER in prompt.columns for prompt in prompts)
         given = f"its column {ANSWER}" if known else "its prompt"
         decide.record_fact(name, "; ".join(shown), f"tried before the first step; each row with {given} as completion")
@@ -51,7 +51,7 @@ def _scorers(reward: Reward, name: str) -> Iterator[tuple[str, GroupScorer]]:
         yield name, reward
 
 
-def _shown(name: str, row: int, scored: GroupScores) -> str:
+def _format_scores(name: str, row: int, scored: GroupScores) -> str:
     """`row 1: 0.5`, or why it has no score. Raises DataError where the function raised."""
     if scored.raised:
         raise DataError(

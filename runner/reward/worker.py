@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: descriptors of socket and stack file, file, function, `here` if modules beside it may be imported."""
+    """argv: descriptors of socket and stack file, file, function, `here` to allow modules beside it."""
     descriptor, stack, path, name, where = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

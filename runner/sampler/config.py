@@ -165,7 +165,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class ServerSamplerConfig(SamplingConfig):
-    """A server that runs already: vLLM, run serve, or another with OpenAI's completions that returns token ids."""
+    """A running server: vLLM, run serve, or another whose OpenAI completions return token ids."""
 
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True

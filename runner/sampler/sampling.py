@@ -1,5 +1,7 @@
-"""Drawing one id per row from logits (temperature, truncation, one pair of uniform numbers per draw), when an answer is
-over (an end token, a stop string in its text, its last permitted token), and what may be asked for.
+"""Token sampling from logits, stop criteria of answers, and checks of sampling parameters.
+
+One id per row is sampled from logits (temperature, truncation, one pair of uniform numbers per sample). An answer is
+over at an end token, a stop string in its text, or its last permitted token.
 
     logits [B, V] ──÷ temperature──▶ top-k ─▶ nucleus ─▶ min-p ──softmax──▶ p ──inverse CDF at u──▶ ids [B]
 
@@ -54,8 +56,10 @@ class SamplingRule:
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """ids int64 [B]; the logprobs, float32 or better [B], under the rule and, if requested, at its temperature before
-    truncation."""
+    """ids int64 [B] and their logprobs, float32 or better [B].
+
+    The logprobs are under the rule and, if requested, at its temperature before truncation.
+    """
 
     ids: Tensor
     logprobs: Tensor
@@ -75,8 +79,10 @@ def uniform_stream(seed: int) -> Iterator[tuple[int, int]]:
 
 
 def sample_tokens(logits: Tensor, u: Tensor, rule: SamplingRule, *, raw: bool = False) -> SampledTokens:
-    """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name; raw: with raw_logprobs,
-    which a rule that truncates pays for with a logsumexp of [B, V]."""
+    """One id per row of `logits` [B, V], at the point that the uniforms u, int64 [B, 2], name.
+
+    raw: with raw_logprobs, which a rule that truncates pays for with a logsumexp of [B, V].
+    """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     scaled = logits if rule.temperature == 1 else logits / rule.temperature
     values, ids = truncate_logits(scaled, rule)
@@ -91,7 +97,7 @@ def sample_tokens(logits: Tensor, u: Tensor, rule: SamplingRule, *, raw: bool = 
 
 
 def truncate_logits(scaled: Tensor, rule: SamplingRule) -> tuple[Tensor, Tensor | None]:
-    """Tempered logits [B, K], -inf for what is cut, and their ids [B, K]; None = those of the whole vocabulary."""
+    """Logits at the temperature [B, K], -inf for what is cut, and their ids [B, K]; None = all ids."""
     values, ids = scaled, None
     if rule.top_k is not None:
         values, ids = scaled.topk(rule.top_k)
@@ -107,7 +113,7 @@ def truncate_logits(scaled: Tensor, rule: SamplingRule) -> tuple[Tensor, Tensor 
 
 
 def _likeliest(scaled: Tensor, mass: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """The likeliest ids, likeliest first, as many as surely hold every row's nucleus: sorting all would be slow."""
+    """The likeliest ids in order, enough to hold every row's nucleus: sorting all would be slow."""
     count, vocabulary = TOPK_START, scaled.shape[1]
     while count < vocabulary:
         values, ids = scaled.topk(count)
@@ -192,7 +198,9 @@ def check_token_ids(config: SamplingConfig, vocabulary: int) -> None:
 
 
 def answer_limit(request: Request, most: int, longest: tuple[int, str] | None) -> int:
-    """The most tokens of this answer, where one has at most `most` and both prompt and answer `longest` (and why).
+    """The most tokens of this answer.
+
+    most: tokens of an answer; longest: tokens of prompt and answer together, and why, None = no limit.
 
     Raises ValueError where nothing is asked for, DataError where the prompt leaves no room.
     """

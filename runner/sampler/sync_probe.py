@@ -1,4 +1,4 @@
-"""The sync probe: after a weight sync, samplers score fixed rows, and the scores must match the trainer's.
+"""The sync probe: after a weight sync, samplers score fixed rows, which must match the trainer.
 
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 

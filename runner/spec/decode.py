@@ -317,7 +317,7 @@ def _contradictions(job: JobSpec) -> list[Found]:
 
 
 def _mentions(found: Found, keys: Iterable[str]) -> bool:
-    """Whether a contradiction may come from the default that replaced a wrong value of one of these options."""
+    """Whether a contradiction may come from the default that replaced a wrong value of these options."""
     words = set(re.findall(r"\w+", " ".join(found)))
     return any(key.rpartition(".")[2] in words for key in keys)
 

@@ -1,4 +1,4 @@
-"""Whether a job can measure a metric, as far as its spec says: a sweep by one that no job has is refused at once."""
+"""Check from its spec whether a job can measure a metric, so that a sweep by a missing one is refused."""
 
 from __future__ import annotations
 

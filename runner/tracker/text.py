@@ -1,4 +1,4 @@
-"""Numbers and foreign text as a person can read them in one line of a terminal. Pure functions, and print_text."""
+"""Numbers and foreign text in one readable line of a terminal. Pure functions, and print_text."""
 
 from __future__ import annotations
 

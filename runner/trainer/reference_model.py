@@ -83,7 +83,7 @@ class FrozenModel:
 
 
 def frozen_copy_of_adapter(model: TrainableModel) -> Callable[[], AbstractContextManager[None]]:
-    """What puts a copy, made now, of the model's trainable parameters in their place for the length of a block.
+    """Copy the trainable parameters now; returns a context manager that puts the copy in their place.
 
     For a reference that is the policy before it learns, without a second base. The block is no part of a pass that is
     differentiated. Not for parameters that DeepSpeed has partitioned.

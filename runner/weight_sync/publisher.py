@@ -61,7 +61,7 @@ class Publisher:
         self._lock = threading.Lock()
 
     def publish(self, version: int) -> None:
-        """The weights after `version` steps are in place: they are sent, or kept until they are due. Collective."""
+        """Send the weights after `version` steps, or keep them until they are due. Collective."""
         self._first = version if self._first is None else self._first
         oldest = version - self._lag
         if self._probe is not None and self._learner is not None:
@@ -75,8 +75,10 @@ class Publisher:
             self._note({"weight_sync/bytes": float(sent)})
 
     def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
-        """`collect`, but with the sampler holding the weights that are due to the step; between two steps that are not
-        sampled ahead it need not hold anything."""
+        """`collect`, with the sampler holding the weights that are due to the step.
+
+        Between two steps that are not sampled ahead it need not hold anything.
+        """
 
         def loaded(step: int) -> T:
             self.load_for(step)
@@ -88,8 +90,10 @@ class Publisher:
         return loaded
 
     def load_for(self, step: int) -> None:
-        """Give the sampler the weights that `step` is to be sampled with, unless it has them. Collective. Raises
-        SamplerError where it does not take them, on all ranks."""
+        """Give the sampler the weights of `step`, unless it has them. Collective.
+
+        Raises SamplerError, on all ranks, where it does not take them.
+        """
         assert self._first is not None  # a first version was published
         version = max(step - self._lag, self._first)
         if version != self._loaded:
@@ -100,8 +104,10 @@ class Publisher:
                 self._note({"weight_sync/load_s": time.perf_counter() - begin})
 
     def numbers(self) -> dict[str, float]:
-        """Of the newest weights that were sent: how many bytes, what it took, and how far off the sampler was then; and
-        what the sampler has measured since this was last asked for."""
+        """Metrics of the newest weights sent: bytes, seconds, and the sampler's distance then.
+
+        Also what the sampler has measured since the last call.
+        """
         measured = {f"sampler/{name}": value for name, value in self._sampler.pop_metrics().items()}
         with self._lock:
             return {**self._numbers, **measured}

@@ -1,4 +1,4 @@
-"""A file of the weight store: written aside and renamed, over the memory of one that nobody has any more.
+"""A file of the weight store: written aside and renamed, over the memory of a file no longer in use.
 
     new     .staging-v8-0000 ──written──▶ v8-0000.safetensors
     spare   v7-0000 ──renamed, as nobody wants it──▶ .staging-spare-… ──leased──▶ written over ──▶ v8-0000.safetensors
@@ -28,8 +28,10 @@ from runner.weight_sync.weight_checksum import byte_chunks, chunk_digest, tensor
 
 
 def supports_leases(folder: Path) -> bool:
-    """Whether this disk can say that nobody has a file, which is tried out: some know no leases, and the layered one of
-    a container grants them for what is mapped. Raises OSError."""
+    """Whether this disk can say that nobody has a file open, which is tried out. Raises OSError.
+
+    Some know no leases, and the layered one of a container grants them for what is mapped.
+    """
     path = folder / f"{STAGED}trial"
     write_file(path, {"trial": torch.zeros(1)}, {}, None)
     handle = os.open(path, os.O_RDWR)
@@ -53,7 +55,10 @@ def set_aside(path: Path) -> Path:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], spare: Path | None
 ) -> dict[str, bytes]:
-    """Make a safetensors file of contiguous tensors on the CPU; their digests. `spare` is used up. Raises OSError."""
+    """Write a safetensors file of contiguous CPU tensors; returns their digests. Raises OSError.
+
+    `spare` is used up.
+    """
     layout = compute_layout({name: (TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}, metadata)
     staged = path.with_name(f"{STAGED}{path.name}")
     digests: dict[str, bytes] = {}

@@ -60,7 +60,7 @@ def remove_store_dirs(root: Path, memory: Path = MEMORY) -> bool:
 
 
 def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
-    """A new, empty folder for weights of the run in `root`, which take up to `need` bytes; readable for this user only.
+    """A new, empty folder in `root` for weights of up to `need` bytes, readable for this user only.
 
     What dead runs left in the host's memory is removed first. Both that and that there is no room there are said.
     Raises EnvironmentProblem where another process has the run's folder, StorageError where there can be none.
@@ -136,8 +136,11 @@ def _made(path: Path, root: Path) -> ReservedDir | None:
 
 
 def _lock(handle: int) -> None:
-    """Raise BlockingIOError where another process has the folder. Where a disk knows no locks of folders nothing is
-    locked: that can only be the run's own disk, and the run's folder has a lock."""
+    """Raise BlockingIOError where another process has the folder.
+
+    Where a disk knows no locks of folders nothing is locked: that can only be the run's own disk, and the run's folder
+    has a lock.
+    """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

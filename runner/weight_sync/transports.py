@@ -22,7 +22,7 @@ WrittenFiles = tuple[Sequence[Path], str]  # files and digest
 
 
 class WeightTransport(Protocol):
-    """What versions go through. `publish` and `drop_below` are for the thread that trains, `get` for who collects."""
+    """Carries versions of weights: the training thread calls `publish` and `drop_below`, collectors `get`."""
 
     def publish(self, version: int) -> int: ...  # the weights are these now; bytes that this rank has sent; collective
 
@@ -51,7 +51,7 @@ class SameModel:
 
 
 class DeviceCopy:
-    """Every rank keeps copies; by_reference: the tensors themselves, valid until the trainer's next update."""
+    """Every rank keeps copies; by_reference: the tensors themselves, valid until the next update."""
 
     def __init__(self, weights: Weights, *, by_reference: bool = False) -> None:
         self._weights, self._by_reference = weights, by_reference
@@ -98,7 +98,7 @@ class SharedFiles:
         self._begun = False
 
     def publish(self, version: int) -> int:
-        """See `WeightTransport`. What is raised where it is written is raised on all ranks. Raises StorageError."""
+        """See `WeightTransport`. An error of the writing rank is raised on all ranks. Raises StorageError."""
         if not self._begun and self._fixed is not None:
             self._write_on_ranks(self._fixed(), lambda store, tensors: store.keep(tensors))
         self._begun = True

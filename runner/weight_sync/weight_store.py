@@ -41,7 +41,7 @@ class StoredWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, files: Sequence[Path], version: int, digest: str | None = None) -> None:
-        """Reads the files' headers. Raises OSError or SafetensorError for files that are not there, or damaged."""
+        """Read the files' headers. Raises OSError or SafetensorError for missing or damaged files."""
         self.files, self.version = tuple(files), version
         self._digest = digest
         self._paths: dict[str, Path] = {}
@@ -99,8 +99,10 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 class WeightStore:
-    """The versions that samplers may still ask for. `put` belongs to the thread that trains; `get` may be called from
-    another one."""
+    """The versions that samplers may still ask for.
+
+    `put` belongs to the thread that trains; `get` may be called from another one.
+    """
 
     def __init__(self, reserved: ReservedDir) -> None:
         """Raises StorageError where nothing can be written."""
@@ -121,7 +123,7 @@ class WeightStore:
         self._fixed, self._fixed_digests = self._write_files(FIXED, tensors)
 
     def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StoredWeights:
-        """Write a version: what may have changed of it. Held meanwhile are WRITERS + 1 times FILE_BYTES, and a tensor.
+        """Write a version: what may have changed of it. Needs WRITERS + 1 times FILE_BYTES, and a tensor.
 
         What is raised is raised after all tensors were taken, as others may hold pieces of them. Raises StorageError
         where there is no room, ValueError for a tensor that was said to stay the same.
@@ -141,7 +143,7 @@ class WeightStore:
             return self._versions[version][0]
 
     def drop_below(self, version: int) -> None:
-        """Remove older versions; who has one mapped keeps it. The next one is written over the others, where it can."""
+        """Remove older versions; who has one mapped keeps it. The next one overwrites the others if it can."""
         with self._lock:
             old = [self._versions.pop(one)[1] for one in sorted(self._versions) if one < version]
         for path in [path for files in old for path in files if path.exists()]:

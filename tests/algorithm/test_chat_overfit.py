@@ -62,7 +62,7 @@ def test_every_turn_is_written_again_to_its_end_token(family: Family, tmp_path: 
     [item] = build_data(config, tokenizer=tokenizer, chat=family.options, **options).take(0, 1)
     rows = encode_chat(tokenizer, messages, tools, family.options)
     assert not isinstance(rows, str)
-    spans = [span for row in rows for span in trained_spans(row.ids, row.learnt)]
+    spans = [span for row in rows for span in trained_spans(row.ids, row.loss_mask)]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(spans) == len(turns) == 3
     ends = {span[-1] for span in spans}  # Phi-3 writes two of them after a last turn, and generation stops at the first

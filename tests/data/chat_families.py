@@ -169,7 +169,7 @@ def equals_trl(family: Family, messages: Sequence[Message], tools: Any, row: Enc
         theirs = tokenizer.apply_chat_template([dict(m) for m in messages], tools=list(tools) or None, **options)
     except Exception:  # some of these templates take no parts, no reasoning or no calls
         return False
-    ours = spans(tokenizer, row.ids, row.learnt)
+    ours = spans(tokenizer, row.ids, row.loss_mask)
     other = spans(tokenizer, theirs["input_ids"], theirs["assistant_masks"])
     same = len(ours) == len(other) and all(b.strip().endswith(a.strip()) for a, b in zip(ours, other, strict=True))
     return same and list(theirs["input_ids"]) == row.ids

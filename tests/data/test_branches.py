@@ -38,9 +38,9 @@ def sft(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn) -
 
 
 def learnt_part(row: EncodedExample) -> tuple[list[int], list[int]]:
-    """(what stands before the learnt tokens, the learnt ones) of a row with one stretch of them."""
-    start, stop = row.learnt.index(1), len(row.learnt) - row.learnt[::-1].index(1)
-    assert all(row.learnt[start:stop])
+    """(what stands before the trained tokens, the learnt ones) of a row with one stretch of them."""
+    start, stop = row.loss_mask.index(1), len(row.loss_mask) - row.loss_mask[::-1].index(1)
+    assert all(row.loss_mask[start:stop])
     return row.ids[:start], row.ids[start:stop]
 
 
@@ -80,7 +80,7 @@ def test_texts_concatenate_to_the_tokens_of_sft(
     for completion, example in zip(row.answers, answers, strict=True):
         whole = sft(tokenizer, example, "assistant")
         assert whole.ids == row.prompt + completion
-        assert whole.learnt[1:] == ([0] * len(row.prompt) + [1] * len(completion))[1:]
+        assert whole.loss_mask[1:] == ([0] * len(row.prompt) + [1] * len(completion))[1:]
         assert completion[-1] == tokenizer.eos_token_id
 
 

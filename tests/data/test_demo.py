@@ -175,7 +175,7 @@ def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
 def test_faults_of_the_template_are_found_at_the_start() -> None:
     with pytest.raises(DataError, match="no chat template"):
         demo(byte_tokenizer(template=None))
-    with pytest.raises(Exception, match="where it ends is not learnt"):
+    with pytest.raises(Exception, match="where it ends is not trained on"):
         demo(byte_tokenizer(template=CHATML.replace("<|im_end|>", "##")))
 
 
@@ -195,7 +195,7 @@ def summed(question: str) -> str:
 
 
 def test_every_other_sum_is_taught_as_the_conversation_that_the_calculator_would_have(tokenizer: Any) -> None:
-    """What the tool says is what environment=calculator says, and only the assistant is learnt."""
+    """What the tool says is what environment=calculator says, and only the assistant is trained on."""
     found = demo(tokenizer, items=300, held_out=20, **SUM)
     environment = calculator.build(CalculatorConfig()).make()
     asked = 0

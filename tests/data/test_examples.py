@@ -219,7 +219,7 @@ def test_the_implicit_prompt_is_what_comes_before_the_answers_that_differ() -> N
     [found], check_, _ = check("pairs", {"chosen": LONG, "rejected": other})
     assert found.answers == chats(1, LONG, other)
     assert check_.num_several_turns == 1
-    [found], _, _ = check("pairs", {"chosen": LONG, "rejected": LONG[:2]})  # one goes on where the other ends
+    [found], _, _ = check("pairs", {"chosen": LONG, "rejected": LONG[:2]})  # one continues where the other ends
     assert found.answers == chats(1, LONG, LONG[:2])
 
 

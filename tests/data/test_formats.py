@@ -152,8 +152,8 @@ def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> Non
     ("weights", "said"),
     [
         ((0,), "every assistant turn of the conversation has weight 0; expected one to learn"),
-        (("no",), "messages[1].weight: expected 0 (context) or 1 (learnt), found 'no'"),
-        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (learnt), found 0.5"),
+        (("no",), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 'no'"),
+        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 0.5"),
     ],
 )
 def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weights: tuple[Any], said: str) -> None:

@@ -31,7 +31,7 @@ def apply(
 def test_what_fits_stays_as_it_is(rule: OverlongRule) -> None:
     items, tally, problems = apply(rule, row(8, 3), 8)
     assert items == [row(8, 3)]
-    assert (tally.items, tally.tokens, tally.learnt, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
+    assert (tally.items, tally.tokens, tally.trained_tokens, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
 
 
 def test_error_names_row_and_length_and_what_to_do() -> None:
@@ -59,12 +59,12 @@ def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context
         assert problems.count == 0
         assert len(items) + tally.left_out == 1
         if not items:
-            assert sum(given_row.learnt[:most]) == 0
+            assert sum(given_row.loss_mask[:most]) == 0
             continue
         [item] = items
         assert item.ids == kept
-        assert item.learnt[0] == 0
-        assert item.learnt[1:] == [given_row.learnt[token] for token in kept[1:]]
+        assert item.loss_mask[0] == 0
+        assert item.loss_mask[1:] == [given_row.loss_mask[token] for token in kept[1:]]
         first, last = item.answer
         if last:  # a whole answer after a prompt that is not empty
             assert first > 0
@@ -84,10 +84,10 @@ def test_a_row_whose_answer_is_cut_off_entirely_is_left_out_and_said() -> None:
 def test_split_learns_every_token_but_the_first_exactly_once(length: int, most: int) -> None:
     text = EncodedExample(HERE, list(range(length)), [0] + [1] * (length - 1))
     items, tally, _ = apply("split", text, most)
-    learnt = [token for item in items for token, flag in zip(item.ids, item.learnt, strict=True) if flag]
+    learnt = [token for item in items for token, flag in zip(item.ids, item.loss_mask, strict=True) if flag]
     assert learnt == text.ids[1:]
     assert all(2 <= len(item.ids) <= most for item in items)
-    assert (tally.learnt, tally.left_out, tally.items) == (length - 1, 0, len(items))
+    assert (tally.trained_tokens, tally.left_out, tally.items) == (length - 1, 0, len(items))
 
 
 def test_a_row_without_a_token_to_learn_is_an_error() -> None:
@@ -110,7 +110,7 @@ def cut(
 def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
     items, tally, _ = cut("error", tree(4, 2, 6), 10, "pairs")
     assert items == [tree(4, 2, 6)]
-    assert (tally.longest, tally.tokens, tally.learnt) == (10, 12, 8)
+    assert (tally.longest, tally.tokens, tally.trained_tokens) == (10, 12, 8)
     _, tally, problems = cut("error", tree(4, 2, 6), 9, "pairs")
     assert "a.jsonl:7: 10 tokens, above data.max_length=9" in str(problems.error())
     assert (
@@ -165,7 +165,7 @@ def test_rows_of_a_conversation_share_their_beginning_within_max_length() -> Non
         tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
         items = list(LengthLimit(most, "error").apply(turns(3, 3, 3), tally, problems))
         assert [len(item.ids) for item in items] == sizes and not problems.count
-        assert (tally.rows, tally.items, sum(sum(item.learnt) for item in items)) == (1, len(sizes), 9)
+        assert (tally.rows, tally.items, sum(sum(item.loss_mask) for item in items)) == (1, len(sizes), 9)
         first, last = items[-1].answer
         assert items[-1].ids[first:last] == [302, 302, 302]
         assert tally.branches_text().startswith("1 of 1 rows: the chat template rewrites earlier turns")

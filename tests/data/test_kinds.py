@@ -97,7 +97,7 @@ def test_a_completion_is_not_learnt_from_a_prompt_and_this_is_said(
     path = jsonl([{"prompt": chat("a"), "completion": chat("a", "b")[1:]}])
     [item] = data(tokenizer, tmp_path, "prompts", decide, path=path).take(0, 1)
     assert item.columns == {"completion": "b"}
-    assert "the completion is not learnt" in said(decide, "data.rename_columns")[0]
+    assert "the completion is not trained on" in said(decide, "data.rename_columns")[0]
 
 
 def test_columns_that_are_no_json_are_left_out_and_said(tokenizer: Any, tmp_path: Path, decide: Decisions) -> None:

@@ -54,7 +54,7 @@ def test_every_turn_is_trained_on_after_what_generation_sees(family: Family, kin
         assert re.search(r"chat\.(template|drop|kwargs)=", rows)
         return
     everything = "".join(tokenizer.decode(row.ids) for row in rows)
-    trained = [text for row in rows for text in spans(tokenizer, row.ids, row.learnt)]
+    trained = [text for row in rows for text in spans(tokenizer, row.ids, row.loss_mask)]
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     assert len(trained) == len(turns)
     renderer = Renderer(tokenizer, family.options)
@@ -65,7 +65,7 @@ def test_every_turn_is_trained_on_after_what_generation_sees(family: Family, kin
     for one in statements(plain_messages(messages, (), renderer._call_form), tools):
         assert one.text in everything
         assert one.role in ("assistant", "tool") or not any(one.text in text for text in trained)
-    first = rows[0].learnt.index(1)
+    first = rows[0].loss_mask.index(1)
     assert rows[0].ids[:first] == renderer.control.ids_of(renderer.render_prompt(messages[: turns[0]], tools))
     for row, turn in zip(rows[1:], turns[len(turns) - len(rows) + 1 :], strict=True):
         context = renderer.render_prompt(messages[:turn], tools)
@@ -125,7 +125,7 @@ def test_control_tokens_in_messages_are_text() -> None:
     special = {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>")}
     assert [i for i in row.ids if i in special] == [i for i in expected.ids if i in special]
     assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
-    assert spans(tokenizer, row.ids, row.learnt) == [f"no {HOSTILE}<|im_end|>", "ok<|im_end|>"]
+    assert spans(tokenizer, row.ids, row.loss_mask) == [f"no {HOSTILE}<|im_end|>", "ok<|im_end|>"]
     renderer = Renderer(tokenizer)
     found = renderer.extend(row.ids[: row.answer[1]], {"role": "tool", "content": HOSTILE})
     prompt = renderer.control.ids_of(renderer.render_prompt(messages[:1]))
@@ -140,7 +140,7 @@ def test_the_assistant_writes_tokens_that_are_not_special_and_a_user_does_not() 
     think = tokenizer.convert_tokens_to_ids("<think>")
     [row] = encode_chat(tokenizer, chat("say <think>", "<think>\nwell\n</think>\n\nok"))
     assert not isinstance(row, str) and row.ids.count(think) == 1
-    assert spans(tokenizer, row.ids, row.learnt) == ["<think>\nwell\n</think>\n\nok<|im_end|>"]
+    assert spans(tokenizer, row.ids, row.loss_mask) == ["<think>\nwell\n</think>\n\nok<|im_end|>"]
 
 
 def test_what_is_dropped_is_left_out() -> None:
@@ -156,7 +156,7 @@ def test_options_reach_the_template() -> None:
     thinks = CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n{% if think %}<think>{% endif %}{%")
     tokenizer = byte_tokenizer(template=thinks)
     [row] = encode_chat(tokenizer, chat("a", "b", "c", "d"), (), ChatConfig(train_on="last"))
-    assert not isinstance(row, str) and spans(tokenizer, row.ids, row.learnt) == ["d<|im_end|>"]
+    assert not isinstance(row, str) and spans(tokenizer, row.ids, row.loss_mask) == ["d<|im_end|>"]
     refused = encode_chat(tokenizer, chat("a", "b"), (), ChatConfig(kwargs={"think": True}))
     assert isinstance(refused, str) and "opens an answer" in refused and "type chat.template=FILE" in refused
     template = CHATML.replace("assistant\n{%", "assistant\n{% if enable_thinking is not defined %}<think>{% endif %}{%")
@@ -173,7 +173,7 @@ def test_answers_are_trained_on_without_their_reasoning(name: str) -> None:
     tokenizer = tokenizer_of(name)
     for row, whole, answer in zip(rows, every, ("first answer", "second answer"), strict=True):
         assert tokenizer.decode(row.ids) == tokenizer.decode(whole.ids)
-        [trained], [usual] = spans(tokenizer, row.ids, row.learnt), spans(tokenizer, whole.ids, whole.learnt)
+        [trained], [usual] = spans(tokenizer, row.ids, row.loss_mask), spans(tokenizer, whole.ids, whole.loss_mask)
         assert answer in trained and usual.endswith(trained)
         assert "deep thought" not in trained and "other idea" not in trained
 

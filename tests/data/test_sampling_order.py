@@ -74,7 +74,7 @@ def test_permutations_are_uniform() -> None:
 
 
 def test_the_stream_is_the_same_for_ever() -> None:
-    """Runs that were begun with an older version must go on with the same items."""
+    """Runs that were begun with an older version must continue the same items."""
     assert permutation(8, 0, 0, "order", "all").tolist() == [7, 1, 3, 6, 5, 0, 4, 2]
     assert np.bincount(permutation(1000, 1, "x")).tolist() == [1] * 1000
 

@@ -1,4 +1,4 @@
-"""What is learnt is what generation must produce: checked against generation's own prompts."""
+"""What is trained on is what generation must produce: checked against generation's own prompts."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def encode(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn
 
 
 def learnt(tokenizer: Any, row: EncodedExample) -> str:
-    """The learnt tokens as text, stretches divided by |."""
+    """The trained tokens as text, stretches divided by |."""
     parts, before = [], 0
-    for token, flag in zip(row.ids, row.learnt, strict=True):
+    for token, flag in zip(row.ids, row.loss_mask, strict=True):
         if flag and not before:
             parts.append([])
         if flag:
@@ -91,7 +91,7 @@ def test_a_turn_of_weight_zero_is_context(tokenizer: Any) -> None:
 
 def test_train_on_all_learns_everything_but_the_first_token(tokenizer: Any) -> None:
     row = encode(tokenizer, ChatExample(HERE, tuple(chat("a", "b", "c"))), "all")
-    assert row.learnt == [0] + [1] * (len(row.ids) - 1)
+    assert row.loss_mask == [0] + [1] * (len(row.ids) - 1)
     assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat("a"))
 
 
@@ -115,7 +115,7 @@ def test_every_prompt_is_what_generation_sees_whatever_is_said(contents: list[st
         answer = ids_of(tokenizer, contents[turn + 1] + "<|im_end|>")
         ids, flags = ids + asked + answer, flags + [0] * len(asked) + [1] * len(answer)
     tail = ids_of(tokenizer, "\n")
-    assert (row.ids, row.learnt) == (ids + tail, flags + [0] * len(tail))
+    assert (row.ids, row.loss_mask) == (ids + tail, flags + [0] * len(tail))
     if len(contents) == 2:
         assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat(contents[0]))
 
@@ -159,7 +159,7 @@ def test_a_template_that_rewrites_history_gives_each_turn_its_own_row() -> None:
     shared, second = joined.branches
     assert joined.ids[:second] == encoded.rows[0].ids
     assert joined.ids[:shared] + joined.ids[second:] == encoded.rows[1].ids
-    assert sum(joined.learnt) == sum(sum(row.learnt) for row in encoded.rows)
+    assert sum(joined.loss_mask) == sum(sum(row.loss_mask) for row in encoded.rows)
     assert joined.ids[slice(*joined.answer)] == encoded.rows[1].ids[slice(*encoded.rows[1].answer)]
     row = encode(tokenizer, talk, "last")
     assert row == encoded.rows[1]
@@ -171,7 +171,7 @@ def test_an_end_that_is_no_special_token_is_noted() -> None:
     [row] = tokeniser.encode_examples([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
     assert learnt(tokenizer, row) == "b##\n"
     assert tokeniser.notes == {
-        "the chat template ends an assistant turn without a special token: where it ends is not learnt"
+        "the chat template ends an assistant turn without a special token: where it ends is not trained on"
     }
 
 
@@ -185,8 +185,8 @@ def test_plain_completions_and_texts_end_in_a_learnt_end_token(bos: bool) -> Non
     assert tokenizer.pad_token_id == tokenizer.eos_token_id  # learnt all the same
     text = encode(tokenizer, TextExample(HERE, None, "abc"))
     assert tokenizer.decode(text.ids) == f"{start}abc<|im_end|>"
-    assert (text.learnt, text.answer) == ([0] + [1] * (3 + bos), (0, 0))
-    assert encode(tokenizer, TextExample(HERE, "ab", "cd"), "all").learnt == [0] + [1] * (4 + bos)
+    assert (text.loss_mask, text.answer) == ([0] + [1] * (3 + bos), (0, 0))
+    assert encode(tokenizer, TextExample(HERE, "ab", "cd"), "all").loss_mask == [0] + [1] * (4 + bos)
 
 
 def test_no_special_token_is_doubled() -> None:
@@ -246,7 +246,7 @@ def test_golden_tokens(tokenizer: Any) -> None:
         TextExample(HERE, None, "abé"),
     ]
     rows = [
-        (row.ids, row.learnt, row.answer)
+        (row.ids, row.loss_mask, row.answer)
         for train_on in ("assistant", "all")
         for row in ExampleTokenizer(tokenizer, train_on=train_on).encode_examples(examples, Problems("k", "a"))
     ]

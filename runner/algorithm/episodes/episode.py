@@ -110,7 +110,7 @@ class EpisodeRunner:
         prompts: Sequence[Prompt],
         generate: Callable[[Sequence[Sequence[int]]], Sequence[GreedyOutput]],
     ) -> list[Episode]:
-        """The episodes of the likeliest turns, which `generate` writes; their log-probabilities are not known: NaN."""
+        """Episodes of greedy turns, which `generate` writes; their log-probabilities are NaN."""
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
             return [_rollout(one) for one in generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])]
@@ -118,7 +118,7 @@ class EpisodeRunner:
         return self.run_episodes(prompts, write)
 
     def turn_token_limit(self, episode: Episode, max_new_tokens: int) -> int:
-        """Most tokens of the episode's next turn. The first one is not shortened: data.max_length sees to its room."""
+        """Maximum tokens of the episode's next turn. The first turn is not shortened (see data.max_length)."""
         if self.max_model_len is None or not episode.ids:
             return max_new_tokens
         return min(max_new_tokens, self.max_model_len - len(episode.prompt.ids) - len(episode.ids))

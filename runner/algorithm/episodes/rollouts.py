@@ -1,4 +1,4 @@
-"""Sampled answers with their rewards: what one step of policy optimisation learns from, and how it is gathered.
+"""Sampled answers with their rewards: collection of what one step of policy optimization trains on.
 
     data ──prompts──▶ sampler ◀──turns──▶ environment ──episodes──▶ reward ──▶ Experience (groups of samples)
       ▲                                                              │
@@ -83,7 +83,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Experience:
-    """The groups that a step (0-based) learns from, and what came of those drawn beside them, in how many rounds."""
+    """The groups of a step (0-based), statistics of the groups beside them, and the number of rounds."""
 
     step: int
     groups: tuple[Group, ...]
@@ -102,7 +102,7 @@ def has_reward_variance(group: Sequence[Outcome]) -> bool:
 
 
 def make_experience(step: int, drawn: Sequence[Group], size: int, rounds: int, *, contrast: bool) -> Experience:
-    """`size` of the groups that were drawn, the first ones; with `contrast`, of those that have it, if any has."""
+    """The first `size` groups; with `contrast`, of those with different rewards, if there are any."""
     chosen = [at for at, group in enumerate(drawn) if group.has_reward_variance or not contrast] or range(len(drawn))
     kept = set(chosen[:size])
     left_out = tuple(group.outcomes for at, group in enumerate(drawn) if at not in kept)
@@ -143,7 +143,7 @@ class RolloutCollector:
     extend: ExtendConversation | None = None
 
     def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
-        """G answers to each prompt, scored by a reward if any; seeded by (seed, step, round, prompt, sample, turn)."""
+        """G scored answers to each prompt; seeds: (seed, step, round, prompt, sample, turn)."""
         size = self.group_size
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
@@ -186,7 +186,7 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
-    """What all that a step drew says of the reward, under stable names; what no sample has a score for is left out."""
+    """Reward metrics over all samples of a step; metrics without a scored sample are left out."""
     drawn = [one for group in experience.all_outcomes for one in group]
     scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
     differ = [

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def compact_ids(ids: Tensor) -> Tensor:
-    """Ids int64 [K] → int64 [K], equal where they are equal and without gaps: 0, 1, ... in the order of the ids."""
+    """Ids int64 [K] → int64 [K] without gaps: equal where they are equal, 0, 1, … in the order of ids."""
     ordered, order = torch.sort(ids)
     numbers = torch.zeros_like(ids)
     numbers[order[1:]] = torch.cumsum(ordered[1:] != ordered[:-1], 0)
@@ -47,7 +47,7 @@ def compact_ids(ids: Tensor) -> Tensor:
 
 
 def segment_sum(values: Tensor, ids: Tensor) -> Tensor:
-    """Values [K], ids int64 [K] → [K]: each segment's sum, at each of its members. Differentiable; keeps the dtype."""
+    """Values [K], ids int64 [K] → [K]: each segment's sum, at its members. Differentiable."""
     numbers = compact_ids(ids)
     return torch.zeros_like(values).index_add(0, numbers, values)[numbers]
 
@@ -59,7 +59,7 @@ def segment_min(values: Tensor, ids: Tensor) -> Tensor:
 
 
 def next_in_segment(mask: Tensor, ids: Tensor) -> Tensor:
-    """Mask bool [K], ids int64 [K] → int64 [K]: the nearest later member of the segment that is in the mask.
+    """Mask bool [K], ids int64 [K] → int64 [K]: the next member of the segment that is in the mask.
 
     K where there is none. A segment's members must lie in one run, as a row's tokens do.
     """
@@ -72,8 +72,10 @@ def next_in_segment(mask: Tensor, ids: Tensor) -> Tensor:
 
 
 def masked_mean_and_variance(values: Tensor, mask: Tensor, *, ddof: int) -> tuple[Tensor, Tensor]:
-    """Both 0-d. ddof 0: the population's variance; 1: Bessel's correction. Of `ddof` or fewer values it is 0, and so is
-    the mean of none."""
+    """Mean and variance under a mask, both 0-d. ddof 0: population variance; 1: Bessel's correction.
+
+    Of `ddof` or fewer values the variance is 0, and so is the mean of none.
+    """
     count = mask.sum()
     mean = torch.where(mask, values, 0).sum() / count.clamp(min=1)
     return mean, torch.where(mask, values - mean, 0).square().sum() / (count - ddof).clamp(min=1)
@@ -131,14 +133,14 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     formula="(R − mean of the group) / (standard deviation of the step + advantage_eps)",
 )
 def batch_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEps = 1e-6) -> Tensor:
-    """(R − mean of the group) / (std of all scored rewards + advantage_eps), [N]; ddof 1; advantage_eps 1e-4 in TRL."""
+    """(R − group mean) / (std of all scored rewards + advantage_eps), [N]; ddof 1; 1e-4 in TRL."""
     _, variance = masked_mean_and_variance(rewards, ~rewards.isnan(), ddof=1)
     return torch.where(variance > 0, group_mean(rewards, group) / (variance.sqrt() + advantage_eps), 0)
 
 
 @advantage("opo", paper="OPO 2505.23585", formula="R − length-weighted mean of the group")
 def opo(rewards: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
-    """R − Σ length·R / Σ length over the group, [N]; lengths [N] in trained tokens, each above 0 where scored."""
+    """R − Σ length·R / Σ length over the group, [N]; lengths [N] in trained tokens, above 0 where scored."""
     shifted, scored = _shift_by_minimum(rewards, group)
     weight = torch.where(scored, lengths, 0).to(rewards.dtype)
     total = segment_sum(weight, group)
@@ -166,7 +168,7 @@ def reinforce_pp(
     gamma: Annotated[float, Field(gt=0, le=1, description="Discount per token")] = 1.0,
     whiten_ddof: WhitenDdof = 0,
 ) -> Tensor:
-    """Discounted returns, whitened over all trained tokens, [T]; whiten_ddof is 1 in verl, 0 in OpenRLHF, NeMo-RL."""
+    """Discounted returns, whitened, [T]; whiten_ddof is 1 in verl, 0 in OpenRLHF and NeMo-RL."""
     return whiten(discounted_returns(token_rewards, mask, row, gamma), mask, ddof=whiten_ddof)
 
 
@@ -192,7 +194,7 @@ def _center_by_group(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shift_by_minimum(rewards: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """(R − smallest of the group, 0 where unscored; whether scored), both [N]. Makes equal rewards exactly 0."""
+    """(R − minimum of the group, 0 where unscored; is scored), both [N]. Equal rewards become exactly 0."""
     scored = ~rewards.isnan()
     smallest = segment_min(torch.where(scored, rewards, torch.inf), group)
     return torch.where(scored, rewards - smallest, 0), scored
@@ -207,12 +209,12 @@ def has_variance(rewards: Tensor, group: Tensor) -> Tensor:
 
 
 def scored_mask(mask: Tensor, rewards: Tensor, row: Tensor) -> Tensor:
-    """The mask without the rows whose reward is NaN (unscored), bool [T]: what may be whitened and trained on."""
+    """The mask without rows whose reward is NaN (unscored), bool [T]."""
     return mask & ~rewards.isnan()[row]
 
 
 def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
-    """R − beta·Σ KL over the row's trained tokens, [N]: the penalty inside a sequence's reward (RLOO, 2402.14740).
+    """R − beta·Σ KL over the row's trained tokens, [N]: the penalty in the reward (RLOO, 2402.14740).
 
     rewards: float [N], NaN stays NaN; kl: float [T], k1 per token.
     """
@@ -220,7 +222,7 @@ def kl_penalized_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor,
 
 
 def token_level_rewards(rewards: Tensor, kl: Tensor, mask: Tensor, row: Tensor, beta: float) -> Tensor:
-    """−beta·KL on every trained token, plus the row's reward on its last one, [T] (PPO; REINFORCE++ 2501.03262).
+    """−beta·KL per trained token, plus the row's reward on the last, [T] (PPO; REINFORCE++ 2501.03262).
 
     rewards: float [N]; kl: float [T], k1 per token. A row whose reward is NaN has 0 everywhere: take it out of the
     mask with `scored_mask`. A row without trained tokens has no place for its reward.
@@ -239,7 +241,7 @@ def discounted_returns(rewards: Tensor, mask: Tensor, row: Tensor, gamma: float)
 def gae(
     rewards: Tensor, values: Tensor, mask: Tensor, row: Tensor, *, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (1506.02438): (advantages, returns), both float [T] and 0 outside the mask.
+    """Generalized advantage estimation (1506.02438): advantages, returns, float [T], 0 outside the mask.
 
         delta_t = r_t + gamma·V_next − V_t       A_t = delta_t + gamma·lam·A_next       return_t = A_t + V_t
 

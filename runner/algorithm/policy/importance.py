@@ -1,5 +1,4 @@
-"""Two policies at the same tokens: importance ratios to the one before the update, weights against the drift from
-sampler to trainer, and estimates of the KL divergence from the reference, with the coefficient of its penalty.
+"""Importance ratios, corrections of the sampler's mismatch, KL estimators and the KL coefficient.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ r = exp(l − o) [T]                      of the policy loss
     old, sampled ──behaviour_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
@@ -58,7 +57,7 @@ def token_ratio(logprobs: Tensor, old: Tensor, max_log_ratio: float | None = MAX
 def sequence_ratio(
     logprobs: Tensor, old: Tensor, mask: Tensor, row: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
 ) -> Tensor:
-    """The row's ratio s = exp(mean over its trained tokens of l − o), at each of its tokens, [T]  (GSPO, 2507.18071).
+    """The row's ratio s = exp(mean over trained tokens of l − o), at each token, [T] (GSPO, 2507.18071).
 
     mask: bool [T], the trained tokens; row: int64 [T].
 
@@ -123,7 +122,7 @@ def decoupled_weights(log_ratio: Tensor, *, correction_max: High = math.inf) -> 
 
 
 def sampler_mismatch(old: Tensor, sampled: Tensor, mask: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-    """Health of the sampler, as (sum, count) over the trained tokens whose mu is known (not NaN); both 0-d.
+    """Mismatch of sampler and trainer, (sum, count) over trained tokens with known mu; both 0-d.
 
     logprob_diff: |o − mu|.  prob_diff: |exp(o) − exp(mu)|; fine under 0.005, a fault above 0.01 (verl's FAQ).
     """
@@ -140,7 +139,7 @@ def affected_counts(found: ImportanceWeights, mask: Tensor) -> tuple[Tensor, Ten
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> Tensor:
-    """(Σw)² / (n·Σw²), 0-d: the share of the samples that the weighted ones are worth (Kish); 1 for equal weights.
+    """(Σw)² / (n·Σw²), 0-d (Kish): the share of samples that the weighted ones are worth; 1 if equal.
 
     weights: rho, float [T], of which the mask picks the trained tokens. 0 if there are none.
     """
@@ -175,7 +174,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None
 def k3_ratio(
     logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
 ) -> Tensor:
-    """r·k3, [T]; `ratio` is `token_ratio` and carries gradient (DeepSeek-V3.2, 2512.02556; default in TRL, NeMo-RL)."""
+    """r·k3, [T]; `ratio` is `token_ratio` with gradient (DeepSeek-V3.2, 2512.02556; TRL's default)."""
     return ratio * k3(logprobs, reference_logprobs, max_log_ratio)
 
 

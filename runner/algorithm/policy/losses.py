@@ -1,4 +1,4 @@
-"""Losses per token of a policy, of a value function, and of entropy; and the weights that make them one.
+"""Losses per token of a policy, a value function and entropy; and the weights that aggregate them.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ ratio ─┐
                                           advantages ──────┴─loss──▶ per token [T] ──Σ weight·──▶ the step's loss
@@ -72,7 +72,7 @@ def ppo_clip(
 def cispo(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: ClipLow = 1.0, clip_high: ClipHigh = 4.0
 ) -> tuple[Tensor, Diagnostics]:
-    """−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·l, [T]: the weight is bounded, and every token keeps its gradient.
+    """−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·l, [T]: bounded weights, and every token has a gradient.
 
     The bounds are relative to 1, as in verl, slime and SkyRL (TRL's is the largest r itself). clip_low = 1 means no
     lower bound, as in the paper.
@@ -168,13 +168,13 @@ def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
 def seq_mean_token_sum_norm(
     mask: Tensor, rows: int, max_length: float, *, loss_norm_length: AggregationLength = None
 ) -> Tensor:
-    """1 / (rows · loss_norm_length), [T]; null stands for max_length, the longest answer that may be sampled."""
+    """1 / (rows · loss_norm_length), [T]; null stands for max_length, the maximum length of an answer."""
     return seq_mean_token_sum(mask, rows) / (max_length if loss_norm_length is None else loss_norm_length)
 
 
 @aggregation("prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's answers × prompts of the step)")
 def prompt_mean(mask: Tensor, group: Tensor, groups: int) -> Tensor:
-    """1 / (trained tokens of the prompt's samples · prompts), [T]: every prompt weighs the same. group: int64 [T]."""
+    """1 / (trained tokens of the prompt · prompts), [T]: all prompts weigh the same. group: int64 [T]."""
     return _segment_mean_weights(mask, group) / max(groups, 1)
 
 

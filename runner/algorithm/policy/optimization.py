@@ -182,7 +182,7 @@ class PolicyOptimization:
         return with_tokens(batch, importance=found.weights)
 
     def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts of whole prompts, in an order of their own for each step and epoch."""
+        """The batch in `mini_batches` parts of whole prompts, in another order for each step and epoch."""
         parts = self.config.mini_batches
         if parts == 1:
             yield batch
@@ -197,7 +197,7 @@ class PolicyOptimization:
 
 
 def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
-    """The batch with the groups left out whose rewards, less a KL penalty of weight `beta` in them, are all equal.
+    """Leave out groups whose rewards, less a KL penalty of weight `beta` in them, are all equal.
 
     Where the loss counts them, or none is left, they have the row channel `dropped` instead.
     """
@@ -214,7 +214,7 @@ def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batc
 
 
 def without_dropped_groups(part: Batch) -> Batch:
-    """The mini-batch, nothing of which is trained in rows that are `dropped`; their tokens stay in its totals."""
+    """The mini-batch with no training in rows that are `dropped`; their tokens stay in its totals."""
     if "dropped" not in part.rows:
         return part
     dropped = part.rows["dropped"][row_of_tokens(part)]
@@ -222,7 +222,7 @@ def without_dropped_groups(part: Batch) -> Batch:
 
 
 def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
-    """The batch with the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward.
+    """Add the channel `advantages` and, with a critic, `returns`; `beta` weighs a KL in the reward.
 
     A teacher's are left to the loss where the policy itself stands for `old`.
     """

@@ -1,4 +1,4 @@
-"""The losses of policy optimisation as the learner takes them: the policy's surrogate, and the critic's error.
+"""The losses of policy optimization as the learner takes them: policy loss and value loss.
 
     token channels   weight (aggregation with its global denominator, 0 where nothing is trained), sampled,
                      advantages, or teacher alone

@@ -1,4 +1,4 @@
-"""What a user can set of the algorithms that learn from preferences: dpo and its variants, kto, and rm.
+"""Options of preference algorithms: DPO and its variants, KTO, and reward models.
 
 An option that the chosen loss does not use has no value (null), and setting it is an error; null stands for the
 default that its description names.
@@ -33,7 +33,7 @@ class PreferenceConfig(ReferenceBasedConfig):
 
 @with_options
 class DpoConfig(PreferenceConfig):
-    """Direct preference optimisation (2305.18290) and its variants: a loss of the two answers' log-probabilities."""
+    """Direct preference optimization (2305.18290) and its variants, on two answers' log-probabilities."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_dpo"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:pairs"

@@ -95,7 +95,7 @@ def pair_metrics(found: PreferenceLosses) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
-    """The mean over pairs of a registered preference loss, and of the chosen answers' cross-entropy (`sft_coef`).
+    """The mean over pairs of a preference loss, plus the chosen answers' cross-entropy (`sft_coef`).
 
     The cross-entropy is a mean over the tokens of each answer (RPO 2404.19733; pref_ftx of LLaMA-Factory). Departure:
     TRL's loss_type sft takes the mean over all chosen tokens of a device's batch.
@@ -134,7 +134,7 @@ def _pair_inputs(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
 
 
 def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
-    """log policy − log reference of each row's trained tokens, [N]; sums small numbers, does not subtract large."""
+    """log policy − log reference over each row's trained tokens, [N]; summed per token, for accuracy."""
     return row_sum(batch, batch.tokens["weight"] * (logprobs - batch.tokens["reference"]))
 
 
@@ -210,7 +210,7 @@ class KtoLoss:
 
 @dataclass(frozen=True, slots=True)
 class KtoMiniBatch:
-    """A mini-batch of judged answers; mismatched: the same answers behind other prompts, None for a single answer."""
+    """A mini-batch of labeled completions; mismatched: the same completions behind other prompts, or None."""
 
     batch: Batch
     mismatched: Batch | None
@@ -261,7 +261,7 @@ class Kto(OfflineAlgorithm):
 
 
 def pack_labeled(items: Sequence[LabeledCompletion]) -> Batch:
-    """One row and unit per answer, behind its prompt, on the CPU; weight 1 on the answer; row channel `good`."""
+    """One row and unit per completion, behind its prompt, on the CPU; weight 1 on it; row channel `good`."""
     trees = [
         Tree(i.prompt, [Branch(i.completion, {"weight": [1.0] * len(i.completion)}, {"good": float(i.good)})])
         for i in items

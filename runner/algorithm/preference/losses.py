@@ -61,7 +61,7 @@ def conservative(
 def robust(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1, label_smoothing: LabelSmoothing = 0.1
 ) -> PreferenceLosses:
-    """Robust DPO: an unbiased estimate of DPO's loss where a share `label_smoothing` of the labels is flipped.
+    """Robust DPO: unbiased estimate of DPO's loss where a share `label_smoothing` of labels is flipped.
 
     May be negative. Rewards: beta·d. Raises ValueError unless 0 ≤ label_smoothing < 0.5.
     """
@@ -82,7 +82,7 @@ def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta 
 
 @preference_loss("ipo", paper="IPO 2310.12036", formula="(d_c − d_r − 1/(2·beta))²")
 def ipo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
-    """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is the paper's tau. Rewards: beta·d."""
+    """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is tau. Rewards: beta·d."""
     return _with_rewards(
         (chosen_log_ratios - rejected_log_ratios - 1 / (2 * beta)).square(),
         beta,
@@ -115,13 +115,16 @@ def sigmoid_norm(
     *,
     beta: Beta = 5.0,
 ) -> PreferenceLosses:
-    """Length-normalised DPO of Tulu 3; its beta is 5, since it multiplies log-ratios per token. Rewards: beta·d/n."""
+    """Length-normalized DPO of Tulu 3. Rewards: beta·d/n.
+
+    Its beta is 5, as it multiplies log-ratios per token.
+    """
     return sigmoid(chosen_log_ratios / chosen_lengths, rejected_log_ratios / rejected_lengths, beta=beta)
 
 
 @preference_loss("apo_zero", paper="APO 2408.06266", formula="1 − σ(beta·d_c) + σ(beta·d_r)")
 def apo_zero(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
-    """Raises the chosen and lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
+    """Raises the chosen, lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
     return _with_rewards(
         torch.sigmoid(-beta * chosen_log_ratios) + torch.sigmoid(beta * rejected_log_ratios),
         beta,
@@ -171,7 +174,7 @@ def orpo(
     *,
     lam: Annotated[float, Field(ge=0, description="Weight of the odds ratio")] = 0.1,
 ) -> PreferenceLosses:
-    """NLL of the chosen plus lam times the odds-ratio loss, both of log-probabilities per token. Rewards: lam·p/n.
+    """NLL of the chosen plus lam · the odds-ratio loss, per token. Rewards: lam·p/n.
 
     odds = p/(1 − p) of p = exp(mean log-probability), which is kept below 1 by the dtype's epsilon.
     Departure: TRL's NLL also runs over the prompt's tokens; here, as in the paper, over the answer's.
@@ -217,7 +220,7 @@ def cpo_averaged(
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, center_rewards_coef: float = 0.0
 ) -> PreferenceLosses:
-    """−logsig(rc − rr − margin) + center_rewards_coef·(rc + rr)², of a reward model's scores [P]. Rewards: the scores.
+    """−logsig(rc − rr − margin) + center_rewards_coef·(rc + rr)², [P]. Rewards: the model's scores.
 
     margin: [P] or one number, how far the scores ought to lie apart (Llama 2, 2307.09288).
     center_rewards_coef: at least 0, 0.01 in 2312.09244; draws the scores of a pair to opposite sides of 0.

@@ -1,4 +1,4 @@
-"""The sampler of a running server: who it is, what its log-probabilities mean, and whether that will do."""
+"""Build the sampler of a running server: check who it is and what its log-probabilities mean."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from runner.sampler.server.openai_weight_sync import make_weight_sync
 from runner.sampler.server.protocol import AnswerLimits
 
 FIXED_TOKENS = 16
-UNTOLD = (
-    "it does not say when its process began (/metrics): started anew with nearly the same weights, it is not noticed"
-)
+UNTOLD = "it does not say when its process began (/metrics): restarted with nearly the same weights, it is not noticed"
 UNSENT = "nothing is sent to it (sampler.weight_sync=none): what it draws is of the weights that it was started with"
 
 

@@ -1,4 +1,4 @@
-"""The token of a job's rollout servers: the launcher makes it, and gives it to the servers and to rank 0."""
+"""The token of a job's rollout servers: the launcher makes it for the servers and rank 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _token: list[str] = []
 
 
 def take_token() -> None:
-    """Move the token out of the environment: what this process starts, a user's reward for one, must not get it."""
+    """Move the token out of the environment, so that child processes, such as a user's reward, lack it."""
     if found := os.environ.pop(TOKEN, None):
         _token[:] = [found]
 

@@ -1,4 +1,4 @@
-"""JSON over HTTP to a server that others run: patient with one that is busy or gone for a while, never without end."""
+"""JSON over HTTP to an external server: retries while it is busy or down, up to a deadline."""
 
 from __future__ import annotations
 

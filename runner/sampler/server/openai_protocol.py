@@ -1,4 +1,6 @@
-"""What is asked of /v1/completions, and what its answers say: tokens in, tokens out, nothing is tokenised twice.
+"""Requests to /v1/completions and the parsing of its answers: tokens in, tokens out.
+
+Nothing is tokenized twice.
 
 Whatever a server would add by itself is said here: the end tokens (`ignore_eos` keeps those of its own files out), the
 penalties and cuts that a generation config may hold. No version and no digest of its weights can be asked of a server
@@ -84,7 +86,7 @@ def score_request(model: str, row: Sequence[int]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class CompletionAnswer:
-    """An answer as the server gave it, unchecked but for its form. stopped_by: a stop string that the server saw."""
+    """An answer as the server gave it, only its form checked. stopped_by: a stop string the server saw."""
 
     ids: list[Any]
     logprobs: list[Any]
@@ -101,7 +103,10 @@ def only_choice(answer: Any) -> Json:
 
 
 def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
-    """The answer's tokens and log-probabilities. Raises InvalidAnswerError, also where they continue another prompt."""
+    """The answer's tokens and log-probabilities.
+
+    Raises InvalidAnswerError, also where they continue another prompt.
+    """
     choice = only_choice(answer)
     read = choice.get("prompt_token_ids")
     if read is not None and list(read) != list(prompt):
@@ -144,13 +149,16 @@ DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds whe
 
 @dataclass(frozen=True, slots=True)
 class ServerFingerprint:
-    """started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none."""
+    """What tells one state of a server from another.
+
+    started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none.
+    """
 
     started: str
     scores: list[float] | None
 
     def is_other(self, now: ServerFingerprint) -> bool:
-        """Whether the server, or its weights, are other ones now, or may be: it says less, or more, than it did."""
+        """Whether the server or its weights changed, or may have: it says less, or more, than it did."""
         if self.started != now.started:
             return True
         if self.scores is None or now.scores is None:
@@ -176,7 +184,10 @@ FIX = "start it with --logprobs-mode processed_logprobs"
 
 
 def detect_logprobs_mode(server: OpenAiServer, vocabulary: int) -> LogprobsMode:
-    """What this server reports. Raises EnvironmentProblem if it gives no token ids or log-probabilities at all."""
+    """What this server's log-probabilities are of.
+
+    Raises EnvironmentProblem if it gives no token ids or log-probabilities at all.
+    """
     draws = np.random.Generator(np.random.Philox(key=0))
     prompts = draws.integers(0, vocabulary, (PROMPTS, TOKENS)).tolist()
     cold, hot = ([value for prompt in prompts for value in _likeliest_logprobs(server, prompt, t)] for t in (1.0, HOT))

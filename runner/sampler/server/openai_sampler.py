@@ -4,7 +4,7 @@
                                                                                           │
     the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
 
-A server that was started anew has the weights that it was started with, and says nothing of it. It is known by the
+A server that was restarted has the weights that it was started with, and says nothing of it. It is known by the
 time at which its process began, and by what it says of a fixed row of tokens.
 """
 
@@ -60,9 +60,16 @@ class OpenAiSampler:
         *,
         reports_raw: bool,
     ) -> None:
-        """stops: how answers end here; template: how the server is asked; limits: of what may come back; longest: most
-        tokens of a prompt and its answer, and why; fixed_row: ids by whose log-probabilities weights are known; folder:
-        goes when it is closed; reports_raw: whether answers come with raw_logprobs."""
+        """Sample from `server`.
+
+        stops: how answers end here
+        template: how the server is asked
+        limits: of what may come back
+        longest: most tokens of a prompt and its answer, and why
+        fixed_row: ids by whose log-probabilities weights are known
+        folder: removed when it is closed
+        reports_raw: whether answers come with raw_logprobs
+        """
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._server, self._sync, self._stops, self._template, self._limits = server, sync, stops, template, limits
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
@@ -81,7 +88,7 @@ class OpenAiSampler:
         return None if self._longest is None else self._longest[0]
 
     def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Bring the server to these weights; with sampler.weight_sync=none it keeps its own, which are version 0.
+        """Bring the server to these weights; with sampler.weight_sync=none it keeps its own (version 0).
 
         Raises SamplerError if it refuses them, StorageError if they cannot be written.
         """
@@ -119,7 +126,7 @@ class OpenAiSampler:
         return [[self._scored(row) for row in rows]]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Tokens per second of sampling, seconds of loading, tries that failed, answers refused, weights sent again."""
+        """Sampling tokens per second, load seconds, failed tries, refused answers, weights sent again."""
         counts, seconds = dict(self._counts), self._seconds
         found = {
             "tokens_per_s": counts.pop("tokens") / seconds if seconds else 0.0,
@@ -138,7 +145,7 @@ class OpenAiSampler:
             self._asleep = True
 
     def close(self) -> None:
-        """End what is under way, and remove what was written; the server goes on."""
+        """End what is under way, and remove what was written; the server keeps running."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._server.part()
         with ExitStack() as ends:  # each of them, whatever comes of the others
@@ -221,7 +228,7 @@ class OpenAiSampler:
         return self._cut_at_stop(rollout, limit, found.stopped_by)
 
     def _cut_at_stop(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
-        """The answer up to where it ends here: a server may see the end later, and never earlier but for strings."""
+        """The answer up to its end here: a server may see the end later, but never earlier, except strings."""
         found = self._stops.first_stop(rollout.ids, limit)
         if found is None and stopped_by in self._strings:
             found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not

@@ -1,7 +1,7 @@
 """A running server: who it is, what it can do, and the requests beside those for answers.
 
     0.10.2 and newer   token ids come as they are (return_token_ids)
-    0.16 and newer     weights are read anew from a path in one call; before, the model's path is changed first
+    0.16 and newer     weights are read again from a path in one call; before, the model's path is changed first
     all of them        endpoints for development (VLLM_SERVER_DEV_MODE=1), adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
 
 Which way a server has is found by a request, not from its version, which is for messages alone.
@@ -23,16 +23,22 @@ STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
 ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: sampler.weight_sync=reload"
-ANEW = "a server on vllm-ascend (0.23) reads none anew: sampler.weight_sync=adapter there, or sampler=vllm"
+NO_RELOAD = "a server on vllm-ascend (0.23) cannot read them again: sampler.weight_sync=adapter there, or sampler=vllm"
 DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach it; run serve: weight_updates=true"
 
 
 class OpenAiServer:
-    """One server, one model of it. version: "" where it does not say; longest: tokens of a prompt and its answer;
-    tells: whether it says when its process began."""
+    """One server, and one model of it.
+
+    version: "" where it does not say; longest: tokens of a prompt and its answer; tells: whether it says when its
+    process began
+    """
 
     def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
-        """Ask who it is. Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer."""
+        """Ask who it is.
+
+        Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer.
+        """
         self.client, self._timeout_s = client, timeout_s
         self.url = client.url
         self.version = self._version()
@@ -50,13 +56,16 @@ class OpenAiServer:
         return time.monotonic() + self._timeout_s
 
     def score(self, row: Sequence[int], model: str) -> list[float]:
-        """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError if they are none."""
+        """Log-probabilities of the row's ids but the first. Raises InvalidAnswerError if there are none."""
         answer = self.client.post("/v1/completions", score_request(model, row), self.until())
         return parse_scores(answer, row)
 
     def started(self) -> str:
-        """When its process began, "" where it does not say: another one has not the weights that this one was given.
-        One that did not say so at first is not asked again. Raises SamplerError if it does not answer."""
+        """When its process began, "" where it does not say. Raises SamplerError if it does not answer.
+
+        A restarted one has not the weights that this one was given. One that did not say so at first is not asked
+        again.
+        """
         return self._began() if self.tells else ""
 
     def check_adapters(self) -> None:
@@ -72,7 +81,7 @@ class OpenAiServer:
         self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ADAPTERS)
 
     def unload_adapter(self, name: str) -> None:
-        """Have it forget an adapter; one that was started anew has forgotten already."""
+        """Make the server forget an adapter; one that was restarted has forgotten already."""
         try:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, self.until(), again=False)
         except GarbledError:
@@ -82,7 +91,7 @@ class OpenAiServer:
                 raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
 
     def reload(self, folder: Path) -> None:
-        """Have it read all weights anew from a folder. Raises SamplerError with its words."""
+        """Make the server read all weights again from a folder. Raises SamplerError with its words."""
         if self._at_once:
             try:
                 self._call("reload_weights", {"weights_path": str(folder)})
@@ -138,7 +147,7 @@ class OpenAiServer:
             self._call("reload_weights", {})
         except StatusError as error:
             raise SamplerError(
-                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {ANEW}"
+                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {NO_RELOAD}"
             ) from error
 
     def _call(self, method: str, options: Json) -> None:
@@ -146,7 +155,7 @@ class OpenAiServer:
             self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
 
     def _reset_cache(self) -> None:
-        """What older weights have computed is not to be used; old versions say nothing, newer ones whether they did."""
+        """Drop what older weights have computed; old versions do not report it, newer ones whether they did."""
         for _ in range(RESETS):
             answer = self._do("/reset_prefix_cache", {}, DEVELOPMENT)
             if not isinstance(answer, dict) or answer.get("success", True):

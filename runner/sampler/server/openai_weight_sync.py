@@ -1,4 +1,4 @@
-"""How a server comes to the trainer's weights: not at all, by an adapter, or by reading all of them anew.
+"""How a server gets the trainer's weights: not at all, by an adapter, or by reading all of them again.
 
     load(weights, version) ─▶ a folder that the server can read ─▶ it is told the path ─▶ the folder before is removed
 
@@ -96,7 +96,7 @@ class ReloadSync:
     """All weights, in a folder with the files of a model."""
 
     def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
-        """Raises EnvironmentProblem where the server reads none anew."""
+        """Raises EnvironmentProblem where the server cannot read weights again."""
         server.check_development()
         self._server, self._places, self._blueprint = server, SyncFolders(folder, blueprint), blueprint
         self.model = server.model
@@ -119,7 +119,7 @@ class ReloadSync:
 
 
 class SyncFolders:
-    """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one that was read.
+    """A folder for each load, below `shared`, None = beside the weights; `newest`: the last one read.
 
     own: a folder of this run's, the same one after a resume, by which its place below `shared` is known
     """
@@ -166,7 +166,7 @@ def _worded(place: Path) -> Iterator[None]:
 
 
 def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
-    """The files in `place`: the same ones where that is the same disk, else copies, of which the unchanged are kept."""
+    """Put the files in `place`: hard links on the same disk, else copies; unchanged copies are kept."""
     for file in files:
         unchanged = before is not None and file.name.startswith("fixed-") and (before / file.name).exists()
         source = before / file.name if before is not None and unchanged else file

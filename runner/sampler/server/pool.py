@@ -1,4 +1,4 @@
-"""The rollout servers of a job as rank 0's sampler: each loads the weights, and samples its share of the answers.
+"""A job's rollout servers as rank 0's sampler: each loads the weights and samples a share of answers.
 
 requests ──groups, balanced by tokens──▶ one task for each server ──HTTP──▶ answers ──checked──▶ all, in order
                                            │ it holds other weights: it loads them, and gets the same requests again
@@ -75,7 +75,7 @@ class SamplerPool:
 
     @property
     def max_model_len(self) -> int | None:
-        """Most tokens of prompt and answer together that all servers have room for. Waits for them to be there."""
+        """Most tokens of prompt and answer together that fit in all servers. Waits until all are there."""
         if self._longest is None:
             self._longest = self._on_each([client.max_model_len for client in self._clients])
         return min((one for one in self._longest if one is not None), default=None)
@@ -89,8 +89,11 @@ class SamplerPool:
             self._on_each([partial(client.load, tensors) for client in self._clients])
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout per request, in their order. Raises SamplerError after `sampler.timeout_s`, or where answers are
-        invalid; what a sampler raised, as RunnerError of its exit code."""
+        """One rollout per request, in their order.
+
+        Raises SamplerError after `sampler.timeout_s`, or where answers are invalid; what a sampler raised, as
+        RunnerError of its exit code.
+        """
         weights, begin = self._held(), time.monotonic()
         members, costs = group_by_prompt(requests)
         owners = balance_by_cost(costs, len(self._clients))
@@ -115,8 +118,11 @@ class SamplerPool:
         return [engine for scores in found for engine in scores]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since the last call: tokens_per_s, of all servers; queue, the most requests of one at once; load_s; restarts
-        of servers, resyncs of their weights, and shares rejected because they were invalid."""
+        """The metrics since the last call.
+
+        tokens_per_s: of all servers; queue: the most requests of one at once; load_s; restarts of servers, resyncs
+        of their weights, and shares rejected because they were invalid.
+        """
         return self._metrics.pop()
 
     def release_memory(self) -> None:
@@ -124,8 +130,10 @@ class SamplerPool:
         self._on_each([client.release for client in self._clients])
 
     def close(self) -> None:
-        """Send nothing any more; whoever waits for an answer in another thread gets SamplerError at once. The servers
-        go on: they belong to the launcher, or to others."""
+        """Stop sending; whoever waits for an answer in another thread gets SamplerError at once.
+
+        The servers keep running: they belong to the launcher, or to others.
+        """
         self._runner.cancel()
 
     def _held(self) -> StoredWeights:

@@ -1,6 +1,6 @@
-"""What a trainer and its rollout servers send one another: a line of JSON, then arrays, in one HTTP body.
+r"""The protocol of a trainer and its rollout servers: a line of JSON, then arrays, in one HTTP body.
 
-    {"version": 7, "digest": …, "arrays": [["i4", 96], …]}\\n<little-endian bytes>
+    {"version": 7, "digest": …, "arrays": [["i4", 96], …]}\n<little-endian bytes>
 
     GET  /health            what the server holds, at once
     POST /rollouts/sample   a step's requests in one call ─▶ token ids and log-probabilities, bit for bit
@@ -70,7 +70,7 @@ class HeldWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightFile:
-    """A file of weights as another machine knows it again: where its path shows the same, it need not be sent."""
+    """A weight file as another machine identifies it: where its path shows the same, it is not sent."""
 
     name: str
     size: int
@@ -236,7 +236,7 @@ def decode_rollouts(
 
 
 def check_rollout(rollout: Rollout, request: Request, version: int, limits: AnswerLimits, name: str) -> None:
-    """Raise InvalidAnswerError where a rollout cannot be the answer to a request under the weights of `version`."""
+    """Raise InvalidAnswerError where a rollout cannot answer a request under the weights of `version`."""
     most, size = min(request.max_new_tokens, limits.max_new_tokens), len(rollout.ids)
     if not 0 < size <= most:
         raise InvalidAnswerError(f"{name} has {size} tokens, not 1 to {most}")

@@ -1,4 +1,4 @@
-"""Client of one rollout server: retries until the server holds the requested weights, and uses no answer under others.
+"""Client of one rollout server: retries until the server holds the weights; uses no other answer.
 
 its endpoint ─▶ connect ─▶ send ─▶ line feeds … answer ─▶ of the requested weights, and valid? ─▶ used
     ▲ again, after a pause ◀── refused, cut, silent, unreadable ──┘     until the deadline: SamplerError
@@ -99,8 +99,11 @@ class Reply:
 
 
 class ServerClient:
-    """Client of one rollout server, whichever process that is at the time: retries until the server holds the requested
-    weights, and never uses an answer under others. All deadlines are times of `time.monotonic`."""
+    """Client of one rollout server, whichever process that is at the time.
+
+    Retries until the server holds the requested weights, and never uses an answer under others. All deadlines are times
+    of `time.monotonic`.
+    """
 
     def __init__(
         self,
@@ -141,7 +144,10 @@ class ServerClient:
         return found
 
     async def load(self, weights: StoredWeights, deadline: float) -> None:
-        """Load weights. Raises SamplerError where the server cannot, and what the sampler raised, as RunnerError."""
+        """Load weights.
+
+        Raises SamplerError where the server cannot, and what the sampler raised, as RunnerError.
+        """
         for last in (False, True):
             error = await self._load_once(weights, deadline)
             if error is None:
@@ -159,8 +165,10 @@ class ServerClient:
         return await self._valid(SAMPLE, partial(encode_requests, requests), read, weights, deadline)
 
     async def score(self, rows: Sequence[Sequence[int]], weights: StoredWeights, deadline: float) -> Scores:
-        """Log-probabilities by engine and row, by which the server is checked until the next version. Raises as
-        `sample`."""
+        """Log-probabilities by engine and row, which are the server's fingerprint until the next version.
+
+        Raises as `sample`.
+        """
         read = partial(_read_scores, rows)
         found = await self._valid(SCORE, partial(encode_rows, rows), read, weights, deadline)
         self._fingerprint = Fingerprint(weights.digest, rows, found)
@@ -220,8 +228,10 @@ class ServerClient:
         raise SamplerError(f"{text} it was loaded again, {TRIES} times (at most {DRIFT:g}); look into {self._log_file}")
 
     async def _distance(self, weights: StoredWeights, deadline: float) -> float:
-        """How far it is from its fingerprint (mean |log-prob.|); 0 where it has none of these weights, or holds others
-        again, which its next reply shows."""
+        """Distance from its fingerprint (mean |log-prob.|); 0 where it has none of these weights.
+
+        Also 0 where it holds others again, which its next reply shows.
+        """
         if self._fingerprint.digest != weights.digest:
             return 0.0
         rows = self._fingerprint.rows

@@ -72,7 +72,7 @@ def engine_arguments(
 
 
 def logprobs_mode(config: VllmSamplerConfig) -> str:
-    """vLLM's word for log-probabilities at the sampling temperature and before truncation, where it has one.
+    """vLLM's mode for log-probabilities at the sampling temperature, before truncation, where it has one.
 
     raw_logprobs are taken before temperature and truncation, processed_logprobs after both; between them there is none.
     """

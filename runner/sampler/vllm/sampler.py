@@ -27,7 +27,10 @@ from runner.sampler.vllm.engine import VllmEngine
 
 
 class VllmSampler:
-    """Samples rollouts from an engine, whose weights `load` sets. `scratch`: its folder, removed at the end."""
+    """Samples rollouts from an engine with the weights of `load`.
+
+    `scratch`: its folder, removed at the end.
+    """
 
     def __init__(
         self,
@@ -96,7 +99,7 @@ class VllmSampler:
         return rollouts
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`. Raises ValueError for an empty row, or one longer than the engine's maximum minus one."""
+        """See `Sampler`. Raises ValueError for a row that is empty or longer than the maximum minus one."""
         from vllm import SamplingParams
 
         for row in rows:

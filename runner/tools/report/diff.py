@@ -1,4 +1,4 @@
-"""Two runs side by side: only what differs in their config, code, versions and data, and the curves of both."""
+"""Compare two runs: differences of config, code, versions and data, and the curves of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report of one run as one HTML page: its numbers, curves, samples, automatic choices, settings and environment.
+"""One run's HTML report: numbers, curves, samples, automatic choices, settings, environment.
 
 The page needs nothing but itself: style, script and charts are in it, and it may fetch nothing. Everything that a user,
 a model or a log wrote is escaped.
@@ -32,7 +32,7 @@ UNSHOWN = ("perf/", "time/", "weight_sync/")  # behind the others, in a report t
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A row of a table; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot of the curve's colour."""
+    """A table row; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot in that colour."""
 
     cells: Sequence[str]
     key: str = ""

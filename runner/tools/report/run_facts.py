@@ -114,7 +114,7 @@ class RunFacts:
 
 
 def read_run(folder: RunFolder) -> RunFacts:
-    """Everything that is known of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
+    """All facts of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
     spec = read_mapping(folder.spec, must_exist=True)
     overrides = read_mapping(folder.overrides)
     return RunFacts(

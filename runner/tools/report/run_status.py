@@ -1,4 +1,4 @@
-"""How far a run is, told by its folder while it runs and afterwards, on this machine or another that sees the folder.
+"""How far a run is, read from its folder, during and after the run, on any machine that sees it.
 
 status.json ─ state        members/*.json ─ processes, and what the kernel says of those on this machine
 metrics.jsonl ─ its end    checkpoints/   slurm/job.json ─ what Slurm says          nothing is written
@@ -43,8 +43,11 @@ STEP = re.compile(r"step-(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class ProcessStatus:
-    """A process of a run. `state`: runs, stopped, gone, ended; on another machine also silent (nothing was heard of it)
-    and elsewhere (nobody there watches it)."""
+    """A process of a run.
+
+    `state`: runs, stopped, gone, ended; on another machine also silent (it has sent nothing) and elsewhere (nobody
+    there watches it).
+    """
 
     name: str
     role: str
