@@ -83,12 +83,12 @@ def test_what_is_put_is_read_elsewhere_byte_for_byte(shelved: WeightStore) -> No
 
 
 def test_of_versions_nothing_is_remembered(shelved: WeightStore) -> None:
-    weight_store._remembered.cache_clear()
+    weight_store._file_digests.cache_clear()
     shelved.keep({"base": torch.randn(9)}.items())
     for version in range(3):
         StoredWeights(shelved.put(version, weights(version).items()).files, version).compute_digest()
         shelved.drop_below(version)
-    assert weight_store._remembered.cache_info().currsize == 1, "the file of what all versions share"
+    assert weight_store._file_digests.cache_info().currsize == 1, "the file of what all versions share"
 
 
 def test_a_digest_knows_every_bit_name_type_and_shape_and_no_order() -> None:
