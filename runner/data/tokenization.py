@@ -2,7 +2,7 @@
 
     Chat    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
     Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
-    Prompt  ──Renderer.render_prompt──▶ text ─── one batch call ──▶ ids ──▶ EncodedAnswers
+    Plain   ───────────────────▶ one row of them              ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 
 What is trained on follows from the segment a token came from, never from its value: an end-of-sequence token is

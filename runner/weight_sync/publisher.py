@@ -80,14 +80,14 @@ class Publisher:
         Between two steps that are not sampled ahead it need not hold anything.
         """
 
-        def loaded(step: int) -> T:
+        def collect_with_weights(step: int) -> T:
             self.load_for(step)
             found = collect(step)
             if self._lag == 0:
                 self._sampler.release_memory()
             return found
 
-        return loaded
+        return collect_with_weights
 
     def load_for(self, step: int) -> None:
         """Give the sampler the weights of `step`, unless it has them. Collective.

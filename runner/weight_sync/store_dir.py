@@ -68,7 +68,7 @@ def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
     fast, beside = store_dirs(root, memory)
     remove_stale_dirs(memory)
     free = fsync_io.free_bytes(memory) if memory.is_dir() else 0
-    if free >= need and (made := _made(fast, root)) is not None:
+    if free >= need and (made := _make_locked_dir(fast, root)) is not None:
         return made
     why = (
         f"{fsync_io.format_bytes(free)} free, {fsync_io.format_bytes(need)} needed"
@@ -77,7 +77,7 @@ def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
     )
     log.warning("weights for samplers go through %s, on the disk: no room in %s (%s)", beside, memory, why)
     _remove_stale(beside / socket.gethostname())
-    made = _made(beside / socket.gethostname(), root)
+    made = _make_locked_dir(beside / socket.gethostname(), root)
     assert made is not None  # below the run's folder everything is the user's
     return made
 
@@ -109,7 +109,7 @@ def _remove_stale(path: Path) -> None:
             os.close(handle)
 
 
-def _made(path: Path, root: Path) -> ReservedDir | None:
+def _make_locked_dir(path: Path, root: Path) -> ReservedDir | None:
     """The folder, made and locked; None where it is another user's."""
     while True:
         try:

@@ -58,7 +58,7 @@ class StoredWeights(Mapping[str, Tensor]):
     def digest(self) -> str:
         """What these weights are; equal for equal names, types, shapes and bytes."""
         if self._digest is None:
-            self._digest = self.found()
+            self._digest = self.compute_digest()
         return self._digest
 
     @property
@@ -71,7 +71,7 @@ class StoredWeights(Mapping[str, Tensor]):
         """Size of those of this version alone."""
         return sum(path.stat().st_size for path in self._changing)
 
-    def found(self) -> str:
+    def compute_digest(self) -> str:
         """The digest of what the files hold now; of those that all versions share it is remembered.
 
         The others stay mapped as long as this is there: to map them once more takes longer than to digest them.
@@ -82,7 +82,7 @@ class StoredWeights(Mapping[str, Tensor]):
                 self._mapped[path] = safe_open(path, "pt")
                 continue
             status = path.stat()
-            known.update(_remembered(path, status.st_ino, status.st_size, status.st_mtime_ns))
+            known.update(_file_digests(path, status.st_ino, status.st_size, status.st_mtime_ns))
         return combine_digests(known | tensor_digests({name: self[name] for name in self if name in self.changed}))
 
     def __getitem__(self, name: str) -> Tensor:
@@ -217,7 +217,7 @@ def _groups(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 @lru_cache(REMEMBERED)
-def _remembered(path: Path, inode: int, size: int, mtime_ns: int) -> TensorDigests:
+def _file_digests(path: Path, inode: int, size: int, mtime_ns: int) -> TensorDigests:
     """The digests of the tensors in a file; the other arguments say that it is still the same one."""
     with safe_open(path, "pt") as file:
         return tensor_digests({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

@@ -54,7 +54,7 @@ class Engine:
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         assert isinstance(tensors, StoredWeights)
-        assert tensors.digest == tensors.found()
+        assert tensors.digest == tensors.compute_digest()
         fresh = not self.loaded or version == self._version
         names = [name for name in tensors if fresh or name in tensors.changed]
         state = self.model.state_dict()

@@ -134,7 +134,7 @@ def test_what_somebody_has_is_not_written_over(shelved: WeightStore, has: Any) -
         shelved.drop_below(2)
         second = shelved.put(2, weights(2).items())
         assert len(inodes(second) & old) == 3, "the other files are"
-        assert second.found() == second.digest == weights_digest(weights(2))
+        assert second.compute_digest() == second.digest == weights_digest(weights(2))
 
 
 def test_who_comes_upon_a_file_that_is_written_waits_for_its_end(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_a_disk_whose_leases_mean_nothing_gets_new_files(
         made.drop_below(2)
         assert not any(path.suffix for path in made.folder.iterdir()), "given back at once"
         new = made.put(2, weights(2).items())
-    assert old["t0"].tolist() == weights(1)["t0"].tolist() and new.found() == weights_digest(weights(2))
+    assert old["t0"].tolist() == weights(1)["t0"].tolist() and new.compute_digest() == weights_digest(weights(2))
     made.close()
 
 

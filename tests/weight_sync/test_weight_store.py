@@ -70,7 +70,7 @@ def test_what_is_put_is_read_elsewhere_byte_for_byte(shelved: WeightStore) -> No
         made = shelved.put(version, tensors.items())
         again = StoredWeights(made.files, version)  # from paths alone
         assert same(dict(again), fixed | tensors) and again.changed == tensors.keys()
-        assert again.digest == made.digest == weights_digest(fixed | tensors) == again.found()
+        assert again.digest == made.digest == weights_digest(fixed | tensors) == again.compute_digest()
         assert len(made.files) == 3
         assert set().union(*(load_file(path) for path in made.files)) == (fixed | tensors).keys()
         assert made.num_changed_bytes < sum(path.stat().st_size for path in made.files)
@@ -83,12 +83,12 @@ def test_what_is_put_is_read_elsewhere_byte_for_byte(shelved: WeightStore) -> No
 
 
 def test_of_versions_nothing_is_remembered(shelved: WeightStore) -> None:
-    weight_store._remembered.cache_clear()
+    weight_store._file_digests.cache_clear()
     shelved.keep({"base": torch.randn(9)}.items())
     for version in range(3):
-        StoredWeights(shelved.put(version, weights(version).items()).files, version).found()
+        StoredWeights(shelved.put(version, weights(version).items()).files, version).compute_digest()
         shelved.drop_below(version)
-    assert weight_store._remembered.cache_info().currsize == 1, "the file of what all versions share"
+    assert weight_store._file_digests.cache_info().currsize == 1, "the file of what all versions share"
 
 
 def test_a_digest_knows_every_bit_name_type_and_shape_and_no_order() -> None:
@@ -122,7 +122,7 @@ def test_bytes_that_were_changed_are_found(shelved: WeightStore) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert made.found() != made.digest == weights_digest(weights())
+    assert made.compute_digest() != made.digest == weights_digest(weights())
 
 
 def test_no_more_is_held_than_a_file_and_a_tensor(shelved: WeightStore) -> None:

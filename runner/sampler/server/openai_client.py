@@ -58,7 +58,7 @@ class OpenAiClient:
 
     def get(self, path: str, until: float) -> Any:
         """The answer to a question without a body; see `post`."""
-        return _decoded(self._patiently("GET", path, None, until, again=True))
+        return _decode_json(self._patiently("GET", path, None, until, again=True))
 
     def text(self, path: str, until: float) -> str:
         """The same where it is text."""
@@ -72,7 +72,7 @@ class OpenAiClient:
         GarbledError, SamplerError if there is no answer, EnvironmentProblem if the key is wrong.
         """
         content = json.dumps(body, allow_nan=False).encode()
-        return _decoded(self._patiently("POST", path, content, until, again=again))
+        return _decode_json(self._patiently("POST", path, content, until, again=again))
 
     def close(self) -> None:
         """End what is under way: it raises SamplerError at once, wherever it waits."""
@@ -139,7 +139,7 @@ class OpenAiClient:
         return answer
 
 
-def _decoded(content: bytes) -> Any:
+def _decode_json(content: bytes) -> Any:
     if not content:
         return None
     try:

@@ -169,7 +169,7 @@ class ServerFingerprint:
 
 def read_fingerprint(server: OpenAiServer, row: Sequence[int], model: str) -> ServerFingerprint:
     """What it is known by now."""
-    started = server.started()
+    started = server.process_start()
     try:
         return ServerFingerprint(started, server.score(row, model))
     except (InvalidAnswerError, StatusError, GarbledError):

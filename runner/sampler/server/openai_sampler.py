@@ -96,7 +96,7 @@ class OpenAiSampler:
             return
         if not isinstance(weights, StoredWeights):
             raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
-        begun, started = time.monotonic(), self._server.started()
+        begun, started = time.monotonic(), self._server.process_start()
         self._wake()
         self._sync.load(weights)
         self._version, self._weights, self._fingerprint = version, weights, replace(self._now(), started=started)
@@ -123,7 +123,7 @@ class OpenAiSampler:
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `Sampler`; whatever is behind the address counts as one engine."""
         self._wake()
-        return [[self._scored(row) for row in rows]]
+        return [[self._score_row(row) for row in rows]]
 
     def pop_metrics(self) -> dict[str, float]:
         """Sampling tokens per second, load seconds, failed tries, refused answers, weights sent again."""
@@ -222,7 +222,7 @@ class OpenAiSampler:
         if request.raw and self._reports_raw:
             raw = tuple(found.logprobs)
         elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
-            raw = tuple(self._scored([*request.prompt, *found.ids])[len(request.prompt) - 1 :])
+            raw = tuple(self._score_row([*request.prompt, *found.ids])[len(request.prompt) - 1 :])
         rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw, self._version, "stop")
         check_rollout(rollout, request, self._version, self._limits, "the answer")
         return self._cut_at_stop(rollout, limit, found.stopped_by)
@@ -241,7 +241,7 @@ class OpenAiSampler:
         raw = None if rollout.raw_logprobs is None else rollout.raw_logprobs[:size]
         return Rollout(rollout.ids[:size], rollout.logprobs[:size], raw, rollout.version, finish)
 
-    def _scored(self, row: Sequence[int]) -> list[float]:
+    def _score_row(self, row: Sequence[int]) -> list[float]:
         try:
             return self._server.score(row, self._sync.model)
         except (InvalidAnswerError, StatusError, GarbledError) as error:

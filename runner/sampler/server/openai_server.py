@@ -60,7 +60,7 @@ class OpenAiServer:
         answer = self.client.post("/v1/completions", score_request(model, row), self.until())
         return parse_scores(answer, row)
 
-    def started(self) -> str:
+    def process_start(self) -> str:
         """When its process began, "" where it does not say. Raises SamplerError if it does not answer.
 
         A restarted one has not the weights that this one was given. One that did not say so at first is not asked

@@ -68,7 +68,7 @@ class AdapterSync:
     def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
         name, place = self._places.new(weights)
-        with _worded(place):
+        with _explain_os_errors(place):
             shutil.copy2(self._settings, place / "adapter_config.json")
             tensors = {tensor: weights[tensor].contiguous() for tensor in sorted(weights.changed)}
             save_file(tensors, place / "adapter_model.safetensors", {"format": "pt"})
@@ -104,7 +104,7 @@ class ReloadSync:
     def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
         _, place = self._places.new(weights)
-        with _worded(place):
+        with _explain_os_errors(place):
             _link(weights.files, place, self._places.newest)
             (place / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weights.file_names}))
             for file in self._blueprint.iterdir():
@@ -138,7 +138,7 @@ class SyncFolders:
         self._loads += 1
         name = f"{self._stem}-v{weights.version}-{self._loads}"
         place = self._root / name
-        with _worded(place):
+        with _explain_os_errors(place):
             place.mkdir(parents=True)
         return name, place
 
@@ -156,7 +156,7 @@ class SyncFolders:
 
 
 @contextmanager
-def _worded(place: Path) -> Iterator[None]:
+def _explain_os_errors(place: Path) -> Iterator[None]:
     """Say where weights could not be written."""
     try:
         yield

@@ -85,7 +85,7 @@ class SamplerPool:
         if not isinstance(tensors, StoredWeights) or tensors.version != version:
             raise ValueError(f"rollout servers load version {version} from files, not from {tensors!r}")
         self._weights = tensors
-        with self._metrics.timed("load_s"):
+        with self._metrics.measure_seconds("load_s"):
             self._on_each([partial(client.load, tensors) for client in self._clients])
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:

@@ -51,7 +51,7 @@ class PoolMetrics:
             self._devices[name] = {**self._devices.get(name, {}), **stats}
 
     @contextmanager
-    def timed(self, name: str) -> Iterator[None]:
+    def measure_seconds(self, name: str) -> Iterator[None]:
         """Add the seconds that the block takes."""
         begin = time.monotonic()
         try:
