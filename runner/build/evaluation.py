@@ -1,4 +1,4 @@
-"""Evaluation of a job: answers to held-out questions, the loss on held-out items, or both; and its named sets."""
+"""Evaluation of a job: answers to held-out questions, loss on held-out items, and named sets."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def build_evaluation(
     extend: ExtendConversation | None = None,
     make_reward: MakeReward = no_reward,
 ) -> Evaluation | None:
-    """The evaluation of the job, None where there is nothing to evaluate. make_reward: that of a job or a set."""
+    """The evaluation of the job, None if there is nothing to evaluate. make_reward: of a job or a set."""
     own: list[Evaluation] = []
     questions, items = data.held_out_questions(), data.held_out_items()
     if isinstance(algorithm, LearnsFromItems) and (items or questions):
@@ -124,7 +124,7 @@ class AnswerParts:
         *,
         exact_match: bool = True,
     ) -> AnswerEvaluator:
-        """The evaluator of the answers to these questions; name: of the set, empty for the job's own questions."""
+        """The evaluator of answers to these questions; name: of the set, empty for the job's own."""
         section = f"evaluation.sets.{name}" if name else "evaluation"
         asked = [question for question in questions if question.prompt_ids]
         _check_room(asked, options.max_new_tokens, self.policy.length_limit, self.decide, section)
@@ -168,8 +168,10 @@ def _own_answers(
     answers: AnswerParts,
     learner: LocalLearner,
 ) -> list[Evaluation]:
-    """Of the job's own held-out questions: rewards where it has one, pass@k where answers are sampled, loss, and
-    eval/exact_match of greedy answers."""
+    """Evaluators of the job's own held-out questions.
+
+    Rewards where it has one, pass@k where answers are sampled, loss, and eval/exact_match of greedy answers.
+    """
     options, found, environments = spec.evaluation, list[Evaluation](), answers.environments
     reward = answers.make_reward(spec, question_prompts(questions), "reward")
     asked: Sequence[EvalQuestion] = ()

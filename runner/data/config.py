@@ -79,7 +79,7 @@ class DataConfig(ComponentConfig):
         return self
 
     def as_held_out(self) -> Self:
-        """The same config for an evaluation set: what is not said to be held out is, as nothing of it is trained on."""
+        """The config of an evaluation set: all rows are held out unless it names held-out ones itself."""
         return self
 
     def example_prompt(self) -> str:

@@ -1,4 +1,4 @@
-"""What a user can set of held-out evaluation: when, how questions are answered, and named sets beside the job's own.
+"""Options of held-out evaluation: when, how questions are answered, and named sets.
 
     evaluation.sets.gsm8k={data: {name: file, path: test.jsonl}, reward: {name: numeric}, samples: 4}
 
@@ -176,7 +176,7 @@ def ks_of(samples: int) -> list[int]:
 
 
 def unmeasured_reason(metric: str, job: Any) -> str | None:
-    """Why the evaluation of this job cannot measure `metric`; None where it can, or where that is not known yet."""
+    """Why this job's evaluation cannot measure `metric`; None where it can, or where that is unknown."""
     if not metric.startswith("eval/"):
         return None
     first, _, rest = (name := metric.removeprefix("eval/")).partition("/")

@@ -199,7 +199,7 @@ class LogTable:
 
 
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
-    """The held-out values of a step as `name=value`, with an interval in brackets; none where the step has none."""
+    """The held-out values of a step as `name=value`, intervals in brackets; none without values."""
     pairs = [
         f"{name}={format_number(value)}{_interval_text(name, metrics)}"
         for name, value in metrics.items()

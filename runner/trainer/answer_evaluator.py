@@ -1,4 +1,4 @@
-"""Evaluation of answers to held-out questions by a reward: one greedy answer to each, or n sampled ones.
+"""Evaluation of answers to held-out questions by a reward: one greedy answer, or n sampled ones.
 
     question ──▶ policy ⇄ environment ──n answers──▶ reward ──▶ reward/mean, mean@n, pass@k, exact_match, length
 
@@ -27,7 +27,7 @@ from runner.trainer.evaluator import Report
 
 @dataclass(frozen=True, slots=True)
 class GreedySampler:
-    """Answers every request by the likeliest tokens, `rows` at a time; log-probabilities are not known: NaN."""
+    """Answers every request greedily, `rows` at a time; log-probabilities are NaN."""
 
     answerer: GreedyAnswerer
     max_new_tokens: int
@@ -94,7 +94,7 @@ class AnswerEvaluator:
     exact_match: bool = True
 
     def evaluate(self) -> Report:
-        """reward/mean, reward/<part>, mean@n, pass@k, exact_match, length (tokens), truncated_frac, and intervals.
+        """reward/mean, reward/<part>, mean@n, pass@k, exact_match, length, truncated_frac, and intervals.
 
         Raises OutOfMemory, naming the option, where the device cannot draw so many answers at once.
         """

@@ -29,7 +29,7 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def t_quantile(degrees: int) -> float:
-    """The 97.5 % quantile of Student's t; from 4 degrees of freedom within 1 % (Abramowitz and Stegun, 26.7.5)."""
+    """The 97.5 % quantile of Student's t, within 1 % from 4 degrees on (Abramowitz and Stegun, 26.7.5)."""
     z, v = Z, degrees
     terms = (
         z,
@@ -41,7 +41,7 @@ def t_quantile(degrees: int) -> float:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """The 95 % interval of the mean of one number per question, by Student's t; None for fewer than two questions."""
+    """95 % interval of the mean over questions, by Student's t; None for fewer than two questions."""
     if len(values) < 2:
         return None
     half = t_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))

@@ -33,7 +33,7 @@ def sample_row(line: str, path: Path) -> dict[str, Any]:
 
 
 def evaluated_samples(lines: Sequence[str], path: Path) -> list[Row]:
-    """The answers of evaluations: those of training steps have the version of the weights that sampled them."""
+    """Answers of evaluations; those of training steps have the weight version that sampled them."""
     rows = (sample_row(line, path) for line in lines if '"version"' not in line)
     return [row for row in rows if {"step", "prompt", "answer"} <= row.keys() and not row.get("sample")]
 
