@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import signal
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -28,7 +26,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def server(folder: Path, tmp_path: Path) -> Iterator[Server]:
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # other servers of the machine have theirs
     with serve(folder, cwd=tmp_path) as made:
         yield made
 
@@ -60,11 +60,11 @@ def nobody_listens(server: Server) -> bool:
     return False
 
 
-def leftovers() -> list[str]:
-    return glob.glob(f"{tempfile.gettempdir()}/run-serve-*")
+def leftovers(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "tmp").iterdir())
 
 
-def test_sigterm_finishes_what_is_in_flight(server: Server) -> None:
+def test_sigterm_finishes_what_is_in_flight(server: Server, tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
     with ExitStack() as slow:
         for _ in range(100):  # clients that never send a whole header
@@ -77,7 +77,7 @@ def test_sigterm_finishes_what_is_in_flight(server: Server) -> None:
     thread.join()
     [answer] = answers
     assert answer.json()["usage"]["completion_tokens"] == 2000
-    assert not child.is_running() and nobody_listens(server) and not leftovers()
+    assert not child.is_running() and nobody_listens(server) and not leftovers(tmp_path)
     assert "SIGTERM: finishing 4 answers within 30 s" in server.printed.read_text()
 
 
@@ -95,7 +95,7 @@ def test_an_engine_that_dies_is_a_500_and_ends_the_server(server: Server) -> Non
 
 
 @pytest.mark.slow
-def test_kill_9_leaves_no_process_and_no_file(server: Server) -> None:
+def test_kill_9_leaves_no_process_and_no_file(server: Server, tmp_path: Path) -> None:
     answers: list[Any] = []
     child = engine(server)
     body = {**LONG, "stream": True}
@@ -106,7 +106,7 @@ def test_kill_9_leaves_no_process_and_no_file(server: Server) -> None:
     while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
         time.sleep(0.05)
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
-    assert nobody_listens(server) and not leftovers()
+    assert nobody_listens(server) and not leftovers(tmp_path)
 
 
 @pytest.mark.parametrize(
