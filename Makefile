@@ -32,9 +32,9 @@ VLLM_SETTINGS := OMP_NUM_THREADS=1 TORCH_COMPILE_DISABLE=1 HF_HUB_OFFLINE=1 VLLM
 TORCH_INSTALL := $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c $(TORCH_VENV)/constraints.txt $(PIP_ARGS)
 # What meets torch's interfaces: layouts on several ranks, models, devices, samplers, checkpoints, exports.
 TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/parallelism tests/tools/plan/test_measure.py \
-  tests/sampler/test_draw.py tests/sampler/test_torch.py tests/sampler/remote/test_collective.py \
+  tests/sampler/test_sampling.py tests/sampler/test_torch.py \
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
-  simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_zero.py --ignore tests/parallelism/test_zero_config.py
+  simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_deepspeed_zero.py --ignore tests/parallelism/test_zero_config.py
 
 .PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-torch test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
@@ -60,7 +60,7 @@ test-all: $(VENV)/.installed-dev  ## fast and slow tests
 # Whoever takes this extra builds it from source, so it is no part of what developers install.
 test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast and slow; installs the extra
 	DS_BUILD_OPS=0 $(INSTALL) -e '.[dev,deepspeed]'
-	$(PYTEST) -m "not soak" tests/parallelism/test_zero.py $(call recorded,test-deepspeed) $(ARGS)
+	$(PYTEST) -m "not soak" tests/parallelism/test_deepspeed_zero.py $(call recorded,test-deepspeed) $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow, in an environment of their own
 	$(VLLM_SETTINGS) $(VLLM_VENV)/bin/python -m pytest -m "not soak" --timeout 600 $(VLLM_TESTS) $(call recorded,test-vllm) $(ARGS)

@@ -30,20 +30,20 @@ import torch
 from torch import distributed
 
 from runner.algorithm.sft import CrossEntropy
-from runner.build.parts import build_device, build_learner, build_model, build_tokenizer
-from runner.cli.compose import compose_job
+from runner.build.components import build_device, build_learner, build_model, build_tokenizer
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, with_totals
-from runner.core.rank_info import Place
-from runner.distributed.dtensor_utils import local
+from runner.core.rank_info import RankInfo
+from runner.distributed.dtensor_utils import local_tensor
 from runner.parallelism import process_groups as groups
 from runner.parallelism.config import DdpConfig, FsdpConfig, MeshConfig, SingleConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.process_groups import GroupPeers
-from runner.parallelism.world import World, build
+from runner.parallelism.parallel_context import ParallelContext, build
+from runner.parallelism.process_groups import ProcessGroupCollectives
 from runner.spec.job import JobSpec
-from runner.tools.plan.model import architecture, sliced
-from runner.tools.plan.spread import spread_of, weights
+from runner.tools.plan.model import architecture, tensor_parallel_config
+from runner.tools.plan.rank_layout import model_weights, rank_layout
 from runner.tools.plan.traffic import Traffic
 from runner.trainer.learner import LocalLearner
 
@@ -61,10 +61,10 @@ CASES = {
     "tp": "parallelism=tp",
     "tp × fsdp": "parallelism=fsdp parallelism.tp=2",
     "cp, ulysses": "parallelism=cp",
-    "cp, ring": "parallelism=cp parallelism.cp_style=ring",
+    "cp, ring": "parallelism=cp parallelism.cp_backend=ring",
     "cp × fsdp": "parallelism=fsdp parallelism.cp=2",
     "pp": "parallelism=pp",
-    "pp, 2 chunks × ddp": "parallelism=ddp parallelism.pp=2 parallelism.pp_chunks=2",
+    "pp, 2 chunks × ddp": "parallelism=ddp parallelism.pp=2 parallelism.pp_virtual_stages=2",
     "pp × fsdp": "parallelism=fsdp parallelism.pp=2",
     "ep": f"{MIXTURE} parallelism=ep",
     "ep × fsdp": f"{MIXTURE} parallelism=fsdp parallelism.ep=2",
@@ -89,7 +89,7 @@ def batch(step: int) -> Batch:
     return with_totals(packed, packed.count())
 
 
-def learner(spec: JobSpec, world: World) -> LocalLearner:
+def learner(spec: JobSpec, world: ParallelContext) -> LocalLearner:
     """The job's model with its optimizer, spread as `world` says."""
     decide = Decisions()
     model = build_model(spec, build_tokenizer(spec), world.device, decide, world=world)
@@ -106,12 +106,12 @@ def one_step(subject: LocalLearner, step: int) -> float:
     return metrics.result()["train/loss"]
 
 
-def only_rank(config: MeshConfig, device: Any) -> World:
+def only_rank(config: MeshConfig, device: Any) -> ParallelContext:
     """The world of the only rank of a process group, which a job never is: it would be `single`."""
-    mesh, place, timeout = Mesh(), Place(), timedelta(seconds=GROUP_S)
-    found = groups.made(mesh, "cpu", "gloo", timeout, 1)
-    peers = GroupPeers(distributed.group.WORLD, GROUP_S)
-    return World(config, device, place, mesh, found, *[peers] * 5)
+    mesh, place, timeout = Mesh(), RankInfo(), timedelta(seconds=GROUP_S)
+    found = groups.create_groups(mesh, "cpu", "gloo", timeout, 1)
+    peers = ProcessGroupCollectives(distributed.group.WORLD, GROUP_S)
+    return ParallelContext(config, device, place, mesh, found, *[peers] * 5)
 
 
 def overhead(count: int) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def overhead(count: int) -> dict[str, Any]:
     distributed.init_process_group("gloo", rank=0, world_size=1)
     spec = composed("launch.devices=1 parallelism=single")
     device = build_device(spec, Decisions())
-    worlds = {"single": build(SingleConfig(), device=device, place=Place())}
+    worlds = {"single": build(SingleConfig(), device=device, place=RankInfo())}
     worlds |= {config.name: only_rank(config, device) for config in (DdpConfig(), FsdpConfig())}
     arms: dict[str, LocalLearner] = {}
     for name, world in worlds.items():
@@ -137,7 +137,7 @@ def overhead(count: int) -> dict[str, Any]:
     return {"seconds": statistics.median(single), **{name: statistics.median(all_) for name, all_ in ratios.items()}}
 
 
-def rank(place: Place, port: int, count: int, name: str, out: Any) -> None:
+def rank(place: RankInfo, port: int, count: int, name: str, out: Any) -> None:
     """One of several: the bytes that it writes in each step, and those that it holds."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     spec = composed(CASES[name])
@@ -149,7 +149,7 @@ def rank(place: Place, port: int, count: int, name: str, out: Any) -> None:
         sent.append(written() - before)
     weights = [p for p in subject.model.trainable().values() if not p.is_meta]
     states = [t for entry in subject.optimizer.state.values() for t in entry.values() if t.ndim]
-    held = sum(local(t).untyped_storage().nbytes() for t in (*weights, *states))
+    held = sum(local_tensor(t).untyped_storage().nbytes() for t in (*weights, *states))
     out.put((place.rank, loss, statistics.mean(sent[WARM_UP:]), held))
     world.close()
 
@@ -160,7 +160,7 @@ def measured(name: str, count: int) -> dict[str, Any]:
     size = spec.launch.world
     context = multiprocessing.get_context("spawn")
     out, port = context.Queue(), free_port()
-    places = [Place(at, size, at, size) for at in range(size)]
+    places = [RankInfo(at, size, at, size) for at in range(size)]
     ranks = [context.Process(target=rank, args=(place, port, count, name, out)) for place in places]
     for one in ranks:
         one.start()
@@ -182,15 +182,15 @@ def ideal(spec: JobSpec, count: int) -> dict[str, float]:
     """Bytes that a rank should send in a step of these batches, in the mean over the stages; those of the whole, and of
     the fullest rank's share of it, with the two numbers that AdamW keeps for each."""
     shape, _ = architecture(spec.model)
-    spread = spread_of(spec.parallelism, spec.launch.world, shape)
-    whole = weights(spec, "lm", shape).all
-    model = weights(spec, "lm", sliced(shape, spread.mesh.tp))
-    steps = [batch(step).num_tokens / spread.mesh.data for step in range(WARM_UP, count)]
+    spread = rank_layout(spec.parallelism, spec.launch.world, shape)
+    whole = model_weights(spec, "lm", shape).all
+    model = model_weights(spec, "lm", tensor_parallel_config(shape, spread.mesh.tp))
+    steps = [batch(step).num_tokens / spread.mesh.dp_size for step in range(WARM_UP, count)]
     tokens = round(statistics.mean(steps))
     cuts = -(-tokens // spec.algorithm.micro_batch_tokens)
     stages = spread.stages(len(model.layers))
     sent = [sum(Traffic(spec, shape, spread, at, tokens, cuts, 1).sending({"policy": model}).values()) for at in stages]
-    share = max(spread.held(model, stage).bytes for stage in stages)
+    share = max(spread.rank_share(model, stage).bytes for stage in stages)
     return {"textbook_bytes": statistics.mean(sent), "share_bytes": 3 * share, "whole_bytes": 3 * whole.bytes}
 
 

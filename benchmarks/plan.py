@@ -41,16 +41,16 @@ CASES = {
     "full, every other layer": ("model.gradient_checkpointing=2",),
     "full, selective": ("model.gradient_checkpointing=selective",),
     "full, offloading": ("model.gradient_checkpointing=true", "model.activation_offloading=true"),
-    "full, no fused operators": ("device.fused=[]",),
+    "full, no fused operators": ("device.fused_ops=[]",),
     "LoRA": ("adapter=lora",),
     "LoRA, recomputing": ("adapter=lora", "model.gradient_checkpointing=true"),
     "full, sharded over 2": ("parallelism=fsdp", *TWO),
     "LoRA, sharded over 2": ("adapter=lora", "parallelism=fsdp", *TWO),
     "full, in slices over 2": ("parallelism=tp", *TWO),
     "full, rows over 2": ("parallelism=cp", *TWO),
-    "full, rows over 2, ring": ("parallelism=cp", "parallelism.cp_style=ring", *TWO),
+    "full, rows over 2, ring": ("parallelism=cp", "parallelism.cp_backend=ring", *TWO),
     "full, stages over 2": ("parallelism=pp", *TWO),
-    "full, 2 runs in each of 2 stages": ("parallelism=pp", "parallelism.pp_chunks=2", *TWO),
+    "full, 2 runs in each of 2 stages": ("parallelism=pp", "parallelism.pp_virtual_stages=2", *TWO),
     "full, recomputing, stages over 2": ("parallelism=pp", "model.gradient_checkpointing=true", *TWO),
     "experts": EXPERTS,
     "experts over 2": (*EXPERTS, "parallelism=ep", *TWO),
@@ -61,7 +61,7 @@ def main(names: Sequence[str] = ()) -> int:
     """Compare the cases of these names, or all; returns the exit code."""
     cases = {name: words for name, words in CASES.items() if not names or name in names}
     with TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.jsonl"  # plain text: every token is learnt, as a plan takes it
+        rows = Path(folder) / "rows.jsonl"  # plain text: every token is trained on, as a plan takes it
         rows.write_text("".join(json.dumps({"text": f"{n:5d} " * 20}) + "\n" for n in range(1024)))
         return compare(f"data.path={rows}", cases)
 

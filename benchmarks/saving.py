@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
-from runner.trainer.learner_state import state_of
+from runner.trainer.optimizer_state import learner_state
 
 SIZES = {
     "hidden_size": 768,
@@ -59,7 +59,7 @@ class Subject:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds."""
-        return {"policy": state_of(self.parameters, self.optimizer)}
+        return {"policy": learner_state(self.parameters, self.optimizer)}
 
 
 def one_round(subject: Subject, stores: dict[str, CheckpointStore], number: int) -> dict[str, float]:

@@ -6,10 +6,9 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from runner.cli.foreign import refuse
-from runner.cli.foreign_words import foreign_command
+from runner.cli.foreign import foreign_command, refuse
 from runner.core.errors import RunnerError
-from runner.spec.migrate import Entry, Job, Rule, table, written
+from runner.spec.migrate import Entry, Job, Rule, format_value, table
 
 # key=value, the value a list, a quoted text, or what ends before punctuation
 TYPED = re.compile(r"(?:'[^']+=[^']+'|\b[a-z_]+(?:[./@][a-z_0-9]+)*=(?:\[[^\]]*\]|[^\s;,()|]*[^\s;,()|.:])?)")
@@ -52,7 +51,7 @@ def example() -> str:
 def rows(entry: Entry) -> Iterator[str]:
     """One option: its spellings with an example, and the answer for each algorithm and value."""
     typed = "<br>".join(f"`{key}`" for key in entry.keys)
-    for algorithms, value, rule in _cases(entry.rule, written(entry.example)):
+    for algorithms, value, rule in _cases(entry.rule, format_value(entry.example)):
         said = " / ".join(str(one) for one in table().answers(Entry(entry.keys, None, rule), entry.example, Job()))
         yield f"| {typed} | {value.replace('|', ' ')} | {algorithms.replace(' ', ', ')} | {_code(said)} |"
         typed = ""
@@ -67,7 +66,7 @@ def _cases(rule: Rule, value: str, algorithms: str = "") -> Iterator[tuple[str, 
             yield from _cases(inner, value, names)
     else:
         for name, inner in rule.get("values", {}).items():
-            yield algorithms, written(name).replace(" ", ", "), inner
+            yield algorithms, format_value(name).replace(" ", ", "), inner
         if rule.keys() & {"to", "say"}:
             other = {name: inner for name, inner in rule.items() if name != "values"}
             yield algorithms, "others" if "values" in rule and "to" not in rule else value, other

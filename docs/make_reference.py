@@ -9,13 +9,13 @@ from pydantic import BaseModel
 
 from runner.algorithm.loss_registry import built_in
 from runner.cli.conf import BESIDE, scalar
-from runner.cli.sources import plain
+from runner.cli.sources import plain_default
 from runner.interfaces.losses import INPUTS, Kind
 from runner.spec.base import ComponentConfig
 from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, built_in_registry
 from runner.spec.schema import CALLBACKS, groups_of, model_schema, sections
-from runner.spec.suggest import expectation
+from runner.spec.suggest import expected_type
 
 PATH = Path(__file__).with_name("reference.md")
 HEAD = """# Reference
@@ -39,9 +39,9 @@ def table(cls: type[BaseModel], without: Collection[str]) -> list[str]:
             default = (
                 "*required*"
                 if info.is_required()
-                else f"`{scalar(plain(info.get_default(call_default_factory=True)))}`"
+                else f"`{scalar(plain_default(info.get_default(call_default_factory=True)))}`"
             )
-            takes = expectation(model_schema(cls)[name]).replace("|", "\\|")
+            takes = expected_type(model_schema(cls)[name]).replace("|", "\\|")
             body.append(f"| `{name}` | {takes} | {default} | {info.description} |")
     return ["", "| option | takes | default | meaning |", "| --- | --- | --- | --- |", *body] if body else []
 
@@ -58,10 +58,10 @@ def group(name: str, registry: Registry) -> Iterator[str]:
 
 
 TITLES: dict[Kind, str] = {
-    "policy_loss": "`objective` of grpo, ppo, opd: policy losses",
+    "policy_loss": "`policy_loss` of grpo, ppo, opd",
     "advantage": "`advantage` of grpo",
-    "kl_estimator": "`kl` of grpo, ppo, opd: KL estimators",
-    "aggregation": "`aggregation` of grpo, ppo, opd",
+    "kl_estimator": "`kl_estimator` of grpo, ppo, opd",
+    "aggregation": "`loss_aggregation` of grpo, ppo, opd",
     "correction": "`correction` of grpo, ppo, opd: off-policy corrections",
     "preference_loss": "`loss` of dpo: preference losses",
     "divergence": "`divergence` of distill",

@@ -21,7 +21,7 @@ FOOT = f"""
 *This project* needs torch {OLDEST_TORCH} or newer, and transformers 5: it spreads experts and exchanges weights by
 interfaces that 4.57 does not have, and installs beside vLLM {OLDEST_VLLM} or newer. The sets of older vLLM stand here
 because the doctor meets them, and names them; such a vLLM runs as a server of its own, in its own environment
-(`sampler=vllm_server`), beside a job in the set of the same CANN.
+(`sampler=server`), beside a job in the set of the same CANN.
 
 vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
 vllm==X`.

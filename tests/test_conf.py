@@ -12,12 +12,13 @@ import yaml
 from hydra import compose
 from omegaconf import OmegaConf
 
-from runner.cli.compose import compose_job
 from runner.cli.conf import files, main
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main as run
-from runner.cli.sources import session
+from runner.cli.sources import hydra_session
 from runner.core.paths import conf_dir, recipes_dir
-from runner.spec.base import leaves
+from runner.data.config import ChatConfig
+from runner.spec.base import iter_leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of
@@ -28,7 +29,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
-REQUIRED_OF |= {"sampler/vllm_server": {"url": "http://localhost:1", "sync": "reload"}}
+REQUIRED_OF |= {"sampler/server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 
 def required(group: str, name: str) -> dict[str, str]:
@@ -40,11 +41,11 @@ def required(group: str, name: str) -> dict[str, str]:
 
 def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
-    samples = group == "algorithm" and class_of(name).samples
+    samples = group == "algorithm" and class_of(name).needs_sampler
     uses = samples or (group in ("sampler", "reward", "environment") and name != "none") or name == "ray_6_2"
     chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
     if uses:
-        reward = "exact" if group != "algorithm" or class_of(name).rewarded else "none"
+        reward = "exact" if group != "algorithm" or class_of(name).needs_reward else "none"
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
     if group == "parallelism" and name != "single":
         chosen["launch.devices"] = "4"
@@ -68,7 +69,7 @@ def plain(path: Path) -> dict[str, Any]:
 
 
 def test_the_generated_files_are_up_to_date() -> None:
-    """To mend: python -m runner.cli.conf --write"""
+    """To fix: python -m runner.cli.conf --write"""
     assert [str(p) for p, text in files() if p.read_text(encoding="utf-8") != text] == []
     assert main(["--check"]) == 0
 
@@ -95,7 +96,10 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     del content["hydra"]
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
     assert WatchConfig(**content.pop("watch")) == WatchConfig()
-    assert content == {k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "init_from", "strict")}
+    assert ChatConfig(**content.pop("chat")) == ChatConfig()
+    assert content == {
+        k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "epochs", "init_from", "strict")
+    }
 
 
 @pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig])
@@ -144,7 +148,7 @@ def test_a_recipe_is_what_its_schema_says(recipe: str) -> None:
     for entry in content.pop("defaults"):
         [(key, value)] = entry.items()
         assert value in choices[key]["enum"]
-    for key, _ in leaves(content):
+    for key, _ in iter_leaves(content):
         section, _, leaf = key.partition(".")
         assert section in schema["properties"]
         if leaf:
@@ -194,7 +198,7 @@ def test_switches(words: str, workdir: Path) -> None:
     ],
 )
 def test_our_composition_is_hydras(words: list[str], workdir: Path) -> None:
-    with session(default_registry()):
+    with hydra_session(default_registry()):
         theirs = OmegaConf.to_container(compose("job", words))
     ours = compose_job([*words, "model.path=x"] if "model=hf" in words else words or ["model=tiny"]).data
     if "model=hf" in words:

@@ -267,7 +267,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared.add("vllm")  # which card it is for decides on its build, and it on torch's: installed first, by hand
     declared |= {
         requirement_name(d)
-        for extra in ("tensorboard", "low-bit", "math", "deepspeed", "optuna", "ray", "slurm")
+        for extra in ("tensorboard", "low-bit", "math", "modelscope", "deepspeed", "optuna", "ray", "slurm")
         for d in project["optional-dependencies"][extra]
     }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
@@ -296,12 +296,13 @@ def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
 GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 # What still asks another component's config by type or name, and what names devices, each for a reason.
 ASKED_BY_NAME = {
-    "runner/build/samplers.py: isinstance DrawingConfig",  # samplers in processes of their own take its options
-    "runner/launch/stages.py: getattr(spec.algorithm, revision, None)",  # the option belongs to a path of the same name
+    "runner/build/samplers.py: isinstance SamplingConfig",  # samplers in processes of their own take its options
+    # the option belongs to a path of the same name
+    "runner/launch/upstream_models.py: getattr(spec.algorithm, revision, None)",
     "runner/optimizer/config.py: job.parallelism.name in self.layouts",  # names that the message lists
     "runner/tools/plan/model.py: isinstance SmallConfig",
     "runner/tools/plan/model.py: isinstance HfConfig",
-    "runner/tools/plan/words.py: spec.launch.name == 'ray'",
+    "runner/tools/plan/plan_text.py: spec.launch.name == 'ray'",
 }
 
 

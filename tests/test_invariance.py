@@ -13,6 +13,7 @@ import torch
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.batch import Batch, pack, with_totals
 from runner.model import tiny
@@ -38,9 +39,9 @@ def learner(budget: int, layout: str, checkpointing: bool, kind: str, adapter: s
         intermediate_size=48,
         layers=2,
         kv_heads=2,
-        layout=layout,  # type: ignore[arg-type]
+        batch_layout=layout,  # type: ignore[arg-type]
         gradient_checkpointing=checkpointing,
-        head_chunk_tokens=17,
+        lm_head_chunk_tokens=17,
     )
     decisions: list[tuple[str, ...]] = []
     model = tiny.build(
@@ -58,7 +59,7 @@ def learner(budget: int, layout: str, checkpointing: bool, kind: str, adapter: s
                 if "lora_B" in name:
                     torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     else:
-        model = lora.train_all(NoAdapterConfig(), model, decide=lambda *words: None)
+        model = train_all(NoAdapterConfig(), model, decide=lambda *words: None)
     if kind == "adamw64":
         model.module.double()
     parameters = list(model.trainable().values())

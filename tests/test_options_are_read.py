@@ -39,7 +39,7 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "compute":
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "compute_selected":
             config, option = node.args[:2]  # the registered function that an option names
             assert isinstance(option, ast.Constant)
             yield owner(config), str(option.value)

@@ -11,7 +11,7 @@ from runner.core.batch import Batch
 class Bigram:
     """logprobs[t] = log softmax(table[ids[parent[t]]])[ids[t]], 0 at roots; dropout draws from torch's generator."""
 
-    padded = False
+    is_padded = False
 
     def __init__(self, vocab: int = 12, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -25,7 +25,7 @@ class Bigram:
         picked = torch.log_softmax(logits, -1).gather(1, ids[:, None])[:, 0]
         return {"logprobs": torch.where(parent < 0, 0.0, picked)}
 
-    def linear(self, batch: Batch, coefficients: Tensor, terms: object = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def linear_loss(self, batch: Batch, coefficients: Tensor, terms: object = None) -> tuple[Tensor, dict[str, Tensor]]:
         assert terms is None
         outputs = self.outputs(batch, frozenset({"logprobs"}))
         return (coefficients * outputs["logprobs"]).sum(), {"logprobs": outputs["logprobs"].detach()}

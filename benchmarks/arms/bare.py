@@ -36,7 +36,7 @@ def adamw(model: torch.nn.Module, lr: float) -> torch.optim.Optimizer:
 
 
 def _labels(ids: list[int], mask: list[int]) -> list[int]:
-    """Each position's target: the next token if it is learnt."""
+    """Each position's target: the next token if it is trained on."""
     return [t if m else IGNORED for t, m in zip(ids[1:], mask[1:], strict=True)] + [IGNORED]
 
 

@@ -26,7 +26,7 @@ Step = Callable[[Rows], None]
 
 
 def rows_of(count: int, length: int, vocab: int) -> Rows:
-    """Random tokens; as in chats, about a third of them are learnt."""
+    """Random tokens; as in chats, about a third of them are trained on."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, vocab, (count, length), generator=generator).tolist()
     mask = [0] * (length - length // 3) + [1] * (length // 3)
@@ -47,13 +47,13 @@ def runner_step(module: Any, chunk: int) -> Step:
     """One step of this runner's learner; `chunk` tokens have logits at once."""
     from runner.algorithm.sft import CrossEntropy
     from runner.core.batch import pack, with_totals
-    from runner.model.causal import CausalLM
+    from runner.model.causal_lm import CausalLM
     from runner.model.config import HfConfig
     from runner.optimizer.config import AdamWConfig
     from runner.optimizer.optimizers import build_adamw
     from runner.trainer.learner import LocalLearner
 
-    config = HfConfig(path="random", head_chunk_tokens=chunk)
+    config = HfConfig(path="random", lm_head_chunk_tokens=chunk)
     model = CausalLM(module, None, config, seed=0, decide=_refuse)
     optimizer = build_adamw(AdamWConfig(lr=LR), parameters=model.trainable(), decide=_refuse)
     learner = LocalLearner(
@@ -75,7 +75,7 @@ def _refuse(feature: str, wanted: str, got: str, reason: str) -> None:
 
 
 def _forget_peak() -> None:
-    """Let the process's peak resident set begin anew (Linux)."""
+    """Let the process's peak resident set begin again (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 

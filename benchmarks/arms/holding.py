@@ -1,8 +1,8 @@
 """A process that only holds weights, behind the same HTTP as every sampler.
 
-python -m arms.holding INDEX NOTES MEGABYTES here|elsewhere|paired
+python -m arms.holding INDEX FOLDER MEGABYTES here|elsewhere
 
-elsewhere: it takes itself for another machine; paired: the same, and weights come by collective
+elsewhere: it does not see the files of the trainer, as on another machine
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from runner.inference.rollout_server import serve
 from runner.interfaces import Request, Rollout
-from runner.sampler.remote import server
-from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.listening import Machine
-from runner.sampler.remote.wire import job_token
+from runner.sampler.server.job_token import job_token
+from runner.sampler.server.protocol import WeightFile
 
 TENSOR_BYTES = 16 * 2**20
 MEGABYTE = 10**6
-GLOO = Collectives("gloo", torch.device("cpu"))
 
 
 def weights(megabytes: int, seed: int = 0) -> dict[str, Tensor]:
@@ -36,12 +34,12 @@ def weights(megabytes: int, seed: int = 0) -> dict[str, Tensor]:
 class Holding:
     """A `Sampler` of nothing: loading copies each tensor into its own."""
 
-    temperature, max_new_tokens, longest = 1.0, 1, None
+    temperature, max_new_tokens, max_model_len = 1.0, 1, None
 
     def __init__(self, megabytes: int) -> None:
         self._own = weights(megabytes)
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy them."""
         for name, tensor in (tensors or {}).items():
             self._own[name].copy_(tensor)
@@ -54,11 +52,11 @@ class Holding:
         """Nothing."""
         return [[[] for _ in rows]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Nothing."""
         return {}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Nothing."""
 
     def close(self) -> None:
@@ -70,13 +68,12 @@ def named(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield from tensors.items()
 
 
-def main(index: str, notes: str, megabytes: str, where: str) -> None:
+def main(index: str, folder: str, megabytes: str, where: str) -> None:
     """Serve until the process is ended."""
     torch.set_num_threads(1)
     if where != "here":
-        Machine.here = classmethod(lambda cls: cls("elsewhere", "another boot"))  # type: ignore[method-assign]
-    by = GLOO if where == "paired" else None
-    server.serve(Holding(int(megabytes)), int(index), Path(notes), token=job_token(), collectives=by)
+        WeightFile.at = lambda path: WeightFile(path.name, -1, -1)  # type: ignore[method-assign]
+    serve(Holding(int(megabytes)), int(index), Path(folder), token=job_token())
 
 
 if __name__ == "__main__":

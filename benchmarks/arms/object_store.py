@@ -1,6 +1,6 @@
 """Weights through Ray's object store: put by one process, fetched and copied by another, in a cluster of their own.
 
-python -P -m runner.launch.ray.guard arms.object_store '{"folder": FOLDER, "megabytes": MEGABYTES}'
+python -P -m runner.launch.ray.reaper arms.object_store '{"folder": FOLDER, "megabytes": MEGABYTES}'
 
 A line on stdin is a turn, and is answered by its seconds. Tensors go as arrays, which Ray maps; as tensors it would
 pickle them. There is no digest, and no other machine.
@@ -29,7 +29,7 @@ class Receiver:
     def load(self, named: dict[str, ObjectRef], version: int) -> None:
         """Fetch each, and copy it."""
         found = {name: torch.from_numpy(ray.get(array)).view(torch.bfloat16) for name, array in named.items()}
-        self._own.load(found, version)
+        self._own.load_weights(found, version)
 
 
 def main(asked: str) -> None:

@@ -89,8 +89,8 @@ def main(result: Path, typed: list[str]) -> None:
     """Run and write the result."""
     import runner.trainer.loop as loop
 
-    clock, run = Clock(), loop.run
-    loop.run = lambda job, first: run(clock.job(job), first)
+    clock, run = Clock(), loop.run_loop
+    loop.run_loop = lambda job, first: run(clock.job(job), first)
     runner_cli.run(typed)
     result.write_text(json.dumps(clock.result()))
 

@@ -85,14 +85,14 @@ def main(name: str, overrides: Sequence[str], folder: Path, result: Path, steps:
     clock = stamps.Stamps().watch()
     more = {}
     if name in preferences.GRPO:
-        from runner.reward.scorer import Scorer
+        from runner.reward.group_scorer import GroupScorer
         from runner.sampler.torch import TorchSampler
 
         clock.lap("sampling", TorchSampler, "sample")
-        clock.lap("scoring", Scorer, "score")
+        clock.lap("scoring", GroupScorer, "score")
     lines = run([*common(steps, batch, lr), *task(name, folder), *overrides])
     if name in preferences.GRPO:
-        kept = {"tokens": "rollout/tokens", "rewards": "reward/mean", "collect_s": "time/collect_s"}
+        kept = {"tokens": "rollout/tokens", "rewards": "reward/mean", "collect_s": "time/data_wait_s"}
         more = {key: [line[metric] for line in lines] for key, metric in kept.items()}
     stamps.write(result, clock, [line["train/loss"] for line in lines], **more)
 

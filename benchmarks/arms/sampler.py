@@ -24,7 +24,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from runner.interfaces import Request, Rollout
 from runner.model import tiny
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import build
@@ -97,7 +97,7 @@ class Clock:
 
 def runner_arm(model: CausalLM, case: Case, kept: list[tuple[Request, Rollout]]) -> Arm:
     """This runner; its rollouts are left in `kept`."""
-    config = TorchSamplerConfig(batch_size=case.batch, stop_tokens=tuple(case.end_ids()))
+    config = TorchSamplerConfig(max_num_seqs=case.batch, stop_token_ids=tuple(case.end_ids()))
     sampler = build(config, model=model, decide=_refuse)
     requests = [Request(p, seed, case.new, seed // case.each) for seed, p in enumerate(case.asked())]
 

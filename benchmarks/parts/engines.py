@@ -46,22 +46,22 @@ def show(measured: dict[str, Any]) -> str:
         for arm, rounds in arms.items():
             speeds = [rate(one) / rate(base) for one, base in zip(rounds, arms[TORCH], strict=True)]
             speed = sorted(map(rate, rounds))[len(rounds) // 2]
-            off = max(one["sampler/abs_logprob_diff"] for one in rounds)
+            off = max(one["mismatch/logprob_diff"] for one in rounds)
             rows.append((f"{case}: {arm}", f"{speed:.0f}", plan.shown(speeds) if arm == VLLM else "", f"{off:.1e}"))
     return report.table(("model, answers", "tokens/s", "times torch", "off the trainer"), rows) if rows else "no vLLM"
 
 
 def rate(one: dict[str, float]) -> float:
     """Tokens for a second in which they, and their rewards, were waited for."""
-    return one["rollout/tokens"] / one["time/collect_s"]
+    return one["rollout/tokens"] / one["time/data_wait_s"]
 
 
 def problems(measured: dict[str, Any]) -> list[str]:
     """Log-probabilities that are not the trainer's."""
     return [
-        f"{case}, {arm}: reported log-probabilities are off by {one['sampler/abs_logprob_diff']:.1e}"
+        f"{case}, {arm}: reported log-probabilities are off by {one['mismatch/logprob_diff']:.1e}"
         for case, arms in measured.items()
         for arm, rounds in arms.items()
         for one in rounds
-        if not one["sampler/abs_logprob_diff"] < 1e-4
+        if not one["mismatch/logprob_diff"] < 1e-4
     ]

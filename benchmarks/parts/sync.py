@@ -2,8 +2,7 @@
 
 handed     the tensors themselves; the sampler copies them into its own
 files      written below /dev/shm with a digest; another process maps, digests and copies them
-HTTP       the same files, fetched by a process that takes itself for another machine, over the loopback device
-collective the same files, sent to such a process through a process group of two (gloo)
+HTTP       the same files, sent to a process that does not see them, over the loopback device
 Ray        its object store, without a digest, in place of files (`arms/object_store.py`)
 """
 
@@ -23,23 +22,23 @@ from typing import Any
 import measure as harness
 import report
 import torch
-from arms.holding import GLOO, Holding, named, weights
+from arms.holding import Holding, named, weights
 from torch import Tensor
 
 from parts import plan
 from parts.plan import Plan
-from runner.distributed.work_partition import ALONE
-from runner.launch.ray.link import AS_LOCAL, LOOPBACK, QUIET
+from runner.distributed.work_partition import SINGLE_PROCESS
+from runner.launch.ray.driver_connection import AS_LOCAL, LOOPBACK, QUIET
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import TOKEN
-from runner.weight_sync.routes import Copied, Shelving
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.sampler.server.job_token import TOKEN
+from runner.sampler.server.pool import SamplerPool
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SharedFiles
+from runner.weight_sync.weight_store import WeightStore
 
 MEGABYTES, QUICK_MEGABYTES = 1000, 400
 WAIT_S = 60.0
-PLACES = {"files": "here", "HTTP": "elsewhere", "collective": "paired"}
+PLACES = {"files": "here", "HTTP": "elsewhere"}
 
 
 def measure(at: Plan) -> dict[str, Any]:
@@ -62,17 +61,17 @@ def measure(at: Plan) -> dict[str, Any]:
 
 
 def _round(
-    source: Mapping[str, Tensor], own: Holding, shelf: Shelving, ends: Mapping[str, Remotes], version: int
+    source: Mapping[str, Tensor], own: Holding, shelf: SharedFiles, ends: Mapping[str, SamplerPool], version: int
 ) -> dict[str, float]:
-    handed = Copied(lambda: named(source), handed=True)
+    handed = DeviceCopy(lambda: named(source), by_reference=True)
     copies = {name: torch.empty_like(tensor) for name, tensor in source.items()}
     _copied(source, copies)  # so that their pages are there
     seconds = {"copy": _timed(lambda: _copied(source, copies))}
     handed.publish(version)
-    seconds["handed"] = _timed(lambda: own.load(handed.get(version), version))
+    seconds["handed"] = _timed(lambda: own.load_weights(handed.get(version), version))
     seconds["written"] = _timed(lambda: shelf.publish(version))
     for name, end in ends.items():
-        seconds[name] = _timed(lambda end=end: end.load(shelf.get(version), version))  # type: ignore[misc]
+        seconds[name] = _timed(lambda end=end: end.load_weights(shelf.get(version), version))  # type: ignore[misc]
     shelf.drop_below(version + 1)
     return seconds
 
@@ -89,10 +88,10 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 @contextmanager
-def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
+def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[SharedFiles]:
     root.mkdir()
-    shelf = Shelf(claim(root, 2 * sum(tensor.nbytes for tensor in source.values())))
-    route = Shelving(lambda: named(source), None, peers=ALONE, shelf=shelf, source=0)
+    shelf = WeightStore(reserve_dir(root, 2 * sum(tensor.nbytes for tensor in source.values())))
+    route = SharedFiles(lambda: named(source), None, peers=SINGLE_PROCESS, store=shelf, source=0)
     try:
         yield route
     finally:
@@ -100,19 +99,18 @@ def _shelf(root: Path, source: Mapping[str, Tensor]) -> Iterator[Shelving]:
 
 
 @contextmanager
-def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
+def _end(at: Plan, where: str, megabytes: int) -> Iterator[SamplerPool]:
     """A process that holds weights, and the client that speaks to it."""
-    notes = at.folder / where
-    notes.mkdir()
-    words = (sys.executable, "-m", "arms.holding", "0", str(notes), str(megabytes), where)
+    folder = at.folder / where
+    folder.mkdir()
+    words = (sys.executable, "-m", "arms.holding", "0", str(folder), str(megabytes), where)
     process = subprocess.Popen(words, env=harness.environment(at.threads, at.folder) | {TOKEN: os.environ[TOKEN]})
     config = TorchSamplerConfig(timeout_s=WAIT_S)
-    by = GLOO if where == "paired" else None
-    remotes = Remotes(config, 1, notes, token=os.environ[TOKEN], vocabulary=2, collectives=by)
+    pool = SamplerPool.of_job(config, 1, folder, token=os.environ[TOKEN], vocab_size=2)
     try:
-        yield remotes
+        yield pool
     finally:
-        remotes.close()
+        pool.close()
         process.kill()
         process.wait()
 
@@ -121,7 +119,7 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[Remotes]:
 def _store(at: Plan, megabytes: int) -> Iterator[Callable[[], float]]:
     """Two processes and Ray's object store between them: seconds of a turn."""
     asked = json.dumps({"folder": str(at.folder / "cluster"), "megabytes": megabytes})
-    words = (sys.executable, "-P", "-m", "runner.launch.ray.guard", "arms.object_store", asked)
+    words = (sys.executable, "-P", "-m", "runner.launch.ray.reaper", "arms.object_store", asked)
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     surroundings = harness.environment(at.threads, at.folder) | LOOPBACK | AS_LOCAL | QUIET | known
     process = subprocess.Popen(words, env=surroundings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -149,8 +147,7 @@ def show(measured: dict[str, Any]) -> str:
         "handed over, and copied": ("handed",),
         "files: written": ("written",),
         "files: written, and read by another process": ("written", "files"),
-        "HTTP: written, and fetched by another process": ("written", "HTTP"),
-        "collective (gloo): written, and sent to another process": ("written", "collective"),
+        "HTTP: written, and sent to another process": ("written", "HTTP"),
         "Ray's object store: put, and got by another process": ("Ray",),
     }.items():
         taken = [sum(one[part] for part in parts) for one in rounds]

@@ -1,5 +1,7 @@
 """What of the model is trained: all of it, or a low-rank adapter."""
 
+from __future__ import annotations
+
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -20,7 +22,7 @@ class AdapterConfig(ComponentConfig):
 
     @property
     def needs_whole_layers(self) -> str | None:
-        """The option that makes it depend on whole layers, which tensor parallelism and vLLM do not have; or None."""
+        """The option that needs unsplit layers, which tensor parallelism and vLLM lack; or None."""
         return None
 
 

@@ -1,8 +1,11 @@
-"""Low-rank adapters through peft: the base model is frozen, small matrices beside its linear layers learn. Or none."""
+"""Low-rank adapters through peft: the base model is frozen, small matrices beside it are trained."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any, TypeVar
 
 import torch
@@ -10,52 +13,189 @@ from torch import nn
 
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.errors import Problem, SpecError
-from runner.core.rng import derive
+from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
 
 M = TypeVar("M", bound=TrainableModel)
 
 
 def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
-    """The same model with all its parameters trainable: full fine-tuning."""
+    """The same model with all parameters trainable (full fine-tuning); an adapter it came with is merged."""
+    if model.module is not model.inner:
+        decide.record_fact("adapter", "merged into its base", f"{_origin(model)}, and adapter=none trains all weights")
+        model = model.merge_adapter(decide=decide)
     model.module.requires_grad_(True)
+    _freeze_towers(model.inner, decide)
     return model
 
 
+def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
+    """Freeze the image and sound towers, which a pass over text does not call; returns their names."""
+    if inner.config.get_text_config() is inner.config or (blank := _blank_copy(inner)) is None:
+        return ()
+    called = _called_modules(blank)
+    used = {".".join(name.split(".")[:2]) for name in called}
+    owners = (name for name, part in inner.named_modules() if next(part.parameters(), None) is not None)
+    parts = {".".join(name.split(".")[:2]) for name in owners}
+    towers = tuple(sorted(parts - used)) if called else ()
+    for name in towers:
+        inner.get_submodule(name).requires_grad_(False)
+    if towers:
+        decide.record_fact("model", f"{', '.join(towers)} frozen", "text alone is trained, and it is not used for text")
+    return towers
+
+
+def _origin(model: TrainableModel) -> str:
+    return f"the model came with the adapter {model.weights_source.adapter}"
+
+
 def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
-    """`model` inside a peft model; the adapter is drawn from the model's seed, in float32 whatever the base's type.
+    """`model` inside a peft model; adapter weights are drawn from the model's seed, always in float32.
 
     Use the result instead of `model`, whose modules it has changed. Raises SpecError for module names that the
-    model does not have, or that peft cannot adapt.
+    model does not have, or that peft cannot adapt. A model that came with an adapter continues it, as it is.
     """
+    if model.module is not model.inner:
+        return _continue_adapter(config, model, decide)
     import peft
 
     _check_names(config, model.inner)
     scalar = hasattr(model.inner, "score")  # a head of random weights, which has to learn
+    towers = _freeze_towers(model.inner, decide)
+    left_out = _unadaptable_linears(model.inner, towers) if config.targets == "all-linear" else {}
+    if left_out:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in left_out}))
+        decide("adapter.targets", "all-linear", f"all-linear but {names}", next(iter(left_out.values())))
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
+        exclude_modules=_excluded_module_names(left_out, towers, model.inner),
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         modules_to_save=list(config.modules_to_save) or None,
         use_dora=config.dora,
         use_rslora=config.rslora,
     )
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws on the CPU
-            # peft asks transformers under an older name; nothing a user could do about
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-            torch.manual_seed(derive(model.seed, "adapter"))
+        with torch.random.fork_rng(devices=[]), _quiet_peft():  # peft draws on the CPU
+            torch.manual_seed(derive_seed(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:
         raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
     for parameter in module.parameters():
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
-    return model.wrapped(module, decide=decide)
+    return model.with_peft_module(module, decide=decide)
+
+
+def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
+    """Linears outside of towers that all-linear excludes, by full name, with the reason.
+
+    Those whose output is no plain product, and those that a trial on the meta device excludes.
+    """
+    head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
+    linears = {n: part for n, part in inner.named_modules() if isinstance(part, nn.Linear) and part is not head}
+    linears = {n: part for n, part in linears.items() if not n.startswith(tuple(f"{tower}." for tower in towers))}
+    found = {
+        name: f"{type(part).__name__} is a linear whose output is not that of a matrix product"
+        for name, part in linears.items()
+        if type(part).forward is not nn.Linear.forward
+    }
+    refused = _refused_names(inner, {name.rpartition(".")[2] for name in linears})
+    return found | {name: why for name in linears if (why := refused.get(name.rpartition(".")[2]))}
+
+
+def _excluded_module_names(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
+    """Full names of the modules that all-linear, or a name that is also used elsewhere, does not mean."""
+    inside = [name for name, _ in inner.named_modules() if name.startswith(tuple(f"{tower}." for tower in towers))]
+    return sorted({*left_out, *inside}) or None
+
+
+def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
+    """The last parts of module names that no adapter can be at in this architecture, and why.
+
+    Either peft refuses them, or the model reads their weights without calling them. None where the architecture cannot
+    be made without numbers, so that peft itself says it of the model.
+    """
+    if (blank := _blank_copy(inner)) is None:
+        return {}
+    called = {name.rpartition(".")[2] for name in _called_modules(blank)}
+    found = dict.fromkeys(names - called, "the model reads its weights without calling it") if called else {}
+    if _peft_objection(blank, sorted(names - found.keys())) is None:  # together: some are targets only with others
+        return found
+    for name in sorted(names - found.keys()):
+        if (objection := _peft_objection(_blank_copy(inner), [name])) is not None:
+            found[name] = objection
+    return found
+
+
+def _peft_objection(blank: Any, names: list[str]) -> str | None:
+    """What peft says against these targets in a model, which is changed by the trial; None = nothing."""
+    import peft
+
+    if not names:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=names), blank, low_cpu_mem_usage=True)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _blank_copy(inner: Any) -> Any:
+    """A model of the same shapes without numbers; None where its own code cannot make one."""
+    config = deepcopy(inner.config)
+    config._attn_implementation = "eager"  # not the one of packed rows, which a plain pass cannot run
+    try:
+        with torch.device("meta"):
+            return type(inner)(config)
+    except Exception:  # a model's own code
+        return None
+
+
+@torch.no_grad()
+def _called_modules(blank: Any) -> set[str]:
+    """The names of the modules that a pass over text calls; none where the pass fails on `meta`."""
+    names = {part: name for name, part in blank.named_modules()}
+    called = set[str]()
+    hooks = [part.register_forward_hook(lambda part, *_: called.add(names[part])) for part in names]
+    try:
+        blank(input_ids=torch.zeros((1, 4), dtype=torch.long, device="meta"), use_cache=False)
+    except Exception:  # a model whose path depends on numbers
+        return set()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return called
+
+
+@contextmanager
+def _quiet_peft() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # peft asks transformers under an older name; nothing a user could do about
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        yield
+
+
+def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
+    """The model with the adapter that it came with; reports each option whose value the adapter overrides."""
+    module: Any = model.module
+    there = module.peft_config[module.active_adapter]
+    decide.record_fact("adapter", "continued", _origin(model))
+    for option, ours, theirs in (
+        ("rank", config.rank, there.r),
+        ("alpha", config.alpha, there.lora_alpha),
+        ("dropout", config.dropout, there.lora_dropout),
+        ("dora", config.dora, there.use_dora),
+        ("rslora", config.rslora, there.use_rslora),
+    ):
+        if ours != theirs:
+            decide.record_fact(f"adapter.{option}", str(theirs), f"the adapter's own; the option's {ours} is not used")
+    return model
 
 
 def _check_names(config: LoraConfig, causal: nn.Module) -> None:
@@ -65,7 +205,7 @@ def _check_names(config: LoraConfig, causal: nn.Module) -> None:
         wanted["adapter.targets"] = config.targets
     names = [name for name, _ in causal.named_modules()]
     found = [
-        Problem(key, f"no module named {target!r} in the model; it has {', '.join(_adaptable(causal))}")
+        Problem(key, f"no module named {target!r} in the model; it has {', '.join(_adaptable_names(causal))}")
         for key, targets in wanted.items()
         for target in targets
         if not any(name == target or name.endswith(f".{target}") for name in names)
@@ -74,6 +214,6 @@ def _check_names(config: LoraConfig, causal: nn.Module) -> None:
         raise SpecError(found)
 
 
-def _adaptable(causal: nn.Module) -> list[str]:
+def _adaptable_names(causal: nn.Module) -> list[str]:
     kinds = (nn.Linear, nn.Embedding)
     return sorted({name.rpartition(".")[2] for name, module in causal.named_modules() if isinstance(module, kinds)})

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer
 
 from runner.algorithm import loss_registry
-from runner.spec.base import ITEM_WORDS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
+from runner.spec.base import ITEM_COLUMNS, ComponentConfig, Dtype, Head, ItemKind, absolute_if_local
 
 
-class Frozen(NamedTuple):
+class FrozenModelSpec(NamedTuple):
     """A model that only scores, as a config asks for it.
 
     way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
@@ -18,7 +18,7 @@ class Frozen(NamedTuple):
     revision: of the hub; dtype: of its weights, None = that of the matrix products
     """
 
-    way: Literal["adapter", "copy", "cached"] | None = None
+    mode: Literal["adapter", "copy", "cached"] | None = None
     path: str | None = None
     revision: str | None = None
     dtype: Dtype | None = None
@@ -30,11 +30,11 @@ class AlgorithmConfig(ComponentConfig):
 
     group: ClassVar[str] = "algorithm"
     scores_within_passes: ClassVar[bool] = False  # a frozen model is run between the learner's own passes
-    items: ClassVar[ItemKind] = "sft"  # what it learns from
-    learns_all: ClassVar[bool] = False  # every token of an item, and not its answers only
-    samples: ClassVar[bool] = False  # whether it needs a sampler
-    rewarded: ClassVar[bool] = False  # whether it needs a reward
-    explains: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
+    item_kind: ClassVar[ItemKind] = "sft"  # what it learns from
+    loss_on_prompt: ClassVar[bool] = False  # every token of an item, and not its answers only
+    needs_sampler: ClassVar[bool] = False  # whether it needs a sampler
+    needs_reward: ClassVar[bool] = False  # whether it needs a reward
+    explain_fn: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
     mini_batches: int = Field(
         default=1, ge=1, description="Optimizer steps per step; each takes an equal share of the batch."
@@ -51,29 +51,29 @@ class AlgorithmConfig(ComponentConfig):
         return 1
 
     @classmethod
-    def extended(cls) -> type[Self]:
+    def with_plugin_options(cls) -> type[Self]:
         return loss_registry.with_options(cls, loss_registry.functions)
 
     @model_serializer(mode="wrap")
     def _leave_out_unset(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Without null options of plug-ins: a run that used none can go on where none, or another one, is installed."""
+        """Leave out null options of plug-ins, so that a run resumes where other plug-ins are installed."""
         data: dict[str, Any] = handler(self)
         unset = {name for name in loss_registry.plug_in_options(type(self)) if data.get(name) is None}
         return {name: value for name, value in data.items() if name not in unset}
 
-    def learners(self) -> dict[str, Head]:
+    def trained_models(self) -> dict[str, Head]:
         """The models that learn, by role; the first one is what a run makes."""
         return {"policy": "lm"}
 
-    def frozen(self) -> Mapping[str, Frozen]:
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         """The models that only score, by role: reference, teacher."""
         return {}
 
-    def first_models(self) -> Mapping[str, str]:
+    def upstream_models(self) -> Mapping[str, str]:
         """Option → the model that it names, which may be a run, or recipe:NAME that is run first."""
         return {}
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local folders made absolute."""
         return self
 
@@ -81,11 +81,11 @@ class AlgorithmConfig(ComponentConfig):
         """How far sampling runs ahead of training."""
         return 0
 
-    def weighs_samples(self) -> bool:
+    def needs_sampler_logprobs(self) -> bool:
         """Whether it needs the log-probabilities that the sampler reported, and not only to compare them."""
         return False
 
-    def instead(self, head: Head, objection: str) -> tuple[str, str]:
+    def suggest_instead(self, head: Head, objection: str) -> tuple[str, str]:
         """The option behind a head that the model cannot have, and what to type instead."""
         return "algorithm", f"{objection}; choose another model"
 
@@ -93,38 +93,38 @@ class AlgorithmConfig(ComponentConfig):
         """The learning rate of a role; `common` is optimizer.lr."""
         return common
 
-    def drops_out(self) -> bool:
+    def is_dropout_enabled(self) -> bool:
         """Whether the dropout of model and adapter is on where they learn."""
         return True
 
-    def asks_for_dropout(self) -> bool:
+    def is_dropout_requested(self) -> bool:
         """Whether an option was set to have it on."""
         return False
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = [*self._parts_problems(job), *loss_registry.unused_options(self)]
+        found = [*self._component_problems(job), *loss_registry.unused_options(self)]
         if self.batch_size % self.mini_batches:
             text = f"{self.mini_batches} does not divide algorithm.batch_size={self.batch_size}"
             found.append(("algorithm.mini_batches", text))
         return found
 
-    def _parts_problems(self, job: Any) -> list[tuple[str, str]]:
+    def _component_problems(self, job: Any) -> list[tuple[str, str]]:
         """A sampler and a reward where they are needed, and nowhere else."""
         what = {"sampler": "sampler=torch", "reward": "reward=exact, or reward=function reward.path=my_reward.py:score"}
         chosen = {group: getattr(job, group).name for group in ("sampler", "reward", "environment")}
-        if self.samples:
-            needed = ["sampler", "reward"] if self.rewarded else ["sampler"]
+        if self.needs_sampler:
+            needed = ["sampler", "reward"] if self.needs_reward else ["sampler"]
             missing = [group for group in needed if chosen[group] == "none"]
             found = [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
-            if not self.rewarded and chosen["reward"] != "none":
+            if not self.needs_reward and chosen["reward"] != "none":
                 found.append(("reward", f"algorithm={self.name} learns without a reward; type reward=none"))
             return found
-        learns = f"algorithm={self.name} learns from given data ({ITEM_WORDS[self.items]})"
+        learns = f"algorithm={self.name} learns from given data ({ITEM_COLUMNS[self.item_kind]})"
         return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]
 
 
-class ComparingConfig(AlgorithmConfig):
-    """What compares the policy with log-probabilities that are made without dropout, and so learns without it, too."""
+class ReferenceBasedConfig(AlgorithmConfig):
+    """Compares the policy with log-probabilities computed without dropout, and so trains without it."""
 
     dropout: bool = Field(
         default=False,
@@ -147,43 +147,43 @@ class ComparingConfig(AlgorithmConfig):
         default=None, description="Data type in which the reference is stored and computes; null = model.dtype."
     )
 
-    def first_models(self) -> Mapping[str, str]:
+    def upstream_models(self) -> Mapping[str, str]:
         own = {"reference_path": self.reference_path} if self.reference_path else {}
-        return {**super().first_models(), **own}
+        return {**super().upstream_models(), **own}
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         path = self.reference_path and absolute_if_local(self.reference_path)
-        return super().absolute().model_copy(update={"reference_path": path})
+        return super().with_absolute_paths().model_copy(update={"reference_path": path})
 
-    def referred(self, way: Literal["adapter", "copy", "cached"] | None) -> Frozen:
+    def reference_model(self, mode: Literal["adapter", "copy", "cached"] | None) -> FrozenModelSpec:
         """The reference: another model, or, in this way, what the job starts from."""
         if self.reference_path is None:
-            return Frozen(way)
+            return FrozenModelSpec(mode)
         path, revision, dtype = self.reference_path, self.reference_revision, self.reference_dtype
-        return Frozen(path=path, revision=revision, dtype=dtype, option="reference_path")
+        return FrozenModelSpec(path=path, revision=revision, dtype=dtype, option="reference_path")
 
-    def reference_problems(self, way: str | None, job: Any) -> list[tuple[str, str]]:
+    def reference_problems(self, mode: str | None, job: Any) -> list[tuple[str, str]]:
         """What is wrong with the reference, which is wanted in this way."""
         if self.reference_path is None:
             text = "belongs to algorithm.reference_path; give that, or leave it out"
             set_ = {"reference_revision": self.reference_revision, "reference_dtype": self.reference_dtype}
             found = [(f"algorithm.{name}", text) for name, value in set_.items() if value is not None]
-        elif way is not None:
-            text = f"algorithm.reference={way} is of what the job starts from; leave one of them out"
+        elif mode is not None:
+            text = f"algorithm.reference={mode} is of what the job starts from; leave one of them out"
             found = [("algorithm.reference_path", text)]
-        elif "reference" not in self.frozen():
+        elif "reference" not in self.frozen_models():
             found = [("algorithm.reference_path", f"this algorithm={self.name} has no reference model; leave it out")]
         else:
             found = []
-        if way == "adapter" and job.adapter.trains_base:
+        if mode == "adapter" and job.adapter.trains_base:
             text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
             found.append(("algorithm.reference", text))
         return found
 
-    def drops_out(self) -> bool:
+    def is_dropout_enabled(self) -> bool:
         return self.dropout
 
-    def asks_for_dropout(self) -> bool:
+    def is_dropout_requested(self) -> bool:
         return self.dropout
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -194,7 +194,7 @@ class ComparingConfig(AlgorithmConfig):
         return found
 
 
-class TaughtConfig(AlgorithmConfig):
+class TeacherBasedConfig(AlgorithmConfig):
     """What learns from a teacher: another model with the same tokenizer, which only scores."""
 
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {
@@ -212,12 +212,14 @@ class TaughtConfig(AlgorithmConfig):
         description="Data type in which the teacher is stored and computes; null = model.dtype.",
     )
 
-    def frozen(self) -> Mapping[str, Frozen]:
-        teacher = Frozen(path=self.teacher, revision=self.teacher_revision, dtype=self.teacher_dtype, option="teacher")
-        return {**super().frozen(), "teacher": teacher}
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
+        teacher = FrozenModelSpec(
+            path=self.teacher, revision=self.teacher_revision, dtype=self.teacher_dtype, option="teacher"
+        )
+        return {**super().frozen_models(), "teacher": teacher}
 
-    def first_models(self) -> Mapping[str, str]:
-        return {**super().first_models(), "teacher": self.teacher}
+    def upstream_models(self) -> Mapping[str, str]:
+        return {**super().upstream_models(), "teacher": self.teacher}
 
-    def absolute(self) -> Self:
-        return super().absolute().model_copy(update={"teacher": absolute_if_local(self.teacher)})
+    def with_absolute_paths(self) -> Self:
+        return super().with_absolute_paths().model_copy(update={"teacher": absolute_if_local(self.teacher)})

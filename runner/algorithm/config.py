@@ -5,44 +5,54 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.algorithm.base import AlgorithmConfig as AlgorithmConfig
-from runner.algorithm.base import TaughtConfig
-from runner.algorithm.loss_registry import Registered, with_options
+from runner.algorithm.base import TeacherBasedConfig
+from runner.algorithm.loss_registry import RegisteredFunction, with_options
 from runner.algorithm.policy.config import GrpoConfig, OpdConfig, PpoConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
+SftAggregation = Literal["token_mean", "seq_mean_token_mean"]
+SFT_AGGREGATION: Any = Field(
+    default="token_mean",
+    description="How token losses become one: the mean over the step's tokens (verl, TRL), or over its sequences of "
+    "the mean over each one's tokens.",
+)
+
 
 class SftConfig(AlgorithmConfig):
-    """Supervised fine-tuning: cross-entropy on the answer's tokens, mean over the step's tokens."""
+    """Supervised fine-tuning: cross-entropy on the answer's tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
     name: Literal["sft"] = "sft"
+    loss_aggregation: SftAggregation = SFT_AGGREGATION
 
 
 class CptConfig(AlgorithmConfig):
     """Continued pre-training: cross-entropy on every token of the text."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
-    learns_all: ClassVar[bool] = True
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
+    loss_on_prompt: ClassVar[bool] = True
     name: Literal["cpt"] = "cpt"
+    loss_aggregation: SftAggregation = SFT_AGGREGATION
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if job.data.chooses_tokens:
-            found.append(("data.loss_on", "algorithm=cpt learns every token; leave it out, or type algorithm=sft"))
+        if job.chat.train_on != "assistant":
+            text = "algorithm=cpt trains on every token; leave it out, or type algorithm=sft"
+            found.append(("chat.train_on", text))
         return found
 
 
 @with_options
-class DistillConfig(TaughtConfig):
-    """Offline distillation: the divergence of whole distributions, teacher from student, on given answers' tokens."""
+class DistillConfig(TeacherBasedConfig):
+    """Offline distillation: divergence of the student's distributions from the teacher's, on given texts."""
 
     factory: ClassVar[str] = "runner.algorithm.distillation:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:distillation"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:distillation"
     scores_within_passes: ClassVar[bool] = True
     name: Literal["distill"] = "distill"
-    divergence: Annotated[str, Registered("divergence")] = Field(
+    divergence: Annotated[str, RegisteredFunction("divergence")] = Field(
         default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."
     )
     temperature: float = Field(

@@ -7,8 +7,8 @@ from typing import Any
 
 from runner.algorithm.base import AlgorithmConfig
 from runner.algorithm.config import CptConfig, DistillConfig, SftConfig
-from runner.algorithm.loss_registry import chosen, options_in_force
-from runner.algorithm.policy.config import FromCritic, FromRewards, FromTeacher, PolicyConfig
+from runner.algorithm.loss_registry import resolved_options, selected_function
+from runner.algorithm.policy.config import GaeCritic, PolicyConfig, RegisteredAdvantage, TeacherLogRatio
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
 SUMS = "  p   the sum of log π over an answer's tokens, n their number; c the chosen answer, r the rejected one"
@@ -18,6 +18,10 @@ RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
 def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
     """Of sft and cpt."""
     where = "the answers' tokens" if isinstance(config, SftConfig) else "every token of the text"
+    if config.loss_aggregation == "seq_mean_token_mean":
+        yield f"loss = −Σ_t log π(token t) / (n·N), over {where}; n = their number in the sequence of token t,"
+        yield "  N = the number of sequences in the whole optimizer step   (loss_aggregation=seq_mean_token_mean)"
+        return
     yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the whole optimizer step"
 
 
@@ -27,22 +31,23 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
     scaled, logits = ("", "the logits") if t == 1 else (f"{t:g}²·", f"the logits / {t:g}")
     more = f" − {config.sft_coef:g}·log π(token t)" if config.sft_coef else ""
     yield f"loss = Σ_t ({scaled}D_t{more}) / N, over the answers' tokens; N = their number in the whole optimizer step"
-    yield from _registered(config, "divergence", "D")
+    yield from _registered_formula(config, "divergence", "D")
     yield f"  P, Q   softmax of {logits} of the teacher and of the student; KL(P ‖ Q) = Σ P·(log P − log Q)"
     if top is not None:
         yield f"      over the teacher's {top} likeliest tokens and, as one event, all others   (top_k={top})"
 
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
-    """Of dpo and its kin."""
-    yield "loss = mean over the pairs of the optimizer step of L"
-    yield from _registered(config, "loss", "L")
+    """Of dpo and its variants."""
+    more = f" − {config.sft_coef:g}·p_c/n_c   (sft_coef)" if config.sft_coef else ""
+    yield f"loss = mean over the pairs of the optimizer step of L{more}"
+    yield from _registered_formula(config, "loss", "L")
     yield SUMS
     if config.has_reference:
         yield RATIOS
 
 
-def judged(config: KtoConfig, job: Any) -> Iterator[str]:
+def labeled_completions(config: KtoConfig, job: Any) -> Iterator[str]:
     """Of kto."""
     beta = config.beta
     yield "loss = mean over the answers of the optimizer step of"
@@ -55,30 +60,32 @@ def judged(config: KtoConfig, job: Any) -> Iterator[str]:
 def scores(config: RmConfig, job: Any) -> Iterator[str]:
     """Of a reward model."""
     margin = " − margin" if config.use_margin else ""
-    centring = f" + {config.centring:g}·(s_c + s_r)²" if config.centring else ""
-    yield f"loss = mean over the pairs of the optimizer step of  −log σ(s_c − s_r{margin}){centring}"
+    center_rewards_coef = f" + {config.center_rewards_coef:g}·(s_c + s_r)²" if config.center_rewards_coef else ""
+    yield f"loss = mean over the pairs of the optimizer step of  −log σ(s_c − s_r{margin}){center_rewards_coef}"
     yield "  s   the score of the whole row, read at its last token; c the chosen answer, r the rejected one"
 
 
 def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
     """Of grpo, ppo and opd: the whole first, then each symbol."""
-    yield f"loss = Σ_t w_t · ({_whole(config)})"
-    yield from _registered(config, "aggregation", "w", {"aggregation_length": _longest_answer(job)})
-    yield from _registered(config, "objective", "L")
-    yield f"  r   {_ratio(config)}   (ratio={config.ratio})"
-    yield f"  π_old   {_old(config)}"
+    yield f"loss = Σ_t w_t · ({_loss_terms(config)})"
+    yield from _registered_formula(config, "loss_aggregation", "w", {"loss_norm_length": _longest_answer(job)})
+    yield from _registered_formula(config, "policy_loss", "L")
+    yield f"  r   {_ratio(config)}   (importance_sampling_level={config.importance_sampling_level})"
+    if config.max_log_ratio is not None:
+        yield f"      logarithms of ratios are kept within ±{config.max_log_ratio:g}   (max_log_ratio)"
+    yield f"  π_old   {_old_policy(config)}"
     yield from _advantage(config)
     if config.correction != "none":
-        yield from _registered(config, "correction", "c")
-        level, of = config.in_force.correction_level, {"token": "the token", "sequence": "the whole answer"}
+        yield from _registered_formula(config, "correction", "c")
+        level, of = config.resolved_options.correction_level, {"token": "the token", "sequence": "the whole answer"}
         yield f"      ρ = π_old / π_sampler of {of[level]}   (correction_level={level})"
-    if config.kl != "none":
+    if config.has_kl:
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
-        yield from _registered(config, "kl", "KL")
-        yield f"      d = log π − log π_ref; in the {config.in_force.kl_place}"
-        yield f"  β   {config.in_force.kl_coef:g}{adapted}"
+        yield from _registered_formula(config, "kl_estimator", "KL")
+        yield f"      d = log π − log π_ref; in the {config.resolved_options.kl_in}"
+        yield f"  β   {config.resolved_options.kl_coef:g}{adapted}"
     yield from _groups(config)
-    if (critic := config.critic_wanted) is not None:
+    if (critic := config.gae_critic) is not None:
         clip = "" if critic.clip is None else f", V kept within ±{critic.clip:g} of its old value"
         error = f"½(V_t − (A_t + V_t,old))²{clip}"
         if critic.role == "policy":
@@ -87,67 +94,69 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
             yield f"critic = Σ_t w_t · {error}"
 
 
-def _whole(config: PolicyConfig) -> str:
+def _loss_terms(config: PolicyConfig) -> str:
     parts = "c·L" if config.correction != "none" else "L"
-    if config.kl_in == "loss":
+    if config.kl_location == "loss":
         parts += " + β·KL"
-    if (critic := config.critic_wanted) is not None and critic.coefficient is not None:
+    if (critic := config.gae_critic) is not None and critic.coefficient is not None:
         parts += f" + {critic.coefficient:g}·E"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
 def _ratio(config: PolicyConfig) -> str:
-    if config.ratio == "sequence":
+    if config.importance_sampling_level == "sequence":
         return "exp(mean over the answer's tokens of log π − log π_old), with each token's own gradient"
     return "π / π_old of the token"
 
 
-def _old(config: PolicyConfig) -> str:
+def _old_policy(config: PolicyConfig) -> str:
     return {
         "sampler": f"the policy that sampled, {config.lag} step{'s' if config.lag > 1 else ''} older",
         "itself": "the policy itself: one update per step, so r = 1 and has the gradient of log π",
         "trainer": "the policy before the step's first update, computed by the trainer",
-    }[config.old_from]
+    }[config.old_logprobs_source]
 
 
 def _advantage(config: PolicyConfig) -> Iterator[str]:
-    penalty = " − β·KL per token" if config.kl_in == "reward" else ""
-    match config.worth:
-        case FromCritic() as critic:
-            white = ", whitened over the step's tokens" if critic.whiten else ""
+    penalty = " − β·KL per token" if config.kl_location == "reward" else ""
+    match config.advantage_source:
+        case GaeCritic() as critic:
+            ddof = critic.whiten_ddof
+            white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
             text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
             yield f"  A   {text}; the reward stands on the last token{penalty}"
-        case FromTeacher():
+        case TeacherLogRatio():
             yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
-        case FromRewards():
-            yield from _registered(config, "advantage", "A")
+        case RegisteredAdvantage():
+            yield from _registered_formula(config, "advantage", "A")
             if penalty:
                 yield f"      R = reward{penalty}"
 
 
 def _groups(config: PolicyConfig) -> Iterator[str]:
-    if config.rewarded:
-        yield f"  groups whose rewards are all equal are {_equal(config)}"
-    if config.overlong == "mask":
+    if config.needs_reward:
+        less = ", less the KL," if config.kl_location == "reward" else ""
+        yield f"  groups whose rewards{less} are all equal are {_zero_variance_groups(config)}"
+    if config.mask_truncated:
         yield "  answers cut off at max_new_tokens are left out of the loss"
 
 
-def _equal(config: PolicyConfig) -> str:
+def _zero_variance_groups(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
-        "drop": "left out",
-        "resample": f"replaced by new prompts, up to {config.most_rounds} rounds",
+        "drop": "left out, and counted in w" if config.counts_dropped_groups else "left out",
+        "resample": f"replaced by new prompts, up to {config.max_rounds} rounds",
     }
-    return what[config.equal_rewards]
+    return what[config.zero_variance_policy]
 
 
-def _registered(
+def _registered_formula(
     config: AlgorithmConfig, choice: str, symbol: str, defaults: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """The formula of the function that an option chooses, its paper, and the options that it reads."""
-    function = chosen(config, choice)
+    function = selected_function(config, choice)
     yield f"  {symbol.ljust(3)} {function.formula}   ({choice}={function.name}; {function.paper})"
-    for name, value in options_in_force(config, choice).items():
+    for name, value in resolved_options(config, choice).items():
         shown = (
             (defaults or {}).get(name, "null") if value is None else f"{value:g}" if isinstance(value, float) else value
         )
@@ -155,6 +164,6 @@ def _registered(
 
 
 def _longest_answer(job: Any) -> str:
-    """The default of aggregation_length; a formula is explained without a sampler, too."""
+    """The default of loss_norm_length; a formula is explained without a sampler, too."""
     tokens = job.sampler.answer_tokens() * job.environment.most_turns()
     return f"{tokens:g}" if tokens else "sampler.max_new_tokens"

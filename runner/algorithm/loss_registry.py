@@ -1,8 +1,8 @@
-"""Registry of the losses of `runner.interfaces.losses`, ours and those of plug-ins, as values and options of configs.
+"""Registry of the losses of `runner.interfaces.losses`, built-in and of plug-ins, as config values.
 
-    functions of a kind ──Registered──▶ the values that an option takes      (`objective: one of clip, cispo, …`)
-                        ──with_options▶ the options that its functions read  (`clip_low: null`)
-                        ──chosen──────▶ the function that a config names, with its options in force
+    functions of a kind ──RegisteredFunction▶ the values of an option            (`policy_loss: one of clip, cispo, …`)
+                        ──with_options──────▶ the options of its functions       (`clip_low: null`)
+                        ──selected_function─▶ the function that a config names, with its options
 
 No torch is imported: a registered function imports it when it is called.
 """
@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import plugins
+from runner.core.imports import load_plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")
@@ -44,21 +44,20 @@ def built_in() -> Functions:
 
 @cache
 def plug_ins() -> Functions:
-    """The functions of installed packages. A module that cannot be imported, or takes a name, is left out and named."""
+    """The functions of installed packages. A module that fails, or takes a name, is left out and named."""
     found: dict[Kind, dict[str, Registration]] = {kind: {} for kind in get_args(Kind)}
 
     def load(point: EntryPoint) -> list[Registration]:
         return _load(point.value, {kind: {**built_in()[kind], **found[kind]} for kind in found})
 
-    for loaded in plugins(ENTRY_POINT_GROUP, load):
+    for loaded in load_plugins(ENTRY_POINT_GROUP, load):
         for one in loaded:
             found[one.kind][one.name] = one
     return found
 
 
 def _load(module: str, known: dict[Kind, dict[str, Registration]]) -> list[Registration]:
-    """What a plug-in's module registers. Raises RunnerError where it does not fit what is `known`, to which
-    it is added."""
+    """Add a plug-in's module to `known` and return it. Raises RunnerError where it does not fit."""
     loaded = []
     for one in _registrations(importlib.import_module(module)):
         if known[one.kind].get(one.name) is one:
@@ -77,8 +76,8 @@ def functions(kind: Kind) -> dict[str, Registration]:
 
 
 @dataclass(frozen=True)
-class Registered:
-    """The type of an option whose values are registered functions: `Annotated[str, Registered("policy_loss")]`.
+class RegisteredFunction:
+    """Type of an option whose values are registered functions: `Annotated[str, RegisteredFunction(kind)]`.
 
     others: values beside them; the schema is made when it is first needed, so that it knows the plug-ins' names.
     """
@@ -94,7 +93,7 @@ C = TypeVar("C", bound=BaseModel)
 
 
 def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registration]] | None = None) -> type[C]:
-    """The config class with an option for each that the functions read which it can choose, each after its choice.
+    """The config class with the options of all functions that it can choose, each after its choice.
 
     functions: those of a kind, by name; the built-in ones unless given
     """
@@ -121,7 +120,7 @@ def with_options(cls: type[C], functions: Callable[[Kind], Mapping[str, Registra
 def choices(cls: type[BaseModel]) -> dict[str, Kind]:
     """The options of a config class whose values are registered functions, each with its kind."""
     found = ((name, one) for name, info in cls.model_fields.items() for one in info.metadata)
-    return {name: one.kind for name, one in found if isinstance(one, Registered)}
+    return {name: one.kind for name, one in found if isinstance(one, RegisteredFunction)}
 
 
 def plug_in_options(cls: type[BaseModel]) -> set[str]:
@@ -133,23 +132,25 @@ def plug_in_options(cls: type[BaseModel]) -> set[str]:
     }
 
 
-def chosen(config: BaseModel, choice: str) -> Registration:
+def selected_function(config: BaseModel, choice: str) -> Registration:
     """The function that an option of a config names."""
     return functions(choices(type(config))[choice])[getattr(config, choice)]
 
 
-def options_in_force(config: BaseModel, choice: str) -> dict[str, Any]:
+def resolved_options(config: BaseModel, choice: str) -> dict[str, Any]:
     """The options of the function that is chosen, each with its value or the function's default."""
-    given = {name: (getattr(config, name), option.default) for name, option in chosen(config, choice).options.items()}
+    given = {
+        name: (getattr(config, name), option.default)
+        for name, option in selected_function(config, choice).options.items()
+    }
     return {name: default if value is None else value for name, (value, default) in given.items()}
 
 
-def compute(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
-    """The value of the function that is chosen; of the inputs, which are made when they are called, it gets those that
-    it takes."""
-    function = chosen(config, choice)
+def compute_selected(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
+    """The value of the chosen function, with the inputs that it takes; others are not computed."""
+    function = selected_function(config, choice)
     inputs = {name: offered[name]() for name in function.inputs}
-    return function.function(**inputs, **options_in_force(config, choice))
+    return function.function(**inputs, **resolved_options(config, choice))
 
 
 def unused_options(config: BaseModel) -> Iterator[tuple[str, str]]:
@@ -193,7 +194,7 @@ def _conflict(one: Registration, known: Functions) -> str:
     if one.name in known[one.kind]:
         return f"{one.kind} '{one.name}' exists already ({known[one.kind][one.name].function.__module__})"
     for name, option in one.options.items():
-        if name in RESERVED[one.kind] | _beside(one.kind, known):
+        if name in RESERVED[one.kind] | _options_of_other_kinds(one.kind, known):
             return f"{subject.format(name)} is an option of the algorithm; rename it"
         for other, same in _options(known[one.kind].values()).get(name, []):
             if same.annotation != option.annotation:
@@ -201,7 +202,7 @@ def _conflict(one: Registration, known: Functions) -> str:
     return ""
 
 
-def _beside(kind: Kind, known: Functions) -> set[str]:
+def _options_of_other_kinds(kind: Kind, known: Functions) -> set[str]:
     """The options of other kinds that one config has beside this kind's: all of policy optimisation."""
     if kind in ALONE:
         return set()

@@ -3,54 +3,67 @@
     items ──collect──▶ one packed batch ──prepare──▶ mini-batches with totals ──▶ token cross-entropy
 
 Legend: T tokens. The loss is -Σ weight·logprob / (tokens with weight in the whole optimizer step), so it
-does not depend on how the step is cut into micro-batches or spread over ranks.
+does not depend on how the step is cut into micro-batches or spread over ranks; with seq_mean_token_mean a row's weights
+are divided by their number, and the sum by the rows of the whole optimizer step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.algorithm.parts import LearnsFromData, Parts
-from runner.core.batch import Batch, pack, split_rows, with_totals
+from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
+from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 
 
 @dataclass(frozen=True, slots=True)
 class CrossEntropy:
-    """Mean negative log-likelihood of the weighted tokens; linear in the logprobs."""
+    """Mean negative log-likelihood of weighted tokens, or of rows (see the module); linear in logprobs."""
 
     needs: frozenset[str] = frozenset({"logprobs"})
+    mean_over: Literal["tokens", "rows"] = "tokens"
 
-    def coefficients(self, batch: Batch) -> Tensor:
+    def grad_weights(self, batch: Batch) -> Tensor:
         """∂total/∂logprobs, float32 [T]."""
-        return -batch.tokens["weight"] / max(batch.totals["tokens"], 1)
+        return -self._weights(batch)[0] / max(batch.totals[self.mean_over], 1)
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
-        nll = -(batch.tokens["weight"] * outputs["logprobs"]).sum()
+        weights, count = self._weights(batch)
+        nll = -(weights * outputs["logprobs"]).sum()
         metrics = Metrics()
-        metrics.add("train/loss", nll.detach(), (batch.tokens["weight"] != 0).sum())
-        return Loss(nll / max(batch.totals["tokens"], 1), metrics)
+        metrics.add("train/loss", nll.detach(), count)
+        return Loss(nll / max(batch.totals[self.mean_over], 1), metrics)
+
+    def _weights(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Each token's weight before the denominator, [T], and how many tokens or rows have one, 0-d."""
+        weight = batch.tokens["weight"]
+        if self.mean_over == "tokens":
+            return weight, (weight != 0).sum()
+        lengths = row_sum(batch, (weight != 0).to(weight.dtype))
+        return weight / lengths.clamp(min=1)[row_of_tokens(batch)], (lengths > 0).sum()
 
 
-class Sft(LearnsFromData):
+class Sft(OfflineAlgorithm):
     """Learns given answers (sft) or every token of given text (cpt)."""
 
     def __init__(self, config: SftConfig | CptConfig, data: Data) -> None:
         self.config = config
         self.data = data
-        self.losses: Mapping[Role, LossFn] = {"policy": CrossEntropy()}
+        mean_over: Literal["tokens", "rows"] = "tokens" if config.loss_aggregation == "token_mean" else "rows"
+        self.losses: Mapping[Role, LossFn] = {"policy": CrossEntropy(mean_over=mean_over)}
 
     def collect(self, step: int) -> Batch:
         """The step's items as one packed batch on the CPU."""
         items = self.data.take(step, self.config.batch_size)
         if isinstance(self.config, CptConfig):
             return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
-        return pack([i.ids for i in items], [i.weights for i in items])
+        return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
 
     def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """The batch in `mini_batches` parts, each knowing its totals."""
@@ -58,6 +71,6 @@ class Sft(LearnsFromData):
             yield with_totals(part, part.count())
 
 
-def build(config: SftConfig | CptConfig, parts: Parts) -> Sft:
+def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> Sft:
     """The algorithm over the job's data."""
     return Sft(config, parts.data)

@@ -1,22 +1,51 @@
-"""What evaluates a job: greedy answers to held-out questions, the algorithm's loss on held-out items, or both."""
+"""Evaluation of a job: answers to held-out questions, loss on held-out items, and named sets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from runner.algorithm.episodes.episode import Player, Turns
+from runner.algorithm.episodes.episode import EpisodeRunner
+from runner.algorithm.episodes.rollouts import RolloutCollector
+from runner.build.components import build_data
+from runner.build.conversations import build_environments, build_extend
+from runner.build.rewards import MakeReward, refuse_missing_columns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.interfaces import Algorithm, Data, Environments, Finish, Model, Question, TrainableModel, generative
-from runner.parallelism.rollout_partition import SharedAnswerer
-from runner.parallelism.world import World
-from runner.sampler.draw import Stops
+from runner.core.rng import derive_seed
+from runner.interfaces import (
+    Algorithm,
+    Data,
+    EnvironmentFactory,
+    EvalQuestion,
+    ExtendConversation,
+    GenerativeModel,
+    Model,
+    Prompt,
+    Reward,
+    StopCriterion,
+    TrainableModel,
+    as_generative,
+)
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.rollout_partition import PartitionedAnswerer, PartitionedSampler
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.sampling import StopCriteria
+from runner.sampler.torch import TorchSampler
+from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
+from runner.trainer.answer_evaluator import AnswerEvaluator, GreedySampler, ShorteningSampler, question_prompts
 from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
+
+Evaluation = Callable[[], Report]
+
+
+def no_reward(spec: JobSpec, prompts: Sequence[Prompt], option: str) -> None:
+    """Nothing scores."""
 
 
 def build_evaluation(
@@ -26,32 +55,30 @@ def build_evaluation(
     model: TrainableModel,
     algorithm: Algorithm,
     models: Mapping[str, Model],
-    world: World,
-    environments: Environments | None,
+    world: ParallelContext,
+    environments: EnvironmentFactory | None,
     decide: Decisions,
-) -> Callable[[], Report] | None:
-    """The evaluation of the job, None where there is nothing to evaluate."""
-    found: list[Callable[[], Report]] = []
-    questions, items = data.held_out(), data.held_out_items()
+    extend: ExtendConversation | None = None,
+    make_reward: MakeReward = no_reward,
+) -> Evaluation | None:
+    """The evaluation of the job, None if there is nothing to evaluate. make_reward: of a job or a set."""
+    own: list[Evaluation] = []
+    questions, items = data.held_out_questions(), data.held_out_items()
     if isinstance(algorithm, LearnsFromItems) and (items or questions):
-        shown = spec.evaluation.samples if items else 0  # questions are shown with their answers
+        shown = spec.evaluation.logged_samples if items else 0  # questions are shown with their answers
         given = items or [question.item for question in questions]
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
-        found.append(lambda: held_out.evaluate(known))
-    if questions and (policy := generative(model)) is not None:
-        limit = spec.evaluation.max_new_tokens
-        asked = askable(questions, model.tokenizer, limit, decide)
-        _check_room(asked, limit, model.longest, decide)
-        finish = _finish(spec, model.tokenizer)
-        ask = Evaluator(questions, asked, spec.evaluation.batch_size, limit, finish=finish)
-        if environments is not None:  # an answer given at once is not what is learnt, so it has no loss worth knowing
-            longest = None if model.longest is None else model.longest[0]
-            converse = Player(model.tokenizer, environments, Turns(model.tokenizer), longest).greedy
-            ask = Evaluator((), asked, spec.evaluation.batch_size, limit, converse, finish)
-        answerer = SharedAnswerer(policy, world.everyone, partial(world.whole, model))
-        found.append(lambda: ask.evaluate(learner, answerer))
-    if not found:
+        own.append(lambda: held_out.evaluate(known))
+    policy = as_generative(model)
+    answers = None if policy is None else AnswerParts(spec, policy, world, decide, make_reward, environments, extend)
+    if questions and answers is not None:
+        own += _own_answers(spec, questions, answers, learner)
+    sets = [] if answers is None else [_set_answers(one, answers) for one in spec.evaluation.decoded_sets()]
+    if answers is None and spec.evaluation.sets:
+        text = f"algorithm={spec.algorithm.name} trains a model that gives no answers; leave it out"
+        raise SpecError([Problem("evaluation.sets", text)])
+    if not own and not sets:
         decide(
             "evaluation",
             f"every {spec.evaluation.every} steps",
@@ -59,25 +86,149 @@ def build_evaluation(
             f"data={spec.data.name} holds nothing out; to say so: evaluation.every=0",
         )
         return None
-    return partial(_together, found)
+    return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)
 
 
-def _finish(spec: JobSpec, tokenizer: Any) -> Finish | None:
+@dataclass(frozen=True, slots=True)
+class AnswerParts:
+    """What evaluates answers of the policy, of the job's own questions or of a set's."""
+
+    spec: JobSpec
+    policy: GenerativeModel
+    world: ParallelContext
+    decide: Decisions
+    make_reward: MakeReward
+    environments: EnvironmentFactory | None
+    extend: ExtendConversation | None
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of prompt and answer together; None = no limit."""
+        return None if self.policy.length_limit is None else self.policy.length_limit[0]
+
+    def answerer(self) -> PartitionedAnswerer:
+        """What gives greedy answers, on all ranks."""
+        full_params = partial(self.world.summon_full_params, self.policy)
+        return PartitionedAnswerer(self.policy, self.world.world_peers, full_params)
+
+    def runner(self) -> EpisodeRunner:
+        """Runs episodes in the environments."""
+        return EpisodeRunner(self.policy.tokenizer, self.environments, self.extend, self.longest)
+
+    def evaluator(
+        self,
+        name: str,
+        options: AnswersConfig,
+        questions: Sequence[EvalQuestion],
+        reward: Reward | None,
+        *,
+        exact_match: bool = True,
+    ) -> AnswerEvaluator:
+        """The evaluator of answers to these questions; name: of the set, empty for the job's own."""
+        section = f"evaluation.sets.{name}" if name else "evaluation"
+        asked = [question for question in questions if question.prompt_ids]
+        _check_room(asked, options.max_new_tokens, self.policy.length_limit, self.decide, section)
+        tokenizer, limit = self.policy.tokenizer, options.max_new_tokens
+        seed = derive_seed(self.spec.seed, "evaluation", name)
+        sampler = self._sampler(options) if options.samples else self._greedy_sampler(limit)
+        size = options.samples or 1
+        prefix = f"eval/{name}" if name else "eval"
+        return AnswerEvaluator(
+            asked,
+            askable(asked, tokenizer, limit, self.decide, f"{prefix}/exact_match", section),
+            RolloutCollector(sampler, reward, tokenizer, seed, size, self.environments, self.extend),
+            prefix,
+            section,
+            options.pass_threshold,
+            exact_match,
+        )
+
+    def _greedy_sampler(self, limit: int) -> GreedySampler:
+        finish = _stop_criterion(self.spec, self.policy.tokenizer)
+        return GreedySampler(self.answerer(), limit, self.longest, self.spec.evaluation.batch_size, finish)
+
+    def _sampler(self, options: AnswersConfig) -> ShorteningSampler:
+        """The policy itself, whatever samples for training: its weights are those of the step."""
+        strings, ids = self.spec.sampler.stop_criteria() if self.spec.algorithm.needs_sampler else ((), ())
+        config = TorchSamplerConfig(
+            temperature=options.temperature,
+            max_new_tokens=options.max_new_tokens,
+            max_num_seqs=self.spec.evaluation.batch_size,
+            stop=strings,
+            stop_token_ids=ids,
+        )
+        sampler = TorchSampler(config, self.policy, decide=self.decide)
+        full_params = partial(self.world.summon_full_params, self.policy)
+        return ShorteningSampler(PartitionedSampler(sampler, self.world.world_peers, full_params))
+
+
+def _own_answers(
+    spec: JobSpec,
+    questions: Sequence[EvalQuestion],
+    answers: AnswerParts,
+    learner: LocalLearner,
+) -> list[Evaluation]:
+    """Evaluators of the job's own held-out questions.
+
+    Rewards where it has one, pass@k where answers are sampled, loss, and eval/exact_match of greedy answers.
+    """
+    options, found, environments = spec.evaluation, list[Evaluation](), answers.environments
+    reward = answers.make_reward(spec, question_prompts(questions), "reward")
+    asked: Sequence[EvalQuestion] = ()
+    if reward is not None or options.samples:
+        scored = answers.evaluator("", options, questions, reward, exact_match=not options.samples)
+        asked = scored.comparable if options.samples else ()
+        found.append(scored.evaluate)
+    else:
+        asked = askable(questions, answers.policy.tokenizer, options.max_new_tokens, answers.decide)
+        _check_room(asked, options.max_new_tokens, answers.policy.length_limit, answers.decide, "evaluation")
+    finish = _stop_criterion(spec, answers.policy.tokenizer)
+    converse = None if environments is None else answers.runner().run_greedy
+    lossy = questions if environments is None else ()  # a single answer is not what is trained on, so it has no loss
+    greedy = Evaluator(lossy, asked, options.batch_size, options.max_new_tokens, converse, finish)
+    if lossy or asked:
+        answerer = answers.answerer()
+        found.append(lambda: greedy.evaluate(learner, answerer))
+    return found
+
+
+def _set_answers(one: EvaluationSet, answers: AnswerParts) -> Evaluation:
+    """Of a named set, with its own components and otherwise the job's."""
+    spec = answers.spec.model_copy(update=dict(one.components))
+    spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
+    with prefix_set_errors(one.name):
+        config = spec.data.as_held_out() if "data" in one.components else spec.data
+        data = build_data(spec, answers.policy.tokenizer, answers.decide, config, "prompts")
+        refuse_missing_columns(spec, data)
+        if "environment" in one.components:
+            environments = build_environments(spec, answers.world.world_peers, answers.decide)
+            extend = build_extend(spec, answers.policy.tokenizer, environments, answers.decide)
+            answers = replace(answers, environments=environments, extend=extend)
+        questions = data.held_out_questions()[: one.options.limit]
+        if not questions:
+            raise SpecError([Problem("data", f"data={config.name} holds nothing out; name its held-out rows")])
+        reward = answers.make_reward(spec, question_prompts(questions), f"evaluation.sets.{one.name}.reward")
+    return answers.evaluator(one.name, one.options, questions, reward).evaluate
+
+
+def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:
     """What ends a sampled answer, so that the greedy one ends there too; None where nothing is sampled."""
-    if not spec.algorithm.samples:
+    if not spec.algorithm.needs_sampler:
         return None
-    strings, ids = spec.sampler.stopping()
-    return Stops(tokenizer, frozenset(ids), strings).finish
+    strings, ids = spec.sampler.stop_criteria()
+    return StopCriteria(tokenizer, frozenset(ids), strings).finish_reason
 
 
-def _check_room(asked: Sequence[Question], wanted: int, longest: tuple[int, str] | None, decide: Decisions) -> None:
-    """Say how many answers may be shorter only than `wanted` tokens, because the model takes no longer rows.
+def _check_room(
+    asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions, section: str
+) -> None:
+    """Say how many answers may be shorter than `wanted` tokens because of the model's maximum length.
 
     Raises SpecError if all of them may.
     """
     if longest is None or not asked:
         return
-    key, (most, reason) = "evaluation.max_new_tokens", longest
+    key, (most, reason) = f"{section}.max_new_tokens", longest
     rooms = [most - len(question.prompt_ids) for question in asked]
     less = [room for room in rooms if room < wanted]
     if len(less) == len(rooms):
@@ -87,9 +238,13 @@ def _check_room(asked: Sequence[Question], wanted: int, longest: tuple[int, str]
         decide(key, f"{wanted} tokens", f"{min(less)} to {max(less)} for {len(less)} of {len(rooms)} questions", reason)
 
 
-def _together(evaluations: Sequence[Callable[[], Report]]) -> Report:
-    """Several evaluations as one; later numbers win over earlier ones of the same name, and their times are summed."""
-    reports = [evaluate() for evaluate in evaluations]
-    values = {name: value for report in reports for name, value in report.values.items()}
-    values["time/eval_s"] = sum(report.values["time/eval_s"] for report in reports)
-    return Report(values, [sample for report in reports for sample in report.samples])
+def _merge_evaluations(own: Sequence[Evaluation], sets: Sequence[Evaluation], keep: int) -> Report:
+    """Merge evaluations; later numbers win over earlier ones of the same name, times are summed.
+
+    keep: most samples of the job's own questions, and of each set
+    """
+    first, others = [evaluate() for evaluate in own], [evaluate() for evaluate in sets]
+    values = {name: value for report in (*first, *others) for name, value in report.values.items()}
+    values["time/eval_s"] = sum(report.values["time/eval_s"] for report in (*first, *others))
+    samples = [sample for report in first for sample in report.samples][:keep]
+    return Report(values, [*samples, *(sample for report in others for sample in report.samples[:keep])])

@@ -9,100 +9,130 @@ Data comes before the model, so that a mistake in it is found before gigabytes a
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from runner.algorithm.parts import Parts
-from runner.build.parts import (
+from runner.build.components import (
     Models,
     build_data,
     build_device,
-    build_environments,
     build_models,
-    build_reward,
     build_tokenizer,
-    refuse_missing_columns,
 )
+from runner.build.conversations import build_environments, build_extend
+from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.errors import CheckpointError, DataError
-from runner.core.rank_info import Place
+from runner.core.errors import CheckpointError, DataError, Problem, SpecError
+from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
-from runner.device.base import peak
-from runner.distributed.work_partition import on_first
-from runner.interfaces import Algorithm, Callback, Data, GenerativeModel, Peers, State, TrainableModel
-from runner.parallelism.world import World
+from runner.device.base import peak_flops
+from runner.distributed.work_partition import run_on_rank0
+from runner.interfaces import (
+    Algorithm,
+    Callback,
+    Data,
+    ExtendConversation,
+    GenerativeModel,
+    RankCollectives,
+    Sampler,
+    State,
+    TrainableModel,
+)
+from runner.interfaces.learning import AlgorithmInputs
+from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
-from runner.run_dir.resume_compatibility import identity, refuse_changed
+from runner.run_dir.resume_compatibility import check_compatible, run_identity
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.trainer.callbacks import Activity, Contrast, Evaluation, Record, Report, Rollouts, Saving, StallWatch, Sync
-from runner.trainer.loop import Feed, Job
+from runner.trainer.callbacks import (
+    DeviceStats,
+    EvaluationReport,
+    HangWatch,
+    LogRollouts,
+    LogStep,
+    RunEvaluation,
+    SaveCheckpoints,
+    WeightSyncMetrics,
+    ZeroVarianceWarning,
+)
+from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.weight_sync.publisher import Publisher
 
 
-def refuse_different_data(data: Data, everyone: Peers) -> None:
+def refuse_different_data(data: Data, everyone: RankCollectives) -> None:
     """Raise DataError, on all ranks, where one has read other rows or has another tokenizer."""
-    ranks = everyone.gather(data.fingerprint)
+    ranks = everyone.all_gather(data.fingerprint)
     if others := [rank for rank, found in enumerate(ranks) if found != ranks[0]]:
         raise DataError(
-            f"{_named(others)} not the data of rank 0, or tokenised otherwise\n"
+            f"{_rank_words(others)} not the data of rank 0, or tokenised otherwise\n"
             "  give all machines the same files, and the same versions of tokenizer and libraries"
         )
 
 
-def refuse_different_steps(first: int, everyone: Peers) -> None:
-    """Raise CheckpointError, on all ranks, where they would not go on from the same checkpoint."""
-    ranks = everyone.gather(first)
+def refuse_different_steps(first: int, everyone: RankCollectives) -> None:
+    """Raise CheckpointError, on all ranks, where they would not continue from the same checkpoint."""
+    ranks = everyone.all_gather(first)
     if len(set(ranks)) > 1:
         raise CheckpointError(
             f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
-            "  give all machines the same run folder, and mend what cannot be read: run.log and ranks/*.log say it"
+            "  give all machines the same run folder, and fix what cannot be read: run.log and ranks/*.log say it"
         )
 
 
-def _named(ranks: list[int]) -> str:
+def _rank_words(ranks: list[int]) -> str:
     """rank 3 has, ranks 2, 3 have"""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'}"
 
 
 log = logging.getLogger("runner")
 
-ALONE = Place()
+SINGLE_RANK = RankInfo()
 Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
-def _ignore(*given: object) -> None:
+def _discard(*given: object) -> None:
     """Nobody reads it."""
 
 
+class Closeable(Protocol):
+    """A part with threads, files or processes to end."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
-class Outlets:
+class OutputSinks:
     """Where numbers, samples and words go: given by whoever launches."""
 
     step: Sequence[Callable[[int, Mapping[str, float]], None]] = ()
-    samples: Samples = _ignore  # of an evaluation, which are shown too
-    rollouts: Samples = _ignore  # of a step
-    say: Callable[[str], None] = _ignore
+    log_first: Callable[[int, Mapping[str, float]], None] = _discard  # the evaluation before the first step
+    samples: Samples = _discard  # of an evaluation, which are shown too
+    rollouts: Samples = _discard  # of a step
+    say: Callable[[str], None] = _discard
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class BuiltJob:
     """A job, and what its launcher needs beside it."""
 
-    job: Job
+    job: TrainingJob
     model: TrainableModel
     store: CheckpointStore
     sections: Mapping[str, Any]
     identity: Mapping[str, Any]
     data: Data
-    world: World
+    world: ParallelContext
+    spec: JobSpec  # with the steps that `epochs` came to
     callbacks: Mapping[str, Callback] = field(default_factory=dict)  # of plug-ins, by the names of their sections
 
     def save(self, step: int, values: Mapping[str, float]) -> Path:
@@ -110,7 +140,7 @@ class Built:
         return self.store.save(step, self.state(), values)
 
     def start_saving(self, step: int, values: Mapping[str, float]) -> None:
-        """The same while training goes on; what goes wrong is raised by `store.check`."""
+        """The same while training continues; what goes wrong is raised by `store.check`."""
         self.store.start(step, self.state(), values)
 
     def state(self) -> dict[str, State]:
@@ -121,7 +151,7 @@ class Built:
 
     def restore(self, state: Mapping[str, State]) -> None:
         """Load every section. Raises DataError if the data changed, CheckpointError if the model did."""
-        refuse_changed(self.identity, state["identity"])
+        check_compatible(self.identity, state["identity"])
         for name, part in self.sections.items():
             if name not in state:
                 raise CheckpointError(f"the checkpoint has no section {name!r}; it is of another version of this job")
@@ -139,100 +169,160 @@ def build(
     store: CheckpointStore,
     decide: Decisions,
     stop: StopSignal,
-    outlets: Outlets,
-    place: Place = ALONE,
-) -> Built:
+    outlets: OutputSinks,
+    place: RankInfo = SINGLE_RANK,
+) -> BuiltJob:
     """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another."""
-    registry = default_registry()
     device = build_device(spec, decide)
-    world: World = registry.factory(spec.parallelism)(spec.parallelism, device=device, place=place)
+    world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
+    spec = resolve_epochs(spec, len(data), decide)
+    environments = build_environments(spec, world.rollout_peers, decide)
+    extend = build_extend(spec, tokenizer, environments, decide)
+    rewards = RewardBuilder(tokenizer, device, world, decide, folder)
+    build_reward = partial(rewards.build_for_training, spec, data)
+    reward = None if spec.reward.runs_model else build_reward()  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
-    main, model = models.main, models.model
-    reward = build_reward(spec, tokenizer, device, world, decide, folder)
-    sampler = None
-    if spec.algorithm.samples:
-        from runner.build.samplers import build_sampler
-
-        sampler = build_sampler(spec, cast(GenerativeModel, model), tokenizer, device, world, decide, folder, store)
-    environments = build_environments(spec, world.feed_peers, decide)
-    parts = Parts(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen)
-    algorithm = registry.factory(spec.algorithm)(spec.algorithm, parts)
-    _compute_references(spec, models, algorithm, data, decide, outlets.say)
-    publisher = None
-    if sampler is not None:
-        from runner.build.samplers import build_publisher
-
-        publisher = build_publisher(spec, folder, sampler, main, cast(GenerativeModel, model), world)
-    evaluate = None
-    if spec.evaluation.every:
-        from runner.build.evaluation import build_evaluation
-
-        spoken = environments and replace(environments, peers=world.everyone)  # with the thread that trains
-        evaluate = build_evaluation(spec, data, main, model, algorithm, models.all, world, spoken, decide)
-    activity = Activity(device.readings(), spec.watch.device_s)
+    model = models.model
+    reward = build_reward() if spec.reward.runs_model else reward
+    sampler = _sampler(spec, model, tokenizer, device, world, decide, folder, store)
+    parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)
+    algorithm = default_registry().factory(spec.algorithm)(spec.algorithm, parts)
+    _precompute_references(spec, models, algorithm, data, decide, outlets.say)
+    publisher = _publisher(spec, folder, sampler, models, world)
+    judges = EvaluationRewards(spec, rewards, reward)
+    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, extend, decide, judges.build)
+    activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
-    job = Job(
+    job = TrainingJob(
         steps=spec.steps,
         device=device,
-        peers=world.everyone,
+        peers=world.world_peers,
         algorithm=algorithm,
-        feed=_feed(spec, algorithm, publisher, device.torch_device),
+        feed=_experience_queue(spec, algorithm, publisher, device.torch_device),
         publish=_publish_nothing if publisher is None else publisher.publish,
         learners=models.learners,
-        models=models.all,
+        models=models.by_role,
         callbacks=callbacks,
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
-        peak_flops=peak(device, model.compute_type, decide).flops,
-        closing=(activity.close, store.close, *(one.close for one in (reward, publisher, sampler) if one is not None)),
+        peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
+        closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
     )
-    built = Built(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, own)
-    callbacks.append(_saving(spec, built))
+    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
+    callbacks.append(_checkpoint_callback(spec, built))
     return built
 
 
-def _data(spec: JobSpec, tokenizer: Any, world: World, decide: Decisions) -> Data:
+def _sampler(spec: JobSpec, model: TrainableModel, *given: Any) -> Sampler | None:
+    """The sampler (see `build_sampler`); None for an algorithm that samples nothing."""
+    if not spec.algorithm.needs_sampler:
+        return None
+    from runner.build.samplers import build_sampler
+
+    return build_sampler(spec, cast(GenerativeModel, model), *given)
+
+
+def _publisher(
+    spec: JobSpec, folder: RunFolder, sampler: Sampler | None, models: Models, world: ParallelContext
+) -> Publisher | None:
+    """What sends weights to the sampler, if there is one."""
+    if sampler is None:
+        return None
+    from runner.build.samplers import build_publisher
+
+    return build_publisher(spec, folder, sampler, models.main, cast(GenerativeModel, models.model), world)
+
+
+def _closing(callbacks: Iterable[Callback], parts: Iterable[Closeable | None]) -> tuple[Callable[[], None], ...]:
+    """What ends the parts; the watch for hangs is closed last, as closing the others may hang, too."""
+    watches = (one.close for one in callbacks if isinstance(one, HangWatch))
+    return (*watches, *(part.close for part in parts if part is not None))
+
+
+def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisions) -> Data:
     """The data, of which all ranks have the same."""
     data = build_data(spec, tokenizer, decide)
-    refuse_different_data(data, world.everyone)
+    refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
+    if (per_step := spec.algorithm.batch_size) > len(data):
+        text = f"above the {len(data)} items of the data: a step sees some of them more than once"
+        decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
 
 
-def _compute_references(
+def _build_evaluation(
+    spec: JobSpec,
+    data: Data,
+    models: Models,
+    algorithm: Algorithm,
+    world: ParallelContext,
+    environments: PartitionedEnvironments | None,
+    extend: ExtendConversation | None,
+    decide: Decisions,
+    make_reward: MakeReward,
+) -> Callable[[], EvaluationReport] | None:
+    """What evaluates, in the thread that trains; None where nothing does."""
+    if not spec.evaluation.every:
+        return None
+    from runner.build.evaluation import build_evaluation
+
+    here = environments and replace(environments, peers=world.world_peers)
+    main, model, roles = models.main, models.model, models.by_role
+    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, extend, make_reward)
+
+
+def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:
+    """The spec with the steps of `epochs` passes over `items` items, rounded up, and without `epochs`.
+
+    Raises SpecError where the schedule does not fit these steps.
+    """
+    if spec.epochs is None:
+        return spec
+    per_step = spec.algorithm.batch_size
+    steps = math.ceil(spec.epochs * items / per_step)
+    resolved = spec.model_copy(update={"steps": steps, "epochs": None})
+    if problems := resolved.schedule.problems(resolved):
+        raise SpecError([Problem(key, text, f"epochs={spec.epochs:g}") for key, text in problems])
+    decide.record_fact("steps", str(steps), f"epochs={spec.epochs:g} of {items} items, {per_step} per step")
+    return resolved
+
+
+def _precompute_references(
     spec: JobSpec, models: Models, algorithm: Algorithm, data: Data, decide: Decisions, say: Callable[[str], None]
 ) -> None:
     """What the models that only score can compute before the first step."""
     if models.frozen:
-        from runner.build.beforehand import compute_beforehand
+        from runner.build.precompute_reference import precompute_references
 
-        compute_beforehand(spec, models.frozen.values(), algorithm, data, decide, say)
+        precompute_references(spec, models.frozen.values(), algorithm, data, decide, say)
 
 
-def _sections(job: Job) -> dict[str, Any]:
+def _sections(job: TrainingJob) -> dict[str, Any]:
     """What a checkpoint holds the state of."""
     return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
 
 
-def _saving(spec: JobSpec, built: Built) -> Saving:
+def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
     """What saves all of it, and with whom."""
     store, world = built.store, built.world
-    store.peers, store.background = world.everyone, world.saving_peers
+    store.peers, store.background = world.world_peers, world.checkpoint_peers
     start = built.start_saving if spec.checkpoint.asynchronous else built.save
-    return Saving(built.save, start, store.check, every=spec.checkpoint.every)
+    return SaveCheckpoints(built.save, start, store.check, every=spec.checkpoint.every)
 
 
-def _say_unmeasured(spec: JobSpec, decide: Decisions) -> None:
+def _report_no_evaluation(spec: JobSpec, decide: Decisions) -> None:
     """Where the best checkpoint was to be told by an evaluation, and there is none."""
     if (best := spec.checkpoint.best) and best.startswith("eval/"):
         decide("checkpoint.best", best, "none", "nothing is evaluated")
 
 
-def _feed(spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device) -> Feed[Any]:
-    """The algorithm's experiences, each sampled with the weights that are due to it, in whatever thread collects."""
+def _experience_queue(
+    spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, device: torch.device
+) -> ExperienceQueue[Any]:
+    """The queue of the algorithm's experiences, each sampled with the right version of the weights."""
     due = algorithm.collect if publisher is None else publisher.before(algorithm.collect)
 
     def collect(step: int) -> Any:
@@ -240,60 +330,67 @@ def _feed(spec: JobSpec, algorithm: Algorithm, publisher: Publisher | None, devi
             torch.accelerator.set_device_index(device.index)  # a new thread begins on the machine's first card
         return due(step)
 
-    return Feed(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
+    return ExperienceQueue(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
 
 
 def _publish_nothing(version: int) -> None:
     """Nobody samples."""
 
 
-def _identity(spec: JobSpec, data: Data, models: Models, world: World) -> dict[str, Any]:
+def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
     """What a checkpoint says of the job that wrote it."""
 
     def origins() -> list[Mapping[str, str]]:
-        return [dict(models.model.origin), *(dict(one.origin) for one in models.frozen.values())]
+        return [dict(models.model.base_fingerprint), *(dict(one.base_fingerprint) for one in models.frozen.values())]
 
-    origin, *others = on_first(world.everyone, origins)  # which has read the weights
-    own = identity(spec, data.fingerprint, data.style, origin, world.device.describe())
+    origin, *others = run_on_rank0(world.world_peers, origins)  # which has read the weights
+    own = run_identity(spec, data.fingerprint, data.prompt_style, origin, world.device.describe())
     own["frozen"] = dict(zip(models.frozen, others, strict=True))
     own["mesh"] = world.layout
     return own
 
 
 def _plugin_callbacks(
-    spec: JobSpec, folder: RunFolder, model: TrainableModel, outlets: Outlets, place: Place, decide: Decisions
+    spec: JobSpec, folder: RunFolder, model: TrainableModel, outlets: OutputSinks, place: RankInfo, decide: Decisions
 ) -> dict[str, Callback]:
     """The callbacks of plug-ins that the job chooses, by the names of their sections."""
-    context = {"folder": folder, "model": model, "say": outlets.say, "is_rank0": place.leads, "decide": decide}
-    chosen = spec.callbacks.chosen.items()
+    context = {"folder": folder, "model": model, "say": outlets.say, "is_rank0": place.is_rank0, "decide": decide}
+    chosen = spec.callbacks.by_name.items()
     return {f"callback.{name}": default_registry().factory(config)(config, **context) for name, config in chosen}
 
 
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
-    evaluate: Callable[[], Report] | None,
-    activity: Activity,
+    evaluate: Callable[[], EvaluationReport] | None,
+    activity: DeviceStats,
     publisher: Publisher | None,
-    outlets: Outlets,
+    outlets: OutputSinks,
     decide: Decisions,
     own: Iterable[Callback],
 ) -> list[Callback]:
-    """Everything that hangs on the loop but for what saves. own: of plug-ins, whose numbers are recorded, too."""
+    """All callbacks except saving. own: those of plug-ins, whose metrics are recorded too."""
     if evaluate is None:
-        _say_unmeasured(spec, decide)
+        _report_no_evaluation(spec, decide)
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
-        *([activity] if spec.watch.device_s else []),
-        *([] if publisher is None else [Sync(publisher.numbers)]),
+        *([activity] if spec.watch.device_stats_interval_s else []),
+        *([] if publisher is None else [WeightSyncMetrics(publisher.numbers)]),
         *own,
-        StallWatch(folder.stacks, spec.watch.stall_s),
-        Record(outlets.step),
-        *([Contrast()] if spec.algorithm.rewarded else []),
-        Rollouts(outlets.rollouts, spec.watch.samples),
+        HangWatch(folder.stacks, spec.watch.hang_timeout_s),
+        LogStep(outlets.step),
+        *([ZeroVarianceWarning()] if spec.algorithm.needs_reward else []),
+        LogRollouts(outlets.rollouts, spec.watch.logged_rollouts),
     ]
 
 
-def _evaluation(spec: JobSpec, evaluate: Callable[[], Report], outlets: Outlets) -> Evaluation:
+def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
     wanted = spec.evaluation
-    return Evaluation(evaluate, every=wanted.every, keep=wanted.samples, record=outlets.samples, say=outlets.say)
+    return RunEvaluation(
+        evaluate,
+        every=wanted.every,
+        keep=wanted.logged_samples * (1 + len(wanted.sets)),
+        record=outlets.samples,
+        log_first=outlets.log_first,
+        say=outlets.say,
+    )

@@ -2,8 +2,8 @@
 
 torch             in each rank, over the policy (lag 0) or a copy of it
 an engine         in each rank, beside the policy
-launch.samplers   processes of their own: rank 0 speaks to them, for all
-a server          that others run: rank 0 speaks to it, for all
+launch.samplers   rollout servers that the job starts: rank 0 is their client, for all ranks
+a server          that others run: rank 0 is its client, for all ranks
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ from typing import Any
 
 import torch
 
-from runner.build.parts import build_blank_model, build_device, build_model, build_tokenizer, longest_row
+from runner.build.components import build_blank_model, build_device, build_model, build_tokenizer, longest_row
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
-from runner.core.rank_info import Machine
-from runner.core.tolerance import tolerance
+from runner.core.rank_info import Host
+from runner.core.tolerance import tolerance_of
 from runner.interfaces import Device, GenerativeModel, Learner, Sampler, TrainableModel
-from runner.model.build import DTYPES
-from runner.model.export import blanks
-from runner.parallelism.rollout_partition import FirstSampler, SharedSampler
-from runner.parallelism.world import World
+from runner.model.export import meta_tensors
+from runner.model.initial_weights import DTYPES
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.rollout_partition import PartitionedSampler, Rank0Sampler
 from runner.run_dir.folder import RunFolder
-from runner.sampler.base import DrawingConfig
-from runner.sampler.journal import Journal
-from runner.sampler.probed import Probe
-from runner.sampler.remote.backends import Collectives
-from runner.sampler.remote.remotes import Remotes
-from runner.sampler.remote.wire import job_token
+from runner.sampler.base import SamplingConfig
+from runner.sampler.rollout_journal import RolloutJournal
+from runner.sampler.server.job_token import job_token
+from runner.sampler.server.pool import SamplerPool
+from runner.sampler.sync_probe import SyncProbe
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.trainer.callbacks import Activity
+from runner.trainer.callbacks import DeviceStats
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Route, Shared, Shelving, Weights
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, Weights, WeightTransport
+from runner.weight_sync.weight_store import WeightStore
 
 
 def build_sampler(
@@ -47,16 +46,16 @@ def build_sampler(
     policy: GenerativeModel,
     tokenizer: Any,
     device: Device,
-    world: World,
+    world: ParallelContext,
     decide: Decisions,
     folder: RunFolder,
     store: CheckpointStore,
 ) -> Sampler:
     """The sampler as every rank asks it. What does not repeat bit for bit has a journal."""
     sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
-    _say_room(spec, sampler, decide)
+    _report_episode_limit(spec, sampler, decide)
     if spec.sampler.engine:
-        sampler = Journal(sampler, folder.journal, world.feed_peers, lambda: min(store.steps(), default=0))
+        sampler = RolloutJournal(sampler, folder.journal, world.rollout_peers, lambda: min(store.steps(), default=0))
     return sampler
 
 
@@ -65,41 +64,37 @@ def _sampler(
     policy: GenerativeModel,
     tokenizer: Any,
     device: Device,
-    world: World,
+    world: ParallelContext,
     decide: Decisions,
     folder: RunFolder,
 ) -> Sampler:
     if spec.launch.samplers:
-        return FirstSampler(lambda: _remotes(spec, policy, device, folder), world.feed_peers)
+        return Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), world.rollout_peers)
     if spec.sampler.served:
-        return FirstSampler(lambda: made(spec, policy, decide, folder), world.feed_peers)
+        return Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), world.rollout_peers)
     if spec.sampler.engine:
-        return SharedSampler(made(spec, policy, decide, folder), world.feed_peers, nullcontext)
-    head = next(iter(spec.algorithm.learners().values()))  # the copy has the heads of the policy, whose weights it gets
+        return PartitionedSampler(make_local_sampler(spec, policy, decide, folder), world.rollout_peers, nullcontext)
+    head = next(
+        iter(spec.algorithm.trained_models().values())
+    )  # the copy has the heads of the policy, whose weights it gets
     ahead = spec.algorithm.steps_ahead() > 0
-    model = build_model(spec, tokenizer, device, decide, head, world.in_copies()) if ahead else policy
-    return SharedSampler(made(spec, model, decide, folder), world.feed_peers, partial(world.whole, model))
+    model = build_model(spec, tokenizer, device, decide, head, world.as_ddp()) if ahead else policy
+    return PartitionedSampler(
+        make_local_sampler(spec, model, decide, folder), world.rollout_peers, partial(world.summon_full_params, model)
+    )
 
 
-def _remotes(spec: JobSpec, policy: GenerativeModel, device: Device, folder: RunFolder) -> Remotes:
-    assert isinstance(spec.sampler, DrawingConfig)  # or nothing would be sampled
-    count = spec.launch.samplers // spec.sampler.cards()
-    vocabulary, by = policy.bounds().vocabulary, collectives_of(spec, device)
-    return Remotes(spec.sampler, count, folder.samplers, token=job_token(), vocabulary=vocabulary, collectives=by)
+def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
+    assert isinstance(spec.sampler, SamplingConfig)  # or nothing would be sampled
+    count, vocab_size = spec.launch.samplers // spec.sampler.cards(), policy.limits().vocab_size
+    return SamplerPool.of_job(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
 
 
-def collectives_of(spec: JobSpec, device: Device) -> Collectives | None:
-    """By which weights get from this process, or to it, over the network; None = over HTTP."""
-    if not spec.sampler.collective():
-        return None
-    return Collectives(device.backend.rpartition(":")[2], device.torch_device)
-
-
-def made(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
+def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
     """The sampler of this process. An engine reads from a folder of its own, which it removes."""
     options: Mapping[str, Any] = {}
     if spec.sampler.engine:
-        served = {"recomputed": not spec.algorithm.weighs_samples()}
+        served = {"recomputed": not spec.algorithm.needs_sampler_logprobs()}
         own = served if spec.sampler.served else {"longest": longest_row(spec)}
         shutil.rmtree(folder.engine, ignore_errors=True)  # of a process that was killed
         folder.engine.mkdir(parents=True)
@@ -108,92 +103,113 @@ def made(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFol
     return sampler
 
 
-def _say_room(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
+def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
     """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
     turns = spec.environment.most_turns()
     whole = spec.data.max_length + turns * spec.sampler.answer_tokens()
-    if turns > 1 and sampler.longest is not None and whole > sampler.longest:
+    if turns > 1 and sampler.max_model_len is not None and whole > sampler.max_model_len:
         asked = f"a prompt and {turns} turns may come to {whole} tokens without what the environment says"
-        decide.state("environment", f"episodes end at {sampler.longest} tokens, cut off", asked)
+        decide.record_fact("environment", f"episodes end at {sampler.max_model_len} tokens, cut off", asked)
 
 
-def build_own_sampler(
-    spec: JobSpec, decide: Decisions, folder: RunFolder
-) -> tuple[Sampler, Collectives | None, Activity]:
-    """The sampler on this process's devices, by what it gets weights over the network, and what watches its device;
-    torch's has the weights that the job begins with, an engine none yet."""
+def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
+    """The sampler of a rollout server, and the reader of its device's load.
+
+    The torch sampler starts with the job's initial weights, an engine without any.
+    """
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
-    head = next(iter(spec.algorithm.learners().values()))  # it has the heads of the policy, whose weights it gets
+    head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
         model = build_blank_model(spec, tokenizer, decide, head)
     else:
         model = build_model(spec, tokenizer, device, decide, head)
-    activity = Activity(device.readings() if spec.watch.device_s else (), spec.watch.device_s)
-    return made(spec, model, decide, folder), collectives_of(spec, device), activity
+    activity = DeviceStats(
+        device.stats_readers() if spec.watch.device_stats_interval_s else (), spec.watch.device_stats_interval_s
+    )
+    return make_local_sampler(spec, model, decide, folder), activity
 
 
 def build_publisher(
-    spec: JobSpec, folder: RunFolder, sampler: Sampler, learner: Learner, policy: GenerativeModel, world: World
+    spec: JobSpec,
+    folder: RunFolder,
+    sampler: Sampler,
+    learner: Learner,
+    policy: GenerativeModel,
+    world: ParallelContext,
 ) -> Publisher:
     """What brings the weights of `learner`, whose model is `policy`, to the sampler."""
     lag = spec.algorithm.steps_ahead()
-    if not spec.launch.samplers and not spec.sampler.sent():  # the ranks', or of somebody who is sent nothing
-        route: Route = Copied(learner.weights) if lag and not spec.sampler.served else Shared()
-        return Publisher(route, sampler, lag, peers=world.feed_peers)
-    route = _sending(spec, learner, policy, world, folder)
+    if (
+        not spec.launch.samplers and not spec.sampler.weights_to_send()
+    ):  # the ranks', or of somebody who is sent nothing
+        route: WeightTransport = DeviceCopy(learner.weights) if lag and not spec.sampler.served else SameModel()
+        return Publisher(route, sampler, lag, peers=world.rollout_peers)
+    route = _weight_route(spec, learner, policy, world, folder)
     return Publisher(
-        route, sampler, lag, probe=_probe(spec, policy, world.device), learner=learner, peers=world.feed_peers
+        route,
+        sampler,
+        lag,
+        probe=_weight_sync_probe(spec, policy, world.device),
+        learner=learner,
+        peers=world.rollout_peers,
     )
 
 
-def _sending(spec: JobSpec, learner: Learner, policy: GenerativeModel, world: World, folder: RunFolder) -> Route:
+def _weight_route(
+    spec: JobSpec, learner: Learner, policy: GenerativeModel, world: ParallelContext, folder: RunFolder
+) -> WeightTransport:
     place = world.place
     apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
-    pieces = policy.whole.sharded or world.config.deepspeed
+    pieces = policy.whole.is_sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits
-        return Copied(partial(policy.published, "all"), handed=True)
-    first = 0 if apart else _first_here(world)
-    changed, fixed, size = _sent(spec, learner, policy, keep=place.rank == first)
-    shelf = Shelf(claim(folder.root, _room(spec, size))) if place.rank == first else None
-    source = None if apart and not place.leads else first
-    return Shelving(changed, fixed, peers=world.everyone, shelf=shelf, source=source)
+        return DeviceCopy(partial(policy.hf_tensors, "all"), by_reference=True)
+    first = 0 if apart else _first_rank_on_host(world)
+    changed, fixed, size = _weights_to_send(spec, learner, policy, keep=place.rank == first)
+    store = WeightStore(reserve_dir(folder.root, _shared_memory_bytes(spec, size))) if place.rank == first else None
+    source = None if apart and not place.is_rank0 else first
+    return SharedFiles(changed, fixed, peers=world.world_peers, store=store, source=source)
 
 
-def _room(spec: JobSpec, size: tuple[int, int]) -> int:
-    """Bytes for versions of which size[0] differ and size[1] do not: as many as the lag needs, and a server's own."""
-    return (spec.algorithm.steps_ahead() + 1 + spec.sampler.copies()) * size[0] + size[1]
+def _shared_memory_bytes(spec: JobSpec, size: tuple[int, int]) -> int:
+    """Bytes for all versions in memory: size[0] per version and size[1] shared between them.
+
+    As many versions as the lag needs, and one of a server.
+    """
+    return (spec.algorithm.steps_ahead() + 1 + spec.sampler.extra_weight_copies()) * size[0] + size[1]
 
 
-def _first_here(world: World) -> int:
-    """The first rank on this machine, which writes for all here. Ranks' places do not say it: Ray's actors each see
-    their own cards alone, as on a machine of their own. Collective."""
-    machines = world.everyone.gather(Machine.here())
+def _first_rank_on_host(world: ParallelContext) -> int:
+    """The first rank on this machine, which writes for all ranks there. Collective.
+
+    Local ranks do not tell: each of Ray's actors sees its own cards alone, as on a machine of its own.
+    """
+    machines = world.world_peers.all_gather(Host.current())
     return machines.index(machines[world.place.rank])
 
 
-def _sent(
+def _weights_to_send(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, *, keep: bool
 ) -> tuple[Weights, Weights | None, tuple[int, int]]:
-    """What is sent after each step and, unless it is nothing, before the first one; and how many bytes they are."""
-    if not (ways := spec.sampler.sent()):  # the same model elsewhere
-        size = sum(one.numel() * one.itemsize for one in blanks(policy.trainable()).values())
+    """Names of the weights that are sent after each step and before the first one, and their bytes."""
+    if not (ways := spec.sampler.weights_to_send()):  # the same model elsewhere
+        size = sum(one.numel() * one.itemsize for one in meta_tensors(policy.trainable()).values())
         return learner.weights, None, (size, 0)
-    dtype, own = _engine_type(spec, policy), policy.inner.dtype
-    send = [partial(policy.published, way, keep=keep, dtype=dtype) for way in ways]
-    sizes = [*(policy.published_bytes(way) * (dtype or own).itemsize // own.itemsize for way in ways), 0]
+    dtype, own = _engine_dtype(spec, policy), policy.inner.dtype
+    send = [partial(policy.hf_tensors, way, keep=keep, dtype=dtype) for way in ways]
+    sizes = [*(policy.hf_tensor_bytes(way) * (dtype or own).itemsize // own.itemsize for way in ways), 0]
     return send[0], send[1] if send[1:] else None, (sizes[0], sizes[1])
 
 
-def _engine_type(spec: JobSpec, policy: GenerativeModel) -> torch.dtype | None:
+def _engine_dtype(spec: JobSpec, policy: GenerativeModel) -> torch.dtype | None:
     """The data type that an engine of ours computes in; None = it is not ours to say."""
-    products = next(name for name, dtype in DTYPES.items() if dtype == policy.compute_type)
+    products = next(name for name, dtype in DTYPES.items() if dtype == policy.compute_dtype)
     dtype = spec.sampler.weights_dtype(products)
     return None if dtype is None else DTYPES[dtype]
 
 
-def _probe(spec: JobSpec, policy: GenerativeModel, device: Device) -> Probe:
-    types = {policy.compute_type, _engine_type(spec, policy) or policy.inner.dtype}
-    usual = tolerance(*map(device.matmul_precision, types)).logprobs
+def _weight_sync_probe(spec: JobSpec, policy: GenerativeModel, device: Device) -> SyncProbe:
+    types = {policy.compute_dtype, _engine_dtype(spec, policy) or policy.inner.dtype}
+    usual = tolerance_of(*map(device.matmul_precision, types)).logprobs
     given = spec.sampler.logprob_tolerance()
-    return Probe.of(spec.seed, policy.bounds().vocabulary, usual if given is None else given)
+    return SyncProbe.from_seed(spec.seed, policy.limits().vocab_size, usual if given is None else given)

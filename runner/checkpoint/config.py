@@ -5,7 +5,6 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.spec.base import ComponentConfig
-from runner.spec.migrate import renamed_metric
 
 
 class CheckpointConfig(ComponentConfig):
@@ -17,7 +16,7 @@ class CheckpointConfig(ComponentConfig):
     )
     asynchronous: bool = Field(
         default=False,
-        description="Write while training goes on, from a copy of what a rank saves, in the host's memory.",
+        description="Write while training continues, from a copy of what a rank saves, in the host's memory.",
     )
     keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
     best: str | None = Field(
@@ -39,8 +38,11 @@ class CheckpointConfig(ComponentConfig):
     def _problems_of_best(self) -> list[tuple[str, str]]:
         if self.best is None:
             return [("checkpoint.best_mode", "is for checkpoint.best; leave it out")] if self.best_mode else []
-        if (ours := renamed_metric(self.best)) is not None:
-            return [("checkpoint.best", f"no metric is called {self.best}; type checkpoint.best={ours}")]
+        if not self.best.startswith("eval/"):
+            from runner.spec.migrate import renamed_metric
+
+            if (ours := renamed_metric(self.best)) is not None:
+                return [("checkpoint.best", f"no metric is called {self.best}; type checkpoint.best={ours}")]
         if self.best_mode is None and direction(self.best) is None:
             text = f"must be given, max or min: nothing is known of checkpoint.best={self.best}"
             return [("checkpoint.best_mode", text)]
@@ -48,12 +50,13 @@ class CheckpointConfig(ComponentConfig):
 
 
 LESS_IS_BETTER = ("loss", "perplexity", "reverse_kl", "divergence")
-MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin")
+MORE_IS_BETTER = ("exact_match", "accuracy", "reward", "reward/mean", "margin", "pass", "mean")  # pass@k, mean@n
 
 
 def direction(metric: str) -> Literal["max", "min"] | None:
-    """Whether more (max) or less (min) of a metric is better, known from its name (eval/loss → min); None = unknown."""
-    names = {metric, metric.rpartition("/")[2]}
+    """Whether more (max) or less (min) of a metric is better, from its name; None = unknown."""
+    parts = metric.split("/")
+    names = {metric, parts[-1], "/".join(parts[-2:]), *(parts[-1].split("@")[:1] if "@" in parts[-1] else ())}
     return "min" if names.intersection(LESS_IS_BETTER) else "max" if names.intersection(MORE_IS_BETTER) else None
 
 

@@ -1,4 +1,4 @@
-"""MANIFEST.json: what a checkpoint consists of, written last, so that one without it was never finished.
+"""MANIFEST.json: the files of a checkpoint. It is written last, so that an unfinished one has none.
 
     {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
      "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}
@@ -28,7 +28,7 @@ FILE = "MANIFEST.json"
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
-class Damaged(CheckpointError):
+class DamagedCheckpoint(CheckpointError):
     """A checkpoint is not what was written; the message names the file and the reason."""
 
 
@@ -59,7 +59,7 @@ class Manifest:
 _BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
-def describe(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
+def build_manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
     """The manifest of the files that lie in `folder` now."""
     files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
     written = datetime.now(UTC).isoformat(timespec="seconds")
@@ -79,11 +79,11 @@ def read(folder: Path) -> Manifest:
     try:
         body = parse_json((folder / FILE).read_bytes())
     except OSError as error:
-        raise Damaged(f"{FILE}: {fsync_io.reason(error)}") from error
+        raise DamagedCheckpoint(f"{FILE}: {fsync_io.error_reason(error)}") from error
     except ValueError as error:
-        raise Damaged(f"{FILE}: not JSON ({error})") from error
+        raise DamagedCheckpoint(f"{FILE}: not JSON ({error})") from error
     if not isinstance(body, dict) or body.pop("digest", None) != _digest(body):
-        raise Damaged(f"{FILE}: does not match its own digest")
+        raise DamagedCheckpoint(f"{FILE}: does not match its own digest")
     return _decode(folder, body)
 
 
@@ -98,9 +98,9 @@ def _decode(folder: Path, body: dict[str, Any]) -> Manifest:
         manifest = _BODY.validate_python(body)
     except ValidationError as error:
         first = error.errors()[0]
-        raise Damaged(f"{FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise DamagedCheckpoint(f"{FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
     if bad := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
-        raise Damaged(f"{FILE}: {bad[0]!r} is not the name of a file beside it")
+        raise DamagedCheckpoint(f"{FILE}: {bad[0]!r} is not the name of a file beside it")
     return manifest
 
 

@@ -1,6 +1,6 @@
 """Reading checkpoints: newest first, every checksum verified before a byte is used.
 
-step-00000300 damaged ──said──▶ step-00000200 whole ──▶ Loaded
+step-00000300 damaged, reported ──▶ step-00000200 valid ──▶ LoadedCheckpoint
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.checkpoint import manifest, sections
-from runner.checkpoint.manifest import Damaged, Manifest
+from runner.checkpoint.manifest import DamagedCheckpoint, Manifest
 from runner.core import fsync_io
 from runner.core.errors import CheckpointError, StorageError
 from runner.interfaces import State
@@ -21,7 +21,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedCheckpoint:
     """A whole checkpoint's step, state (tensors on the CPU) and the metric values of its step."""
 
     step: int
@@ -34,14 +34,14 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def steps(root: Path) -> list[int]:
+def committed_steps(root: Path) -> list[int]:
     """The steps that were committed under `root`, ascending; whole or, since then, damaged."""
     if not root.is_dir():
         return []
     try:
         folders = [p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()]
     except OSError as error:
-        raise StorageError(f"cannot list {root}: {fsync_io.reason(error)}") from error
+        raise StorageError(f"cannot list {root}: {fsync_io.error_reason(error)}") from error
     numbers = (int(m[1]) for name in folders if (m := STEP_FOLDER.fullmatch(name)))
     return sorted(numbers)
 
@@ -54,27 +54,27 @@ def verify(root: Path, step: int) -> Manifest:
     folder = root / folder_name(step)
     described = manifest.read(folder)
     if described.step != step:
-        raise Damaged(f"{manifest.FILE}: it is of step {described.step}, the folder says {step}")
+        raise DamagedCheckpoint(f"{manifest.FILE}: it is of step {described.step}, the folder says {step}")
     for name, record in described.files.items():
         _verify_file(folder / name, record)
     return described
 
 
-def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = False) -> Loaded | None:
+def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = False) -> LoadedCheckpoint | None:
     """The newest whole checkpoint, or exactly that of `step`; None where no checkpoint was ever committed.
 
     mapped: see `sections.read`. A damaged newest one is reported and the one before it is used. Raises CheckpointError
     when there are checkpoints and none is whole, when `step` is not there or not whole, and when the newest one needs a
     newer runner.
     """
-    present = steps(root)
+    present = committed_steps(root)
     if step is not None:
         return _load_exactly(root, step, present, report, mapped)
     damage = []
     for candidate in reversed(present):
         try:
             return _load_one(root, candidate, report, mapped)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damage.append(f"{folder_name(candidate)}: {error}")
             report(f"checkpoint {damage[-1]}; trying the one before")
     if not present:
@@ -85,32 +85,32 @@ def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = 
     )
 
 
-def _load_exactly(root: Path, step: int, present: list[int], report: Report, mapped: bool) -> Loaded:
+def _load_exactly(root: Path, step: int, present: list[int], report: Report, mapped: bool) -> LoadedCheckpoint:
     if step not in present:
         have = ", ".join(map(str, present)) or "none"
         raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {have}")
     try:
         return _load_one(root, step, report, mapped)
-    except Damaged as error:
+    except DamagedCheckpoint as error:
         others = ", ".join(str(n) for n in present if n != step) or "none"
         raise CheckpointError(f"{root / folder_name(step)}: {error}; other steps: {others}") from error
 
 
-def _load_one(root: Path, step: int, report: Report, mapped: bool) -> Loaded:
+def _load_one(root: Path, step: int, report: Report, mapped: bool) -> LoadedCheckpoint:
     described = verify(root, step)
     folder = root / folder_name(step)
     known = {manifest.FILE, *described.files}
     for name in sorted(p.name for p in folder.iterdir() if p.name not in known):
         report(f"checkpoint {folder.name}: ignoring {name}, which its manifest does not list")
-    return Loaded(step, sections.read(folder, described.files, mapped=mapped), dict(described.metrics))
+    return LoadedCheckpoint(step, sections.read_state(folder, described.files, mapped=mapped), dict(described.metrics))
 
 
 def _verify_file(path: Path, record: manifest.FileRecord) -> None:
     try:
         size = path.stat().st_size
         if size != record.bytes:
-            raise Damaged(f"{path.name}: has {size} bytes instead of {record.bytes}")
+            raise DamagedCheckpoint(f"{path.name}: has {size} bytes instead of {record.bytes}")
         if fsync_io.sha256(path) != record.sha256:
-            raise Damaged(f"{path.name}: its contents do not match their checksum")
+            raise DamagedCheckpoint(f"{path.name}: its contents do not match their checksum")
     except OSError as error:
-        raise Damaged(f"{path.name}: {fsync_io.reason(error)}") from error
+        raise DamagedCheckpoint(f"{path.name}: {fsync_io.error_reason(error)}") from error

@@ -32,18 +32,18 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoint.manifest import PLAIN_NAME, Damaged
+from runner.checkpoint.manifest import PLAIN_NAME, DamagedCheckpoint
 from runner.core.errors import RunnerError, TrainingDiverged
-from runner.core.safetensors_layout import RESERVED, TYPES, Layout, arranged
-from runner.distributed.dtensor_utils import local, span
+from runner.core.safetensors_layout import RESERVED, TYPES, FileLayout, compute_layout
+from runner.distributed.dtensor_utils import local_slice, local_tensor
 from runner.interfaces import State
 
 ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor as the file knows it: its type, its shape, and the name of the tensor that it is tied to, if any."""
+class TensorEntry:
+    """A tensor in the file: its type, its shape, and the name of the tensor that it is tied to, if any."""
 
     kind: str
     shape: tuple[int, ...]
@@ -51,19 +51,19 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """What one rank writes of a tensor of `shape`: values, on any device, and where in the tensor they lie."""
+class TensorPiece:
+    """The part of a tensor that one rank writes: values, on any device, and their position in `shape`."""
 
     values: Tensor
     where: tuple[slice, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Piece:
+    def of_tensor(cls, tensor: Tensor) -> TensorPiece:
         """What this rank holds of it, in the tensor's own memory."""
-        return cls(local(tensor), span(tensor), tuple(tensor.shape))
+        return cls(local_tensor(tensor), local_slice(tensor), tuple(tensor.shape))
 
-    def runs(self) -> Iterator[tuple[int, int]]:
+    def contiguous_runs(self) -> Iterator[tuple[int, int]]:
         """Where in the whole tensor the values lie, in their order: first number, and how many."""
         where, shape = self.where, self.shape
         cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
@@ -75,21 +75,21 @@ class Piece:
             yield first + (where[last].start * strides[last] if where else 0), count
 
 
-def listing(tensors: Mapping[str, Tensor]) -> dict[str, Entry]:
+def tensor_entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
     """What the file has to know of these tensors, of which this rank may hold pieces."""
-    tied = _tied(tensors)
-    return {name: Entry(TYPES[t.dtype], tuple(t.shape), tied.get(name)) for name, t in tensors.items()}
+    tied = _tied_names(tensors)
+    return {name: TensorEntry(TYPES[t.dtype], tuple(t.shape), tied.get(name)) for name, t in tensors.items()}
 
 
-def layout(entries: Mapping[str, Entry]) -> Layout:
+def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
     """The file of these tensors, tied ones once, the same for any order of them."""
     own = {name: (entry.kind, entry.shape) for name, entry in entries.items() if entry.tied is None}
     aliases = {name: entries[name].tied for name in sorted(entries.keys() - own.keys())}
-    return arranged(own, {ALIASES: json.dumps(aliases)})
+    return compute_layout(own, {ALIASES: json.dumps(aliases)})
 
 
-def write(path: Path, layout: Layout, pieces: Mapping[str, Piece]) -> None:
-    """Write what this rank has to write into the file that `create` made, and flush it to the disk. Raises OSError.
+def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> None:
+    """Write this rank's part into the file that `create` made, and flush it. Raises OSError.
 
     Nothing of the file is read: NFS writes all of a page that was read, and with it what the page held before another
     machine wrote into it.
@@ -97,8 +97,8 @@ def write(path: Path, layout: Layout, pieces: Mapping[str, Piece]) -> None:
     with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
         for name, piece in pieces.items():
             held = piece.values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            size, start = piece.values.element_size(), len(layout.head) + layout.places[name][0]
-            for at, count in piece.runs():
+            size, start = piece.values.element_size(), len(layout.head) + layout.byte_ranges[name][0]
+            for at, count in piece.contiguous_runs():
                 file.seek(start + at * size)
                 run, held = np.split(held, [count * size])
                 file.write(run.data)
@@ -106,16 +106,16 @@ def write(path: Path, layout: Layout, pieces: Mapping[str, Piece]) -> None:
         os.fsync(file.fileno())
 
 
-def writes(tensor: Tensor) -> bool:
-    """Whether this rank writes what it holds: of copies on a mesh the first is enough, and nothing is no piece."""
+def is_written_here(tensor: Tensor) -> bool:
+    """Whether this rank writes its part: of replicas the first one does, and empty parts are skipped."""
     if not isinstance(tensor, DTensor):
         return True
     placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
     copies = [at for placement, at in placed if placement.is_replicate()]
-    return not any(copies) and local(tensor).numel() > 0
+    return not any(copies) and local_tensor(tensor).numel() > 0
 
 
-def _tied(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Those that are the very same memory as an earlier one, and as which."""
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
@@ -133,44 +133,46 @@ SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
-    """What one rank has of the state: the plain values of each section, and the tensors of those that have any."""
+class SplitState:
+    """The state of one rank: plain values of each section, and tensors of those that have any."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, Tensor]]
 
 
-def split(state: Mapping[str, State]) -> Contents:
-    """Check `state` and take it apart; nothing is copied, and no tensor is read. Raises RunnerError when a value has no
-    JSON form, or a tensor none in safetensors."""
+def split_state(state: Mapping[str, State]) -> SplitState:
+    """Check `state` and split it into values and tensors; nothing is copied or read.
+
+    Raises RunnerError when a value has no JSON form, or a tensor none in safetensors.
+    """
     values: dict[str, Any] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
     for name, section in state.items():
         if not PLAIN_NAME.fullmatch(name):
             raise RunnerError(f"a section of state is called {name!r}; it must be usable as a file's name")
-        values[name] = _plain({k: v for k, v in section.items() if k != "tensors"}, name)
+        values[name] = _to_json_value({k: v for k, v in section.items() if k != "tensors"}, name)
         if "tensors" in section:
             tensors[name] = section["tensors"]
             _check_tensors(name, section["tensors"])
-    return Contents(values, tensors)
+    return SplitState(values, tensors)
 
 
-def encode(values: Mapping[str, Any]) -> bytes:
+def encode_values(values: Mapping[str, Any]) -> bytes:
     """The text of state.json."""
     return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
 
 
-def refuse_infinite(section: str, pieces: Mapping[str, Piece]) -> None:
+def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
     """Raise TrainingDiverged when a number is not finite."""
     for name, piece in pieces.items():
         if not _is_finite(piece.values):
             raise TrainingDiverged(
                 f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
-                "are untouched: go on from them with a smaller optimizer.lr or optimizer.clip_norm"
+                "are untouched: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 
 
-def read(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, State]:
+def read_state(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, State]:
     """The state in `folder`, tensors on the CPU. The files must have been verified. Raises Damaged.
 
     mapped: tensors are read when and as far as they are used; they live as the files do, so copy what has to stay.
@@ -178,7 +180,7 @@ def read(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dic
     try:
         state: dict[str, State] = json.loads((folder / VALUES).read_bytes())
     except (OSError, ValueError) as error:
-        raise Damaged(f"{VALUES}: {error}") from error
+        raise DamagedCheckpoint(f"{VALUES}: {error}") from error
     for name in files:
         if name.endswith(SUFFIX):
             state.setdefault(name.removesuffix(SUFFIX), {})["tensors"] = _read_tensors(folder / name, mapped)
@@ -193,7 +195,7 @@ def _read_tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
-        raise Damaged(f"{path.name}: {error}") from error
+        raise DamagedCheckpoint(f"{path.name}: {error}") from error
     return tensors | {alias: tensors[source] for alias, source in aliases.items()}
 
 
@@ -210,16 +212,16 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(wide.isfinite().all())
 
 
-def _plain(value: Any, where: str) -> Any:
+def _to_json_value(value: Any, where: str) -> Any:
     """`value` as JSON keeps it; tuples become lists, everything else that would change is refused."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
+        return [_to_json_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
     if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
-        return {k: _plain(v, f"{where}.{k}") for k, v in value.items()}
+        return {k: _to_json_value(v, f"{where}.{k}") for k, v in value.items()}
     raise RunnerError(
         f"the state {where} = {value!r:.80} has no exact JSON form; "
         'use finite numbers, text, lists and dicts with text keys, and put tensors under "tensors"'

@@ -4,7 +4,7 @@ state of every rank ──agreed──▶ what each writes ─┬─ save ──
                                                   └─ start: copied ─ in a thread ───▶ writer
 
 A checkpoint in the background is written from a copy in host memory, kept from save to save, one at a time, while
-training goes on changing the tensors.
+training continues changing the tensors.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from runner.checkpoint import agreement, manifest, reader, sections, writer
-from runner.checkpoint.agreement import Agreed
+from runner.checkpoint import manifest, reader, save_plan, sections, writer
 from runner.checkpoint.config import CheckpointConfig
 from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.reader import Loaded, folder_name
-from runner.checkpoint.sections import Piece
-from runner.checkpoint.writer import Writer
+from runner.checkpoint.reader import LoadedCheckpoint, folder_name
+from runner.checkpoint.save_plan import SavePlan
+from runner.checkpoint.sections import TensorPiece
+from runner.checkpoint.writer import CheckpointWriter
 from runner.core.errors import CheckpointError, OutOfMemory
-from runner.distributed.work_partition import Alone, each
-from runner.interfaces import Peers, State
+from runner.distributed.work_partition import SingleProcess, run_on_all
+from runner.interfaces import RankCollectives, State
 
-Pieces = Mapping[str, Mapping[str, Piece]]
+Pieces = Mapping[str, Mapping[str, TensorPiece]]
 
 
 class HostCopy:
@@ -39,12 +39,12 @@ class HostCopy:
     def __init__(self) -> None:
         self._room: dict[tuple[str, str], Tensor] = {}
 
-    def taken(self, pieces: Pieces) -> Pieces:
+    def copy_pieces(self, pieces: Pieces) -> Pieces:
         """The same pieces as they are now; the copy before this one is overwritten. Raises OutOfMemory."""
         room: dict[tuple[str, str], Tensor] = {}
         for section, held in pieces.items():
             for name, piece in held.items():
-                room[section, name] = self._like(piece.values, self._room.get((section, name)))
+                room[section, name] = self._host_buffer(piece.values, self._room.get((section, name)))
         self._room = room  # what is no longer there is let go
         for section, held in pieces.items():
             for name, piece in held.items():
@@ -53,7 +53,7 @@ class HostCopy:
             torch.accelerator.synchronize()
         return {s: {n: replace(one, values=room[s, n]) for n, one in held.items()} for s, held in pieces.items()}
 
-    def _like(self, values: Tensor, kept: Tensor | None) -> Tensor:
+    def _host_buffer(self, values: Tensor, kept: Tensor | None) -> Tensor:
         if kept is not None and (kept.shape, kept.dtype) == (values.shape, values.dtype):
             return kept
         try:
@@ -79,9 +79,9 @@ def _in_background(work: Callable[[], object]) -> Future[object]:
     return future
 
 
-__all__ = ["CheckpointStore", "Loaded"]
+__all__ = ["CheckpointStore", "LoadedCheckpoint"]
 
-NOTICED_S = 1.0  # a wait from which on it is worth a line
+REPORT_WAIT_S = 1.0  # a wait from which on it is worth a line
 
 
 class CheckpointStore:
@@ -94,17 +94,17 @@ class CheckpointStore:
         self, config: CheckpointConfig, *, root: Path, report: Callable[[str], None], beside: Sequence[Path] = ()
     ) -> None:
         self._config, self._root, self._report = config, root, report
-        self._writer = Writer(config, root, report, beside)
+        self._writer = CheckpointWriter(config, root, report, beside)
         self._host = HostCopy()
-        self._flight: tuple[int, Future[object]] | None = None  # the step that is being written, and its end
-        self.peers: Peers = Alone()  # who save together
-        self.background: Peers = Alone()  # the same, for the thread that writes
+        self._pending: tuple[int, Future[object]] | None = None  # the step that is being written, and its end
+        self.peers: RankCollectives = SingleProcess()  # who save together
+        self.background: RankCollectives = SingleProcess()  # the same, for the thread that writes
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return reader.steps(self._root)
+        return reader.committed_steps(self._root)
 
-    def load(self, step: int | None = None, *, mapped: bool = False) -> Loaded | None:
+    def load(self, step: int | None = None, *, mapped: bool = False) -> LoadedCheckpoint | None:
         """See `reader.load`; not collective: each rank verifies what it reads."""
         return reader.load(self._root, step, report=self._report, mapped=mapped)
 
@@ -116,56 +116,58 @@ class CheckpointStore:
                 described[step] = manifest.read(self._root / folder_name(step))
             except CheckpointError as error:
                 self._report(f"checkpoint {folder_name(step)}: {error}; not considered as the best")
-        return writer.best(self._config, described)
+        return writer.best_checkpoint(self._config, described)
 
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
 
-        Each rank gives what it has: tensors in pieces, or some names only; see `agreement.agree`. Raises
+        Each rank gives what it has: tensors in pieces, or some names only; see `make_save_plan`. Raises
         TrainingDiverged when a tensor is not finite, RunnerError when ranks contradict each other, CheckpointError when
         this step or a later one is there already, StorageError when the disk is full, read-only or failing: what was
         there before is then untouched.
         """
         self._wait_for(step)
-        return self._writer.write(step, self._agreed(state), metrics, self.peers)
+        return self._writer.write(step, self._save_plan(state), metrics, self.peers)
 
     def start(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> None:
-        """The same in the background: returns as soon as all ranks have copied what they will write, when the state may
-        change. What writing raises, the next call of any verb here raises, or `check`. Waits for the write before."""
+        """Save in the background; returns when all ranks have copied what they will write.
+
+        Waits for the write before. An error of the write is raised by the next call of any method, or by `check`.
+        """
         self._wait_for(step)
-        agreed, values = self._agreed(state), dict(metrics)
-        copied: list[Agreed] = []
-        each(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.taken(agreed.pieces))))
+        agreed, values = self._save_plan(state), dict(metrics)
+        copied: list[SavePlan] = []
+        run_on_all(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.copy_pieces(agreed.pieces))))
         work = _in_background(lambda: self._writer.write(step, copied[0], values, self.background))
-        self._flight = (step, work)
+        self._pending = (step, work)
 
     def check(self) -> None:
         """Raise, on all ranks at once, what a write in the background met; all call it after each step."""
-        if self._flight is not None and all(self.peers.gather(self._flight[1].done())):
-            self._settle()
+        if self._pending is not None and all(self.peers.all_gather(self._pending[1].done())):
+            self._finish_write()
 
     def close(self) -> None:
-        """Wait for what is being written, whatever ended the run: what goes wrong with it is said and not raised."""
-        if (flight := self._flight) is not None:
+        """Wait for the current write; its errors are printed and not raised."""
+        if (flight := self._pending) is not None:
             try:
-                self._settle()
+                self._finish_write()
             except Exception as error:
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 self._report(f"the checkpoint of step {flight[0]} was not written: {reason}")
 
-    def _settle(self) -> None:
-        flight, self._flight = self._flight, None
+    def _finish_write(self) -> None:
+        flight, self._pending = self._pending, None
         if flight is not None:
             flight[1].result()
 
     def _wait_for(self, step: int) -> None:
         """Let the write before the one of `step` end; there is one copy, and one writer."""
-        if (flight := self._flight) is None:
+        if (flight := self._pending) is None:
             return
         begin = time.monotonic()
-        self._settle()
-        if (waited := time.monotonic() - begin) > NOTICED_S:
+        self._finish_write()
+        if (waited := time.monotonic() - begin) > REPORT_WAIT_S:
             self._report(f"checkpoint of step {step}: waited {waited:.1f} s until that of step {flight[0]} was written")
 
-    def _agreed(self, state: Mapping[str, State]) -> Agreed:
-        return agreement.agree(lambda: sections.split(state), self.peers)
+    def _save_plan(self, state: Mapping[str, State]) -> SavePlan:
+        return save_plan.make_save_plan(lambda: sections.split_state(state), self.peers)

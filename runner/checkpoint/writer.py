@@ -1,4 +1,4 @@
-"""The checkpoints/ folder as the run's one writer sees it: written aside, renamed into place, kept to a number.
+"""The checkpoints/ folder, for the one process that writes it: write aside, rename, keep a number.
 
     .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
                                                                      old ones ─ rename ─▶ .trash-… ─▶ gone
@@ -20,20 +20,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from runner.checkpoint import manifest, reader, sections
-from runner.checkpoint.agreement import Agreed
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.manifest import Damaged, Manifest
+from runner.checkpoint.manifest import DamagedCheckpoint, Manifest
 from runner.checkpoint.reader import folder_name
+from runner.checkpoint.save_plan import SavePlan
 from runner.core import fsync_io, safetensors_layout
 from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
 from runner.core.fsync_io import failpoint
-from runner.distributed.work_partition import each, on_first
-from runner.interfaces import Peers
+from runner.distributed.work_partition import run_on_all, run_on_rank0
+from runner.interfaces import RankCollectives
 
 LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
 
 
-class Writer:
+class CheckpointWriter:
     """Writes checkpoints under `root`, one after another, from whatever thread; see `CheckpointStore`."""
 
     def __init__(
@@ -43,24 +43,26 @@ class Writer:
         self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
         self._swept = False
 
-    def write(self, step: int, agreed: Agreed, metrics: Mapping[str, float], peers: Peers) -> Path:
-        """Commit what the ranks agreed on and let older checkpoints go; all of them call it. See `CheckpointStore.save`
-        for what it raises."""
-        each(peers, lambda: _refuse_infinite(agreed))
-        staging = on_first(peers, lambda: self._begin(step, agreed))
+    def write(self, step: int, agreed: SavePlan, metrics: Mapping[str, float], peers: RankCollectives) -> Path:
+        """Write the checkpoint that the ranks agreed on and delete old ones. Collective.
+
+        Raises what `CheckpointStore.save` raises.
+        """
+        run_on_all(peers, lambda: _refuse_infinite(agreed))
+        staging = run_on_rank0(peers, lambda: self._create_staging(step, agreed))
         try:
-            each(peers, lambda: self._write_pieces(step, staging, agreed, peers.rank))
-            return on_first(peers, lambda: self._commit(step, staging, agreed, metrics))
+            run_on_all(peers, lambda: self._write_pieces(step, staging, agreed, peers.rank))
+            return run_on_rank0(peers, lambda: self._commit(step, staging, agreed, metrics))
         finally:
             if peers.rank == 0 and staging.exists():
                 shutil.rmtree(staging)
 
-    def _begin(self, step: int, agreed: Agreed) -> Path:
+    def _create_staging(self, step: int, agreed: SavePlan) -> Path:
         """Make way, and a folder beside the checkpoints with files of the right sizes."""
-        with self._worded(step, agreed.num_bytes):
+        with self._translate_errors(step, agreed.num_bytes):
             self._root.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            self._make_way(step)
+            self._remove_leftovers()
+            self._clear_target(step)
             self._require_space(step, agreed.num_bytes)
             staging = self._root / f".staging-{step:08d}-{secrets.token_hex(4)}"
             staging.mkdir()
@@ -68,68 +70,74 @@ class Writer:
                 failpoint("checkpoint.write")
                 fsync_io.write_new(staging / sections.VALUES, agreed.values)
                 for name, layout in agreed.layouts.items():
-                    safetensors_layout.create(staging / f"{name}{sections.SUFFIX}", layout)
+                    safetensors_layout.create_file(staging / f"{name}{sections.SUFFIX}", layout)
             except BaseException:
                 shutil.rmtree(staging)
                 raise
             return staging
 
-    def _write_pieces(self, step: int, staging: Path, agreed: Agreed, rank: int) -> None:
+    def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> None:
         """What this rank has to write, on the disk."""
         if not staging.is_dir():
             text = f"rank {rank} does not see {staging}, which rank 0 has made"
             raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
-        with self._worded(step, agreed.num_bytes):
+        with self._translate_errors(step, agreed.num_bytes):
             for name, held in agreed.pieces.items():
-                sections.write(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
+                sections.write_pieces(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
                 failpoint("checkpoint.mid_write")
 
-    def _commit(self, step: int, staging: Path, agreed: Agreed, metrics: Mapping[str, float]) -> Path:
+    def _commit(self, step: int, staging: Path, agreed: SavePlan, metrics: Mapping[str, float]) -> Path:
         """The manifest, the new name, and older checkpoints gone."""
         target = self._root / folder_name(step)
-        with self._worded(step, agreed.num_bytes):
+        with self._translate_errors(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
-            fsync_io.write_new(staging / manifest.FILE, manifest.encode(manifest.describe(staging, step, metrics)))
+            fsync_io.write_new(
+                staging / manifest.FILE, manifest.encode(manifest.build_manifest(staging, step, metrics))
+            )
             failpoint("checkpoint.after_manifest")
-            fsync_io.sync(staging)
+            fsync_io.fsync_path(staging)
             for path in filter(Path.exists, self._beside):
-                fsync_io.sync(path)
+                fsync_io.fsync_path(path)
             failpoint("checkpoint.before_rename")
             os.rename(staging, target)
             failpoint("checkpoint.after_rename")
-            fsync_io.sync(self._root)
-            self._confirm(step)
-            self._retain()
+            fsync_io.fsync_path(self._root)
+            self._verify_written(step)
+            self._delete_old()
         return target
 
     @contextmanager
-    def _worded(self, step: int, need: int) -> Iterator[None]:
+    def _translate_errors(self, step: int, need: int) -> Iterator[None]:
         """Turn what the disk answers into a StorageError that says what to do."""
         try:
             yield
         except OSError as error:
             raise StorageError(
-                f"checkpoint of step {step} in {self._root}: {fsync_io.reason(error)}; "
-                f"{self._space(need)}. {self._next()}"
+                f"checkpoint of step {step} in {self._root}: {fsync_io.error_reason(error)}; "
+                f"{self._space_text(need)}. {self._next_step_text()}"
             ) from error
 
     def _require_space(self, step: int, need: int) -> None:
         """Twice the size: the file system's own needs and other writers are not known."""
         if fsync_io.free_bytes(self._root) < 2 * need:
             raise StorageError(
-                f"checkpoint of step {step} in {self._root}: not enough space; {self._space(2 * need)}. {self._next()}"
+                f"checkpoint of step {step} in {self._root}: not enough space; {self._space_text(2 * need)}. "
+                f"{self._next_step_text()}"
             )
 
-    def _space(self, need: int) -> str:
+    def _space_text(self, need: int) -> str:
         free = fsync_io.free_bytes(self._root)
-        files = "" if fsync_io.inodes_left(self._root) else ", and the disk has no inodes for more files"
-        return f"needed {need} bytes ({fsync_io.human(need)}), free {free} bytes ({fsync_io.human(free)}){files}"
+        files = "" if fsync_io.has_free_inodes(self._root) else ", and the disk has no inodes for more files"
+        return (
+            f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes "
+            f"({fsync_io.format_bytes(free)}){files}"
+        )
 
-    def _next(self) -> str:
-        return f"Make space or mend the disk, then: run resume {self._root.parent}"
+    def _next_step_text(self) -> str:
+        return f"Make space or fix the disk, then: run resume {self._root.parent}"
 
-    def _sweep(self) -> None:
-        """Remove what a process left that died while saving; only the run's one writer may, so not when reading."""
+    def _remove_leftovers(self) -> None:
+        """Remove what a process left that ended while saving; only the one writer of the run may do this."""
         if self._swept:
             return
         for path in sorted(self._root.iterdir()):
@@ -138,10 +146,10 @@ class Writer:
                 self._report(f"checkpoints: removed {path.name}, left by a process that died")
         self._swept = True
 
-    def _make_way(self, step: int) -> None:
+    def _clear_target(self, step: int) -> None:
         """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
-        for present in (n for n in reader.steps(self._root) if n >= step):
-            if self._whole(present) is not None:
+        for present in (n for n in reader.committed_steps(self._root) if n >= step):
+            if self._verified_manifest(present) is not None:
                 says = "exists already" if present == step else f"would be older than that of step {present}"
                 raise CheckpointError(
                     f"{self._root}: the checkpoint of step {step} {says}; nothing is overwritten: "
@@ -154,28 +162,30 @@ class Writer:
             self._verified.pop(step, None)
             self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
 
-    def _confirm(self, step: int) -> None:
+    def _verify_written(self, step: int) -> None:
         """Read the new checkpoint back; nothing older is deleted before."""
         try:
             self._verified[step] = reader.verify(self._root, step)
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             raise StorageError(
                 f"the checkpoint just written reads back wrong: {folder_name(step)}: {error}. "
-                f"The disk or the memory is failing; older checkpoints are untouched. {self._next()}"
+                f"The disk or the memory is failing; older checkpoints are untouched. {self._next_step_text()}"
             ) from error
 
-    def _retain(self) -> None:
-        """Delete whole checkpoints that are neither among the newest nor the best; damaged ones count for nothing."""
-        whole = {s: m for s in reader.steps(self._root) if (m := self._whole(s)) is not None}
-        for step in sorted(whole.keys() - kept(whole, self._config.keep, best(self._config, whole))):
+    def _delete_old(self) -> None:
+        """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
+        whole = {s: m for s in reader.committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
+        for step in sorted(
+            whole.keys() - steps_to_keep(whole, self._config.keep, best_checkpoint(self._config, whole))
+        ):
             trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
             failpoint("checkpoint.before_trash")
             os.rename(self._root / folder_name(step), trash)
-            fsync_io.sync(self._root)
+            fsync_io.fsync_path(self._root)
             failpoint("checkpoint.in_trash")
             shutil.rmtree(trash)
 
-    def _whole(self, step: int) -> Manifest | None:
+    def _verified_manifest(self, step: int) -> Manifest | None:
         if step not in self._verified:
             try:
                 self._verified[step] = reader.verify(self._root, step)
@@ -185,7 +195,7 @@ class Writer:
         return self._verified[step]
 
 
-def best(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | None:
+def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | None:
     """The step that is best by `checkpoint.best`; None where none was measured."""
     if config.best is None:
         return None
@@ -193,7 +203,7 @@ def best(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | N
     return best_step(values, config.best, config.best_mode)
 
 
-def _refuse_infinite(agreed: Agreed) -> None:
+def _refuse_infinite(agreed: SavePlan) -> None:
     for name, pieces in agreed.pieces.items():
         sections.refuse_infinite(name, pieces)
 
@@ -210,7 +220,7 @@ def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str |
     return min(scores, key=lambda s: (-scores[s], s), default=None)
 
 
-def kept(steps: Collection[int], keep: int, best: int | None) -> set[int]:
+def steps_to_keep(steps: Collection[int], keep: int, best: int | None) -> set[int]:
     """The newest `keep` of `steps`, and the best."""
     return set(sorted(steps)[-keep:]) | ({best} if best is not None else set())
 

@@ -14,10 +14,16 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import NoReturn
 
-from runner.cli.verb_hints import hint, recipe_hint
+from runner.cli.arg_types import (
+    parse_checkpoint,
+    parse_count,
+    parse_job_numbers,
+    parse_numbers,
+    parse_path,
+    parse_share,
+)
 from runner.core.errors import RunnerError
-from runner.core.plugins import LEFT_OUT, plugins
-from runner.spec.migrate import table
+from runner.core.imports import LEFT_OUT, load_plugins
 
 VERBS = {
     "run": "train; this verb may be left out",
@@ -26,7 +32,9 @@ VERBS = {
     "schema": "JSON Schema of a job, or of a recipe",
     "resume": "continue a run where it stopped",
     "status": "how far a run is, its processes, its newest numbers",
-    "infer": "try a run's model",
+    "infer": "answer prompts with a run's model, or any other",
+    "chat": "talk to a model in the terminal",
+    "serve": "answer over HTTP, as OpenAI's API does",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "continue a sweep, or look at it",
     "report": "a run as one HTML page",
@@ -46,6 +54,8 @@ EXAMPLES = {
     "resume": "run resume latest steps=400",
     "status": "run status latest",
     "infer": 'run infer latest "sort 5031"',
+    "chat": "run chat latest",
+    "serve": "run serve latest port=8001",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
     "report": "run report latest",
@@ -58,14 +68,19 @@ EXAMPLES = {
     "help": "run help recipes",
 }
 VERBS_GROUP = "runner.verbs"  # entry points: name → "module:function" of the words after it, which returns a code
-WORDS = {
+RESOURCE_NAMES = {
     "run": "+recipe=NAME or FILE.yaml, group=option, group.key=value",
     "list": "a group",
     "explain": "a key, a group, or group=option",
     "schema": "job or recipe",
     "resume": "latest or a run's folder, then group.key=value",
     "status": "latest or a run's folder",
-    "infer": "latest or a run's folder, then prompts, device=NAME; words after -- are prompts, whatever they look like",
+    "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
+    "words after -- are prompts, whatever they look like",
+    "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
+    "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
+    "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed\n"
+    "weight_updates=true; words after -- are options of vllm serve",
     "export": "latest or a run's folder, device=NAME",
     "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
     "report": "latest or a run's folder",
@@ -77,6 +92,7 @@ WORDS = {
     "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
     "help": "recipes, options, verbs, or a verb",
 }
+COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "cat", "svd")  # peft's, of adapters
 ACTIONS = ("resume", "status", "report")  # of run sweep
 TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
@@ -93,7 +109,7 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = _about_flags(message) if "unrecognized" in message else _about_value(message)
+        hint = _flag_hint(message) if "unrecognized" in message else _about_value(message)
         hint = hint or self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
 
@@ -107,12 +123,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _about_value(message: str) -> str:
     """What does the same as a value that a flag has in Hydra."""
+    from runner.spec.migrate import table
+
     wrong = re.match(r"argument (--\w+)\S*: invalid choice: '([^']*)'", message)
     said = table().flags.get(f"{wrong[1]} {wrong[2]}") if wrong else None
     return f"; {said}" if said else ""
 
 
-def _about_flags(message: str) -> str:
+def _flag_hint(message: str) -> str:
     """What to type instead of an unknown word with dashes."""
     flag = next((word for word in message.split() if word.startswith("--")), "")
     dashed = flag.replace("_", "-").partition("=")[0]
@@ -127,8 +145,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
     literal = list(argv[end + 1 :])
-    if literal and verb != "infer":
-        parser.error(f"what is '{literal[0]}'? only run infer takes words after --")
+    if literal and verb not in ("infer", "serve"):
+        parser.error(f"what is '{literal[0]}'? only run infer and run serve take words after --")
     # What every verb may be answered with instead (--help, completion) looks for files, too.
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
@@ -137,8 +155,8 @@ def parser_of(verb: str) -> argparse.ArgumentParser:
     """What a verb takes."""
     parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
     _common(parser)
-    _OPTIONS.get(verb, _none)(parser)
-    parser.add_argument("words", nargs="*", help=WORDS.get(verb, argparse.SUPPRESS))
+    _OPTIONS.get(verb, _no_options)(parser)
+    parser.add_argument("words", nargs="*", help=RESOURCE_NAMES.get(verb, argparse.SUPPRESS))
     return parser
 
 
@@ -178,7 +196,7 @@ def plugin_verbs() -> dict[str, Verb]:
             raise RunnerError("it is no function")
         return point.name, function
 
-    return dict(plugins(VERBS_GROUP, load))
+    return dict(load_plugins(VERBS_GROUP, load))
 
 
 def plugin_verb(words: Sequence[str]) -> Verb | None:
@@ -199,6 +217,8 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
+    from runner.cli.verb_hints import hint, recipe_hint
+
     if as_recipe := recipe_hint(word):
         return f"no verb named '{word}'; {as_recipe}"
     if "." in word:
@@ -219,7 +239,7 @@ def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
 
 
-def _none(parser: argparse.ArgumentParser) -> None:
+def _no_options(parser: argparse.ArgumentParser) -> None:
     """No option of its own."""
 
 
@@ -227,7 +247,7 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--folder", type=_path, help="where the run leaves its files (a new folder below outputs/)")
+    parser.add_argument("--folder", type=parse_path, help="where the run leaves its files (below outputs/)")
     about = "print what a job is composed of (defaults), or the folders of config files (searchpath); run nothing"
     parser.add_argument("--info", "-i", metavar="defaults|searchpath", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
@@ -242,19 +262,51 @@ def _config_dir(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder with config groups and recipes/")
 
 
+def _source(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=parse_checkpoint, default="last", help="of a run: a step, best or last (last)"
+    )
+    parser.add_argument("--base", metavar="FOLDER", help="the base of an adapter or a run, where it has moved")
+    about = "a PEFT adapter onto the model, by name; may be given several times"
+    parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
+
+
 def _infer(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    _sampling(parser)
+
+
+def _chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (none)")
+    _sampling(parser)
+
+
+def _sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
     parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
     parser.add_argument("--seed", type=int, help="of what is drawn (0)")
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    _source(parser)
+
+
+def _serve(parser: argparse.ArgumentParser) -> None:
+    _source(parser)
+    parser.add_argument("--api-key-file", type=parse_path, metavar="FILE", help="the key that clients must send")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--checkpoint", type=_checkpoint, help="a step, or best (the newest)")
+    _source(parser)
     parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
     parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
+    about = "compare the folder with the model, by transformers alone (on below 2 GB)"
+    parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
+    about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
+    parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
+    parser.add_argument(
+        "--weights", type=parse_numbers, metavar="W,W", help="of the adapters that are combined (1 each)"
+    )
+    parser.add_argument("--density", type=parse_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
@@ -276,15 +328,15 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON (bench-<date>-<time>.json)")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios against an earlier JSON")
     parser.add_argument(
-        "--min-mfu", type=_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
+        "--min-mfu", type=parse_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
     )
 
 
 def _parity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
     parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
-    parser.add_argument("--steps", type=_count, help="of the job, to be recorded (5)")
-    parser.add_argument("--tolerance", type=_share, help="largest mean relative error of the loss (0.5%%)")
+    parser.add_argument("--steps", type=parse_count, help="of the job, to be recorded (5)")
+    parser.add_argument("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)")
     parser.add_argument("--spec", type=Path, help="record the job of a run's folder or spec.yaml")
     _config_dir(parser)
 
@@ -295,7 +347,9 @@ def _status(parser: argparse.ArgumentParser) -> None:
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
-    parser.add_argument("--only", type=_jobs, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7")
+    parser.add_argument(
+        "--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7"
+    )
 
 
 def _report(parser: argparse.ArgumentParser) -> None:
@@ -306,43 +360,6 @@ def _diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, help="also an HTML page, with the curves of both in one chart")
 
 
-def _path(text: str) -> Path:
-    """A path; one that begins with ~ is of the home folder, also where no shell has seen it."""
-    return Path(text).expanduser()
-
-
-def _jobs(text: str) -> tuple[int, ...]:
-    """Numbers of jobs, separated by commas."""
-    if all(part.isdecimal() for part in text.split(",")):
-        return tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    raise argparse.ArgumentTypeError(f"expected numbers of jobs such as 3,7, got '{text}'")
-
-
-def _count(text: str) -> int:
-    """A number from 1."""
-    if text.isdecimal() and int(text):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"expected a number from 1, got '{text}'")
-
-
-def _share(text: str) -> float:
-    """0.5% or 0.005."""
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if 0 <= share < 1:
-        return share
-    raise argparse.ArgumentTypeError(f"expected a share such as 0.5% or 0.005, got '{text}'")
-
-
-def _checkpoint(text: str) -> int | str:
-    """A step, or `best`."""
-    if text == "best" or text.isdecimal():
-        return text if text == "best" else int(text)
-    raise argparse.ArgumentTypeError(f"expected a step or best, got '{text}'")
-
-
 _OPTIONS = {
     "run": _run,
     "resume": _resume,
@@ -351,6 +368,8 @@ _OPTIONS = {
     "explain": _config_dir,
     "help": _config_dir,
     "infer": _infer,
+    "chat": _chat,
+    "serve": _serve,
     "export": _export,
     "sweep": _sweep,
     "report": _report,

@@ -1,4 +1,4 @@
-"""`run bench`: how fast this device is, and the jobs on it beside baselines. torch is imported on the way."""
+"""`run bench`: speed of this device, and of jobs on it beside baselines. Imports torch."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import CPU
-from runner.run_dir.folder import shown
-from runner.tools.bench.suite import STEPS, bench, cases, read_earlier
+from runner.device.device_kinds import CPU
+from runner.run_dir.folder import display_path
+from runner.tools.bench.suite import STEPS, cases, read_earlier, run_bench
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
     from runner.tools.bench.report import BenchResult
@@ -34,12 +35,12 @@ def run(args: Namespace) -> int:
             folder = Path(name) / str(number)
             folder.mkdir()
             jobs.append((case, compose_job([*case.job(folder, STEPS[toy]), *args.words]).spec, folder))
-        result = bench(jobs, partial(print, flush=True), partial(_write, out))
+        result = run_bench(jobs, partial(print, flush=True), partial(_write, out))
     from runner.tools.bench import report  # torch is there by now
 
     if earlier is not None:
-        print("\n" + "\n".join(report.format_comparison(result, earlier)))
-    print(f"\nwritten  {shown(out)}")
+        print_text("\n" + "\n".join(report.format_comparison(result, earlier)))
+    print_text(f"\nwritten  {display_path(out)}")
     if args.min_mfu is not None:
         report.check_min_mfu(result, args.min_mfu)
     return 0

@@ -22,13 +22,23 @@ from runner.algorithm.loss_registry import plug_ins
 from runner.cli.args import ACTIONS, TOPICS, VERBS, UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.config_sources import GROUP, SUFFIXES
-from runner.cli.sources import options, session
+from runner.cli.sources import group_options, hydra_session
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, packages_of, sections
+from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, second_model_keys, sections
+from runner.tracker.text import print_text
 
 COMMANDS = ("install", "uninstall", "query")
-NAMING = ("resume", "status", "infer", "export", "report", "diff", "sweep")  # verbs that name a run, or a sweep
+NAMING = (
+    "resume",
+    "status",
+    "infer",
+    "serve",
+    "export",
+    "report",
+    "diff",
+    "sweep",
+)  # verbs that name a run, or a sweep
 
 
 def answer(args: Namespace) -> int:
@@ -37,7 +47,7 @@ def answer(args: Namespace) -> int:
     plugins = {cls.provides(): cls for cls in _shells()}
     if command not in COMMANDS or shell not in plugins:
         raise UsageError(f"write: run -sc install={'|'.join(sorted(plugins))}")
-    with session(default_registry(), args.config_dir) as loader:
+    with hydra_session(default_registry(), args.config_dir) as loader:
         plugin = plugins[shell](loader)
         if command != "query":
             getattr(plugin, command)()
@@ -45,9 +55,11 @@ def answer(args: Namespace) -> int:
         line = os.environ.get("COMP_LINE", "run ")
         values = _values(line.split(" ")[-1])
         sources = loader.get_sources()
-        found = values or query(plugin, line) + _recipes(line, options(sources, GROUP))
-        found += _second(line.split(" ")[-1], options(sources, MODEL)) + _added(line.split(" ")[-1])
-    print(("\n" if shell == "fish" else " ").join(sorted(set(found))))
+        found = values or query(plugin, line) + _recipes(line, group_options(sources, GROUP))
+        found += _second_model_options(line.split(" ")[-1], group_options(sources, MODEL)) + _plugin_loss_options(
+            line.split(" ")[-1]
+        )
+    print_text(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
 
@@ -57,7 +69,7 @@ def _shells() -> list[type[CompletionPlugin]]:
 
 
 def query(plugin: CompletionPlugin, line: str) -> list[str]:
-    """What the last word of `line` can become: verbs at the front, then groups, keys and values from Hydra."""
+    """Completions of the last word of `line`: verbs at the front, then groups, keys and values from Hydra."""
     command, *words = line.split(" ")
     first, *others = words or [""]
     if first == "list" and others:
@@ -88,7 +100,7 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
         else:
             os.environ["COMP_LINE"] = before
     found = [word for word in printed.getvalue().split() if not word.lstrip("+").startswith("hydra")]
-    # Hydra leaves it open whether a group with folders goes on with `=` or `/`; ours always goes on with `=`.
+    # Hydra leaves it open whether a group with folders continues `=` or `/`; ours always continues `=`.
     return verbs + [f"{word}=" if word.lstrip("+") == GROUP else word for word in found]
 
 
@@ -101,17 +113,17 @@ def _values(word: str) -> list[str]:
     parts = sections() | BESIDE
     classes = [*default_registry().classes(section).values(), *filter(None, [parts.get(section)])]
     schemas = [model_schema(cls).get(leaf, {}) for cls in (classes if section else [JobSpec])] if equals else []
-    few = dict.fromkeys(value for schema in schemas for value in _few(schema) if leaf != "name")
+    few = dict.fromkeys(value for schema in schemas for value in _choice_values(schema) if leaf != "name")
     return [f"{key}={value}" for value in few if value.startswith(start)]
 
 
-def _added(word: str) -> list[str]:
+def _plugin_loss_options(word: str) -> list[str]:
     """`algorithm.option=` for the options of plug-ins' losses, which no file of conf/ has."""
     names = {option for found in plug_ins().values() for one in found.values() for option in one.options}
     return [key for name in names if word.startswith("algorithm.") and (key := f"algorithm.{name}=").startswith(word)]
 
 
-def _few(schema: Mapping[str, Any]) -> list[str]:
+def _choice_values(schema: Mapping[str, Any]) -> list[str]:
     """The values of a choice or a switch, as they are typed; none where any number or text will do."""
     kinds = schema.get("anyOf", [schema])
     if not any("enum" in kind or kind.get("type") == "boolean" for kind in kinds):
@@ -131,10 +143,10 @@ def _recipes(line: str, names: Sequence[str]) -> list[str]:
     return [f"{key}={name}" for name in [*known, *(file for file in files if file.endswith(("/", *SUFFIXES)))]]
 
 
-def _second(word: str, models: Sequence[str]) -> list[str]:
+def _second_model_options(word: str, models: Sequence[str]) -> list[str]:
     """`model@OPTION=` for each option that takes a second model, and the models for it."""
     key, equals, start = word.partition("=")
-    known = [f"{MODEL}@{package}" for package in packages_of(default_registry())]
+    known = [f"{MODEL}@{package}" for package in second_model_keys(default_registry())]
     if equals:
         return [f"{key}={name}" for name in models if key.lstrip("+") in known and name.startswith(start)]
     plus = "+" if word.startswith("+") else ""

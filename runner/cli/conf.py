@@ -1,4 +1,4 @@
-"""Writes conf/<group>/<name>.yaml and the recipes' editor schema from the config classes, so that they cannot differ.
+"""Generates conf/<group>/<name>.yaml and the recipes' editor schema from the config classes.
 
 python -m runner.cli.conf --write | --check             # the shipped files
 python -m runner.cli.conf --write | --check PACKAGE     # the files of an installed plug-in's components
@@ -16,27 +16,28 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from runner.cli.sources import options, plain, session
+from runner.cli.sources import group_options, hydra_session, plain_default
 from runner.core.paths import conf_dir, recipes_dir
 from runner.spec.base import ComponentConfig
 from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema
-from runner.spec.suggest import expectation
+from runner.spec.suggest import expected_type
 from runner.sweep.config import SweepConfig
+from runner.tracker.text import print_text
 
 SCHEMA = ".schema.json"
 BESIDE: dict[str, type[BaseModel]] = {"sweep": SweepConfig}  # sections of a recipe that are no part of a job
 
 
 def component_file(cls: type[ComponentConfig]) -> str:
-    """The YAML of a component: every option with its default, each under its description and what it takes."""
+    """The YAML of a component: every option with its default, below its description and its range."""
     about = " ".join((cls.__doc__ or "").split())
     lines = [f"# {about}", f"name: {cls.component_name()}"]
     for name, info in cls.model_fields.items():
         if name == "name":
             continue
-        default = "???" if info.is_required() else scalar(plain(info.get_default(call_default_factory=True)))
-        lines += [f"# {info.description}  [{expectation(model_schema(cls)[name])}]", f"{name}: {default}"]
+        default = "???" if info.is_required() else scalar(plain_default(info.get_default(call_default_factory=True)))
+        lines += [f"# {info.description}  [{expected_type(model_schema(cls)[name])}]", f"{name}: {default}"]
     return "\n".join(lines) + "\n"
 
 
@@ -60,8 +61,8 @@ def files(package: str = "runner") -> Iterator[tuple[Path, str]]:
 
 def choices(registry: Registry) -> dict[str, list[str]]:
     """What can be chosen for each group here and now."""
-    with session(registry) as loader:
-        return {group: options(loader.get_sources(), group) for group in groups_of(registry)}
+    with hydra_session(registry) as loader:
+        return {group: group_options(loader.get_sources(), group) for group in groups_of(registry)}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     stale = [(p, t) for p, t in files(*package) if not p.is_file() or p.read_text(encoding="utf-8") != t]
     for path, text in stale:
-        print(f"{path}: {'written' if mode == '--write' else 'differs from its schema'}")
+        print_text(f"{path}: {'written' if mode == '--write' else 'differs from its schema'}")
         if mode == "--write":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

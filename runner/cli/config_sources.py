@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from runner.core.bounded_text import check_yaml
 from runner.core.paths import conf_dir, recipes_dir
-from runner.run_dir.folder import shown
+from runner.run_dir.folder import display_path
 from runner.spec import suggest
 
 JOB = "job"
@@ -43,25 +43,25 @@ class FolderSource(ConfigSource):
         return Path(self.path).is_dir()
 
     def is_group(self, config_path: str) -> bool:
-        place = self.place(config_path)
+        place = self.path_of(config_path)
         return place is not None and place.is_dir()
 
     def is_config(self, config_path: str) -> bool:
-        return self.holder(config_path) is not None
+        return self.source_of(config_path) is not None
 
     def load_config(self, config_path: str) -> ConfigResult:
         name = config_path.rstrip(NEXT)
-        holder = self.holder(config_path)
+        holder = self.source_of(config_path)
         if holder is None:
             raise ConfigLoadError(f"no file in {self.path}: {config_path}")
         result = holder.read(name) if isinstance(holder, FolderSource) else holder.load_config(name)
         following = config_path + NEXT
-        if self.holder(following) is not None:  # else a file that extends itself is a circle
+        if self.source_of(following) is not None:  # else a file that extends itself is a circle
             _replace(result.config, name, following)
         return result
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
-        place = self.place(config_path)
+        place = self.path_of(config_path)
         found: list[str] = []
         if place is None:
             return found
@@ -70,7 +70,7 @@ class FolderSource(ConfigSource):
                 self._list_add_result(found, f"{config_path}/{name}", name, results_filter)
         return sorted(set(found))
 
-    def holder(self, config_path: str) -> ConfigSource | None:
+    def source_of(self, config_path: str) -> ConfigSource | None:
         """The source whose file a config path names: this one, or, for `name~`, one after it."""
         name = config_path.rstrip(NEXT)
         if not self.has_file(name):
@@ -80,12 +80,12 @@ class FolderSource(ConfigSource):
         return held[depth] if depth < len(held) else None
 
     def has_file(self, name: str) -> bool:
-        place = self.place(self._normalize_file_name(name))
+        place = self.path_of(self._normalize_file_name(name))
         return place is not None and os.path.isfile(place)
 
     def read(self, name: str) -> ConfigResult:
         """The content of a file of this folder. Raises ConfigLoadError, which names it."""
-        place = self.place(self._normalize_file_name(name))
+        place = self.path_of(self._normalize_file_name(name))
         assert place is not None  # is_config was asked
         try:
             with place.open(encoding="utf-8") as file:
@@ -100,12 +100,14 @@ class FolderSource(ConfigSource):
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:
             if not config:
-                raise ConfigLoadError(f"{shown(place)}: the recipe is empty; write what it sets, e.g. steps: 100")
+                raise ConfigLoadError(
+                    f"{display_path(place)}: the recipe is empty; write what it sets, e.g. steps: 100"
+                )
             # A recipe is about the whole job, also when its author forgot to say so.
             header["package"] = header["package"] or "_global_"
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
 
-    def place(self, config_path: str) -> Path | None:
+    def path_of(self, config_path: str) -> Path | None:
         """The file or folder of a config path, whether it exists or not; None outside of this source."""
         return None if ".." in PurePosixPath(config_path).parts else Path(self.path, config_path)
 
@@ -125,13 +127,13 @@ class RecipesSource(FolderSource):
             return [GROUP] if results_filter != ObjectType.CONFIG else []
         return super().list(config_path, results_filter)
 
-    def place(self, config_path: str) -> Path | None:
+    def path_of(self, config_path: str) -> Path | None:
         parts = PurePosixPath(config_path).parts
         return None if parts[:1] != (GROUP,) or ".." in parts else Path(self.path, *parts[1:])
 
 
 class RecipeFileSource(FolderSource):
-    """Any YAML file as a recipe, by its absolute path. What it extends is a file beside it, else a recipe by name."""
+    """Any YAML file as a recipe, by its absolute path; it extends files beside it, else recipes by name."""
 
     @staticmethod
     def scheme() -> str:
@@ -142,7 +144,7 @@ class RecipeFileSource(FolderSource):
 
     def read(self, name: str) -> ConfigResult:
         result = super().read(name)
-        file = self.place(self._normalize_file_name(name))
+        file = self.path_of(self._normalize_file_name(name))
         defaults = defaults_of(result.config)
         for index, entry in enumerate(defaults):
             if file is not None and isinstance(entry, str) and not entry.startswith(("/", "_self_")):
@@ -151,7 +153,7 @@ class RecipeFileSource(FolderSource):
                     defaults[index] = f"/{GROUP}/{entry}"
         return result
 
-    def place(self, config_path: str) -> Path | None:
+    def path_of(self, config_path: str) -> Path | None:
         start = f"{GROUP}/{FILE}"
         return Path(config_path.removeprefix(start)) if config_path.startswith(start) else None
 
@@ -165,12 +167,12 @@ def is_file_name(recipe: str) -> bool:
     return recipe.endswith(SUFFIXES)
 
 
-def named(recipe: str) -> str:
+def recipe_member_name(recipe: str) -> str:
     """The name of the recipe in a file, as a member of the group."""
     return f"{FILE}{os.path.abspath(os.path.expanduser(recipe))}"
 
 
-def fault(recipe: str) -> str:
+def recipe_file_problem(recipe: str) -> str:
     """Why there is no recipe at this path, and what there is; empty if there is one."""
     path = Path(os.path.abspath(os.path.expanduser(recipe)))
     if "${" in str(path):
@@ -179,55 +181,57 @@ def fault(recipe: str) -> str:
     if os.path.isfile(path):
         return ""
     if os.path.isdir(path):
-        return f"{recipe} is a folder, not a file" + _there(path, "")
+        return f"{recipe} is a folder, not a file" + _folder_contents(path, "")
     folder = next(place for place in path.parents if os.path.isdir(place))
     own = Path("recipes", f"{path.stem}.yaml")
     by_name = f"; the one in ./recipes is +{GROUP}={path.stem}" if own.is_file() and own.absolute() != path else ""
     if folder != path.parent:
-        return f"no file {recipe}: there is no folder {shown(path.parent)}{by_name}" + _there(folder, "")
-    return f"no file {recipe}{by_name}" + _there(folder, path.name)
+        return f"no file {recipe}: there is no folder {display_path(path.parent)}{by_name}" + _folder_contents(
+            folder, ""
+        )
+    return f"no file {recipe}{by_name}" + _folder_contents(folder, path.name)
 
 
-def _there(folder: Path, name: str) -> str:
+def _folder_contents(folder: Path, name: str) -> str:
     """The recipes and folders of a folder, and the one that was probably meant."""
     try:
         entries = sorted(e.name + ("/" if e.is_dir() else "") for e in os.scandir(folder) if e.name[0] != ".")
     except OSError as error:
-        return f"; {shown(folder)} cannot be read: {error.strerror}"
+        return f"; {display_path(folder)} cannot be read: {error.strerror}"
     found = [entry for entry in entries if entry.endswith(("/", *SUFFIXES))]
-    meant = suggest.nearest(name, [entry for entry in found if entry[-1] != "/"]) if name else None
+    meant = suggest.nearest_word(name, [entry for entry in found if entry[-1] != "/"]) if name else None
     hint = f"; did you mean '{meant}'?" if meant else ""
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
-    return f"{hint} (in {shown(folder)}: {', '.join(found[:MOST_NAMED]) or 'neither recipes nor folders'}{more})"
+    return f"{hint} (in {display_path(folder)}: {', '.join(found[:MOST_NAMED]) or 'neither recipes nor folders'}{more})"
 
 
-def holders(sources: Iterable[ConfigSource], config_path: str) -> list[ConfigSource]:
+def sources_with(sources: Iterable[ConfigSource], config_path: str) -> list[ConfigSource]:
     """The sources that have a config of this path; the first is the one used."""
     return [source for source in sources if source.is_config(config_path)]
 
 
 def folders_named(config_path: str, sources: Iterable[ConfigSource]) -> list[str]:
     """Folders that stand where the file of a config would be."""
-    places = (s.place(f"{config_path}.yaml") for s in sources if isinstance(s, FolderSource))
-    return [shown(place) for place in places if place is not None and place.is_dir()]
+    places = (s.path_of(f"{config_path}.yaml") for s in sources if isinstance(s, FolderSource))
+    return [display_path(place) for place in places if place is not None and place.is_dir()]
 
 
 def file_of(source: ConfigSource, config_path: str) -> str:
-    """The file of a config that a source has, as a user would type it; the source's URL where it is no file."""
+    """The file of a config in a source, as a user would type it; the source's URL where it is no file."""
     if isinstance(source, FolderSource):
-        holder = source.holder(config_path)
+        holder = source.source_of(config_path)
         if holder is not None and holder is not source:
             return file_of(holder, config_path.rstrip(NEXT))
-        place = source.place(source._normalize_file_name(config_path))
-        return shown(place.absolute()) if place is not None else source.full_path()
+        place = source.path_of(source._normalize_file_name(config_path))
+        return display_path(place.absolute()) if place is not None else source.full_path()
     if source.scheme() == "file":
-        return shown(Path(source.path, f"{config_path}.yaml"))
+        return display_path(Path(source.path, f"{config_path}.yaml"))
     return source.full_path()
 
 
 def owner_of(source: ConfigSource, config_path: str) -> str:
     """Whose a config is: `shipped`, or its file."""
-    if isinstance(source, FolderSource) and (holder := source.holder(config_path)) not in (None, source):
+    if isinstance(source, FolderSource) and (holder := source.source_of(config_path)) not in (None, source):
         return owner_of(holder, config_path.rstrip(NEXT)) if holder else ""
     shipped = source.path in (str(conf_dir()), str(recipes_dir()))
     return SHIPPED if shipped else file_of(source, config_path)
@@ -238,8 +242,8 @@ def label(config_path: str, sources: Iterable[ConfigSource]) -> str:
     start = f"{GROUP}/{FILE}"
     if config_path.startswith(start):
         file = config_path.removeprefix(start)
-        return f"{GROUP} {shown(Path(file if file.endswith(SUFFIXES) else f'{file}.yaml'))}"
-    if config_path.endswith(NEXT) and (held := holders(sources, config_path)):
+        return f"{GROUP} {display_path(Path(file if file.endswith(SUFFIXES) else f'{file}.yaml'))}"
+    if config_path.endswith(NEXT) and (held := sources_with(sources, config_path)):
         return f"{config_path.rstrip(NEXT)} ({owner_of(held[0], config_path)})"
     return config_path
 

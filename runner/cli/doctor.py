@@ -1,5 +1,6 @@
-"""`run doctor`: what this machine has, what is wrong with it, and what to type, for a device or for a job; and the same
-list as the error of a job that cannot start here. torch is not imported, Hydra only to compose a job.
+"""`run doctor`: what this machine has, what is wrong, and what to type, for a device or a job.
+
+The same list is the error of a job that cannot start here. torch is not imported, Hydra only to compose a job.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from runner.core.errors import EnvironmentProblem, SpecError
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.tools.doctor import report
-from runner.tools.doctor.examine import examine, looked_at
-from runner.tools.doctor.machine import Machine, device_config, of_this_process, trial_simulator
+from runner.tools.doctor.run_checks import checked_devices, run_checks
+from runner.tools.doctor.system_info import SystemInfo, current_system, device_config, trial_simulator
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:  # whose import is that of Hydra
-    from runner.cli.compose import Composed
+    from runner.cli.job_builder import ComposedJob
     from runner.spec.job import JobSpec
 
 OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
@@ -34,20 +36,22 @@ def show(args: Namespace) -> int:
     if args.prepare:
         return _prepare(args)
     machine = _machine(args)
-    entries, devices = examine(machine, trial=not args.no_trial, debug=args.debug), looked_at(machine)
+    entries, devices = run_checks(machine, trial=not args.no_trial, debug=args.debug), checked_devices(machine)
     if args.json:
         found = list(entries)
-        print(report.as_json(found, devices))
+        print_text(report.as_json(found, devices))
     else:
-        found = report.show(entries, devices, sys.stdout)
+        found = report.print_report(entries, devices, sys.stdout)
     return report.exit_code(found)
 
 
-def diagnosis(composed: Composed, command: Sequence[str]) -> EnvironmentProblem | None:
-    """What a job is refused with that this machine is not ready for: the steps of `run doctor` with the words of this
-    `command`, and a command that tries the job here. None where the doctor finds no step."""
+def diagnosis(composed: ComposedJob, command: Sequence[str]) -> EnvironmentProblem | None:
+    """The error of a job that this machine is not ready for; None where the doctor finds no step.
+
+    It has the steps of `run doctor` with the words of this `command`, and a command that tries the job here.
+    """
     spec = composed.spec
-    steps = list(report.numbered(examine(machine_for(spec), trial=False)))
+    steps = list(report.numbered_steps(run_checks(machine_for(spec), trial=False)))
     if not steps:
         return None
     named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
@@ -58,14 +62,14 @@ def diagnosis(composed: Composed, command: Sequence[str]) -> EnvironmentProblem 
     return EnvironmentProblem("\n".join(lines))
 
 
-def machine_for(spec: JobSpec) -> Machine:
+def machine_for(spec: JobSpec) -> SystemInfo:
     """This machine, to be examined for a job."""
     from runner.launch.preflight import preflights
-    from runner.launch.slurm.task import is_outside
+    from runner.launch.slurm.srun_task import is_outside_slurm
 
-    here = spec.launch.here and not is_outside(spec)
+    here = spec.launch.here and not is_outside_slurm(spec)
     examined = {"device", *(group for group in ALONE if getattr(spec, group).name in OWN_PARTS)}
-    return of_this_process(
+    return current_system(
         spec.device.name,
         sampler=spec.sampler.name if here else None,
         launch=spec.launch.name,
@@ -74,17 +78,19 @@ def machine_for(spec: JobSpec) -> Machine:
     )
 
 
-def _rehearsal(composed: Composed) -> list[str]:
-    """The words that try a job on this machine's processor: its own with device=cpu or, of a recipe that is made for
-    cards, the recipe with `rehearse`; empty where neither can be composed."""
-    from runner.cli.compose import compose_job
+def _rehearsal(composed: ComposedJob) -> list[str]:
+    """The words that try a job on this machine's CPU; empty where it cannot be composed.
+
+    The job's own words with device=cpu or, for a recipe that is made for cards, the recipe with `rehearse`.
+    """
     from runner.cli.config_sources import GROUP
+    from runner.cli.job_builder import compose_job
 
     spec, typed = composed.spec, composed.overrides
     kept = [word for word in typed if word.lstrip("+").partition("=")[0].partition(".")[0] not in PLACES]
     recipes = next((word.partition("=")[2].strip("[]") for word in kept if word.lstrip("+").startswith(GROUP)), "")
     stand_ins = ["sampler=torch"] if spec.sampler.starts_engine else []
-    reward = ["reward=rehearsal"] if spec.algorithm.rewarded else []
+    reward = ["reward=rehearsal"] if spec.algorithm.needs_reward else []
     for words in (
         [*kept, *stand_ins, "device=cpu"],
         [f"+{GROUP}=[{recipes},{REHEARSAL}]", *reward, *stand_ins],
@@ -106,18 +112,20 @@ def _prepare(args: Namespace) -> int:
     if args.prepare not in known:
         raise UsageError(f"run doctor --prepare: {unknown_name('device', args.prepare, known)}")
     device_config(args.prepare).preflight()
-    print(f"{args.prepare} is ready")
+    print_text(f"{args.prepare} is ready")
     return 0
 
 
-def _machine(args: Namespace) -> Machine:
-    """This machine, for the device, the sampler and the launcher that are named, or for a job. Raises UsageError, and
-    what composing a job does."""
+def _machine(args: Namespace) -> SystemInfo:
+    """This machine, for the device, sampler and launcher that are named, or for a job.
+
+    Raises UsageError, and what composing a job raises.
+    """
     named = dict(word.partition("=")[::2] for word in args.words)
     if args.spec or len(named) < len(args.words) or set(named) - set(ALONE):
-        from runner.cli.job import composed
+        from runner.cli.job import compose_from_args
 
-        return machine_for(composed(args, args.words).spec)
+        return machine_for(compose_from_args(args, args.words).spec)
     classes = default_registry().classes
     known = {
         "device": tuple(sorted(name for name in classes("device") if name in OWN or trial_simulator(name))),
@@ -126,4 +134,4 @@ def _machine(args: Namespace) -> Machine:
     for key, value in named.items():
         if value not in known[key]:
             raise UsageError(f"run doctor: {unknown_name(key, value, known[key])}")
-    return of_this_process(named.pop("device", "auto"), **named)
+    return current_system(named.pop("device", "auto"), **named)

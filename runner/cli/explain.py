@@ -1,4 +1,7 @@
-"""`run explain KEY`: meaning, unit, type, range, default, the value now and who set it; `run explain loss`."""
+"""`run explain KEY`: meaning, unit, type, range, default, current value and who set it.
+
+Also `run explain loss` and `run explain chat`.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +14,20 @@ from pydantic.fields import FieldInfo
 
 from runner.algorithm.loss_registry import choices, functions
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import Draft, draft, finish
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.config_sources import GROUP
-from runner.cli.sources import options, plain, session
+from runner.cli.job_builder import JobDraft, decode_draft, draft
+from runner.cli.sources import group_options, hydra_session, plain_default
 from runner.core.errors import SpecError
 from runner.interfaces.losses import Registration
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig, at, origin_of
-from runner.spec.decode import unjudged
+from runner.spec.base import ComponentConfig, origin_of, value_at
+from runner.spec.decode import decode_unchecked
 from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, default_registry, resolve
-from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema, sections
-from runner.spec.suggest import TYPES, span
+from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema, sections
+from runner.spec.suggest import TYPES, allowed_values
+from runner.tracker.text import print_text
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
 UNITS = {
@@ -32,6 +36,7 @@ UNITS = {
     "max_length": "tokens",
     "max_positions": "tokens",
     "steps": "steps",
+    "epochs": "passes over the items",
     "every": "steps",
 }
 
@@ -40,7 +45,7 @@ def show(args: Namespace) -> int:
     """Explain the key, or list the options of the group, that the first word names."""
     keys = [word.rstrip("=.") for word in args.words if not is_override(word) or word.endswith("=")]
     registry = default_registry()
-    keys = keys or _chosen(args.words, registry)
+    keys = keys or _groups_in_words(args.words, registry)
     if keys in ([GROUP], ["recipes"]):
         raise UsageError(f"the recipes there are: run list {GROUP}; one of them in full: run --cfg job +{GROUP}=NAME")
     if len(keys) != 1:
@@ -49,44 +54,58 @@ def show(args: Namespace) -> int:
     key = keys[0]
     if key == "loss":
         return _loss(now, registry)
+    if key == "chat" and any(is_override(word) for word in args.words):
+        return _chat(now, registry)
     if key in (*groups_of(registry), *_parts(), CALLBACKS):
-        with session(registry, args.config_dir) as loader:
-            names = options(loader.get_sources(), key)
+        with hydra_session(registry, args.config_dir) as loader:
+            names = group_options(loader.get_sources(), key)
         _section(key, CallbacksConfig if key == CALLBACKS else _owner(key, now, registry), now, names)
     elif key.startswith(f"{CALLBACKS}.") and (owner := _owner(key, now, registry)):
         _section(key, owner, now, ())
     else:
         _key(key, now, registry)
+    if key == "chat":
+        print("\na row, token by token: run explain chat +recipe=sft_demo")
     _notes(now, registry)
     return 0
 
 
-def _notes(now: Draft, registry: Registry) -> None:
+def _notes(now: JobDraft, registry: Registry) -> None:
     """What was chosen for the user, and what is wrong with the job that is explained."""
     for note in now.notes:
-        print(f"\nnote: {note}")
+        print_text(f"\nnote: {note}")
     try:
-        finish(now, registry)
+        decode_draft(now, registry)
     except SpecError as error:
-        print(f"\nnote: {error}")
+        print_text(f"\nnote: {error}")
 
 
-def _chosen(words: Sequence[str], registry: Registry) -> list[str]:
-    """The groups that are chosen for, which `run explain data=file` asks about. Raises UsageError for a recipe."""
+def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
+    """The groups that words choose, as in `run explain data=file`. Raises UsageError for a recipe."""
     names = [word.lstrip("+").partition("=")[0] for word in words]
     if GROUP in names:
         raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
     return [name for name in names if name in groups_of(registry)]
 
 
-def _loss(now: Draft, registry: Registry) -> int:
-    """The algorithm's loss with the constants in force, also where the job lacks what the formula does without."""
-    spec = None if "algorithm" in now.unsure else unjudged(now.data, now.origins, registry)
-    spec = spec or finish(now, registry).spec  # which says what is wrong
-    if spec.algorithm.explains is None:
+def _loss(now: JobDraft, registry: Registry) -> int:
+    """Print the algorithm's loss with its current constants, also for a job that is not complete."""
+    spec = None if "algorithm" in now.unsure else decode_unchecked(now.data, now.origins, registry)
+    spec = spec or decode_draft(now, registry).spec  # which says what is wrong
+    if spec.algorithm.explain_fn is None:
         raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
-    print("\n".join(resolve(spec.algorithm.explains)(spec.algorithm, spec)))
+    print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
+    return 0
+
+
+def _chat(now: JobDraft, registry: Registry) -> int:
+    """The first row of the job's data, token by token."""
+    spec = decode_draft(now, registry).spec
+    from runner.cli.explain_chat import explain_chat
+
+    for line in explain_chat(spec):
+        print_text(line)
     return 0
 
 
@@ -95,7 +114,7 @@ def _parts() -> dict[str, type[BaseModel]]:
     return sections() | BESIDE
 
 
-def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | None:
+def _owner(section: str, now: JobDraft, registry: Registry) -> type[BaseModel] | None:
     """The config class that a section has now."""
     if not section:
         return JobSpec
@@ -110,19 +129,19 @@ def _owner(section: str, now: Draft, registry: Registry) -> type[BaseModel] | No
     return registry.classes(section).get(str(chosen.get("name"))) if isinstance(chosen, Mapping) else None
 
 
-def _section(section: str, owner: type[BaseModel] | None, now: Draft, names: Sequence[str]) -> None:
+def _section(section: str, owner: type[BaseModel] | None, now: JobDraft, names: Sequence[str]) -> None:
     if owner is not None:
         chosen = f"={now.data[section]['name']}" if names and section != CALLBACKS else ""
-        print(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
+        print_text(f"{section}{chosen}: {' '.join((owner.__doc__ or '').split())}")
     if names:
-        print(f"  choose with {section}=NAME: {', '.join(names)}")
+        print_text(f"  choose with {section}=NAME: {', '.join(names)}")
     for name, info in owner.model_fields.items() if owner else ():
         if name != "name" or not issubclass(owner or JobSpec, ComponentConfig):
             value = _now(f"{section}.{name}", info, now)
-            print(f"  {section}.{name}={value}\n      {info.description}")
+            print_text(f"  {section}.{name}={value}\n      {info.description}")
 
 
-def _key(key: str, now: Draft, registry: Registry) -> None:
+def _key(key: str, now: JobDraft, registry: Registry) -> None:
     section, _, leaf = key.rpartition(".")
     known = ("", *groups_of(registry), *_parts())
     owner = _owner(section, now, registry) if section in known or section.startswith(f"{CALLBACKS}.") else None
@@ -141,25 +160,25 @@ def _key(key: str, now: Draft, registry: Registry) -> None:
         if group == CALLBACKS and name not in now.data.get(CALLBACKS, {}):
             standing = [("now", f"not used: choose it with {CALLBACKS}={name}")]
     for label, text in [*_facts(key, leaf, owner), *standing]:
-        print(f"{label.ljust(9)}{text}")
+        print_text(f"{label.ljust(9)}{text}")
     for function in _functions(owner, leaf):
-        print(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
+        print_text(f"  {leaf}={function.name}   {function.formula}   ({function.paper})")
 
 
 def _hint(section: str, leaf: str, registry: Registry) -> str:
     """What the unknown key was probably meant to be, in full."""
-    known = Keys(registry).options
+    known = OptionIndex(registry).options
     own = {name for names in known.get(section, {}).values() for name in names} if section else ()
-    if close := suggest.nearest(leaf, own):
+    if close := suggest.nearest_word(leaf, own):
         return f"did you mean '{section}.{close}'?"
-    return suggest.key(section, "", leaf, known)
+    return suggest.suggest_key(section, "", leaf, known)
 
 
 def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]:
     info, schema = owner.model_fields[leaf], model_schema(owner)[leaf]
     default = "none: it must be given" if info.is_required() else _default(info)
     facts = [("key", key), ("meaning", info.description or ""), ("unit", _unit(leaf, info, schema))]
-    facts += [("type", _type(schema)), ("range", span(schema)), ("default", default)]
+    facts += [("type", _type(schema)), ("range", allowed_values(schema)), ("default", default)]
     return [(label, text) for label, text in facts if text]
 
 
@@ -185,11 +204,11 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _default(info: FieldInfo) -> str:
-    return scalar(plain(info.get_default(call_default_factory=True)))
+    return scalar(plain_default(info.get_default(call_default_factory=True)))
 
 
-def _now(key: str, info: FieldInfo, now: Draft) -> str:
+def _now(key: str, info: FieldInfo, now: JobDraft) -> str:
     try:
-        return scalar(at(now.data, key))
+        return scalar(value_at(now.data, key))
     except KeyError:
         return "???" if info.is_required() else _default(info)

@@ -8,21 +8,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from runner.cli.args import UsageError, is_override
-from runner.cli.compose import compose_job
+from runner.cli.args import VERBS, UsageError, is_override, parser_of, plugin_verbs
 from runner.cli.config_sources import GROUP, is_file_name
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.spec import migrate, suggest
 from runner.spec.registry import default_registry
-from runner.spec.schema import Keys
+from runner.spec.schema import OptionIndex
 
+OF_A_JOB = ("run", "plan")  # verbs whose words are a job
+FLAG = re.compile(r"--?[A-Za-z][\w.-]*(?:=.*)?", re.DOTALL)
 UNQUOTED = re.compile(r"[\w./:@%+-]+")
 ADVICE = re.compile(r"not an option of \S+(?: job)?; ")
 
 
 def refuse(args: Namespace) -> NoReturn:
-    """Raise UsageError with a line for each word of the command. What they mean depends on the job, so that is composed
-    with them: its complaints are the answers."""
+    """Raise UsageError with a line for each word of the command.
+
+    Their meaning depends on the job, so the job is composed with them: its problems are the answers.
+    """
     recipes = [f"+{GROUP}={word}" for word in args.words if is_file_name(word)]
     typed = [*_of_command(args.command), *recipes]
     instead = f"no verb named '{args.command}'; type run {' '.join(typed) or '…'}" if args.command else ""
@@ -62,7 +66,7 @@ def _answers(words: Sequence[str]) -> Mapping[str, str]:
 def _alone(key: str, word: str) -> str:
     """The answer where the job could not be composed, or has the option."""
     value = word.partition("=")[2]
-    return migrate.answer(key, value, suggest.NO_JOB, Keys(default_registry()).options) or f"type {word}"
+    return migrate.answer(key, value, suggest.NO_JOB, OptionIndex(default_registry()).options) or f"type {word}"
 
 
 def _value(values: Sequence[str]) -> str:
@@ -75,3 +79,46 @@ def _in_quotes(value: str) -> str:
     if value[:1] in "[{":
         return value
     return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def foreign_command(argv: Sequence[str]) -> Namespace | None:
+    """Parse a command line of another framework; None for one of ours.
+
+    command: its first words; foreign: its options with dashes (key=value); words: the others. Raises UsageError for a
+    flag of Hydra's.
+    """
+    argv = list(argv[: list(argv).index("--")] if "--" in argv else argv)
+    first = argv[0] if argv else ""
+    if (first in VERBS and first not in OF_A_JOB) or {"--help", "-h", "--shell-completion"} & set(argv):
+        return None
+    parser = parser_of(first if first in VERBS else "run")
+    command = _command(argv) if first not in plugin_verbs() else ""
+    words, foreign, rest = list[str](), dict[str, list[str]](), list(argv[len(command.split()) or first in VERBS :])
+    given: list[str] | None = None  # the values of the flag before
+    while rest:
+        word = rest.pop(0)
+        flag = word.partition("=")[0]
+        if not FLAG.fullmatch(word):
+            (words if given is None or is_override(word) else given).append(word)
+        elif action := parser._option_string_actions.get(flag):
+            given = None
+            words += [word, *([rest.pop(0)] if action.nargs != 0 and word == flag and rest else [])]
+        elif said := migrate.table().flags.get(flag):
+            raise UsageError(f"{flag}: {said}")
+        elif not flag.startswith("--") or flag.replace("_", "-") in parser._option_string_actions:
+            return None  # the parser says what is wrong
+        else:
+            given = foreign.setdefault(flag.lstrip("-").replace("-", "_"), [])
+            given += [word.partition("=")[2]] if word != flag else []
+    if not foreign and not command:
+        return None
+    unset = {"help": False, "version": False, "shell_completion": False}
+    return Namespace(verb="foreign", command=command, words=words, foreign=foreign, **unset)
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The first words of another framework's command; empty for one of ours."""
+    first = argv[0] if argv else ""
+    if not first or first in VERBS or FLAG.fullmatch(first) or is_override(first):
+        return ""
+    return next((text for text in (" ".join(argv[:2]), first) if text in migrate.table().commands), "")

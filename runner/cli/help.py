@@ -8,12 +8,12 @@ from argparse import Namespace
 from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of
 from runner.cli.conf import scalar
 from runner.cli.config_sources import GROUP
-from runner.cli.listing import about, print_table
-from runner.cli.sources import options, session
-from runner.cli.verb_hints import hint
+from runner.cli.listing import option_summary, print_table
+from runner.cli.sources import group_options, hydra_session
 from runner.spec.registry import default_registry
 from runner.spec.schema import groups_of
 from runner.sweep.config import SweepConfig
+from runner.tracker.text import print_text
 
 SCREEN_WIDTH = 110
 HEAD = """run trains language models after pre-training (SFT, preferences, RL, distillation) from one declarative job.
@@ -55,12 +55,14 @@ def show(args: Namespace) -> int:
     elif topic in VERBS:
         _verb(topic)
     elif topic in all_verbs():  # of a plug-in, which reads its words itself
-        print(f"{all_verbs()[topic]}\n\nusage: run {topic} …")
+        print_text(f"{all_verbs()[topic]}\n\nusage: run {topic} …")
     elif topic == "verbs":
         _verbs()
     elif topic in TOPICS:
         _recipes(args) if topic == "recipes" else _options(args)
     else:
+        from runner.cli.verb_hints import hint
+
         known = EXAMPLES | {name: f"run help {name}" for name in TOPICS}
         instead = hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
         raise UsageError(f"no help on '{topic}'; {instead}")
@@ -74,14 +76,14 @@ def _screen() -> None:
     wide, wider = max(map(len, verbs)), max(len(VERBS[verb]) for verb in VERBS)
     for verb, line in verbs.items():
         text = f"  {verb.ljust(wide)}  {line.ljust(wider)}  {EXAMPLES.get(verb, '')}".rstrip()
-        print(text if len(text) <= SCREEN_WIDTH else f"{text[: SCREEN_WIDTH - 1]}…")  # of a plug-in
+        print_text(text if len(text) <= SCREEN_WIDTH else f"{text[: SCREEN_WIDTH - 1]}…")  # of a plug-in
     print(MORE_EXAMPLES)
 
 
 def _verb(verb: str) -> None:
-    print(f"{VERBS[verb]}; e.g. {EXAMPLES[verb]}\n\n{parser_of(verb).format_help()}", end="")
+    print_text(f"{VERBS[verb]}; e.g. {EXAMPLES[verb]}\n\n{parser_of(verb).format_help()}", end="")
     if verb == "run":
-        print(f"\n{JOBS}", end="")
+        print_text(f"\n{JOBS}", end="")
     if verb == "sweep":
         _about_sweeps()
 
@@ -90,7 +92,7 @@ def _verbs() -> None:
     """Each verb with what it takes; what all of them take at the end."""
     common = {action.dest for action in parser_of("schema")._actions}
     for verb, line in all_verbs().items():
-        print(f"{verb}: {line}")
+        print_text(f"{verb}: {line}")
         actions = parser_of(verb)._actions if verb in VERBS else []
         words = [("WORDS", str(a.help)) for a in actions if a.dest == "words"]
         flags = [(_flag(a), str(a.help).replace("%%", "%")) for a in actions if a.dest not in common]
@@ -106,24 +108,24 @@ def _flag(action: argparse.Action) -> str:
 
 def _recipes(args: Namespace) -> None:
     registry = default_registry()
-    with session(registry, args.config_dir) as loader:
+    with hydra_session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
         print("recipes: run +recipe=NAME; what one sets: run --cfg job +recipe=NAME")
-        print_table([(name, about(sources, GROUP, name, registry)) for name in options(sources, GROUP)])
+        print_table([(name, option_summary(sources, GROUP, name, registry)) for name in group_options(sources, GROUP)])
 
 
 def _options(args: Namespace) -> None:
     registry = default_registry()
-    with session(registry, args.config_dir) as loader:
+    with hydra_session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
         print("groups and their options: run GROUP=OPTION; more on them: run list GROUP, run explain GROUP=OPTION")
-        print_table([(group, ", ".join(options(sources, group))) for group in groups_of(registry)])
-    print(f"\n{JOBS}", end="")
+        print_table([(group, ", ".join(group_options(sources, group))) for group in groups_of(registry)])
+    print_text(f"\n{JOBS}", end="")
 
 
 def _about_sweeps() -> None:
     """How a sweep is started, and what can be set of it."""
-    print(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
+    print_text(f"\n{SWEEPS}\noptions of a sweep, with run -m and with run sweep resume")
     fields = [(name, info) for name, info in SweepConfig.model_fields.items() if name != "over"]
     values = {name: info.get_default(call_default_factory=True) for name, info in fields}
     print_table([(f"sweep.{name}={scalar(values[name])}", str(info.description)) for name, info in fields])

@@ -7,28 +7,41 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from runner.cli.args import UsageError, is_override
-from runner.cli.compose import SPEC, Composed, Draft, More, compose_job, no_more, re_decode
 from runner.cli.config_sources import GROUP
+from runner.cli.job_builder import (
+    SPEC,
+    ComposedJob,
+    ExtraWords,
+    JobDraft,
+    compose_job,
+    draft,
+    no_extra_words,
+    re_decode,
+)
 from runner.cli.overrides import TRUST
-from runner.core.errors import NotReady
+from runner.core.errors import EnvironmentProblem, NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
+from runner.spec.base import origin_of
+from runner.spec.decode import decode_unchecked
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
-    from runner.run_dir.folder import RunFolder
+    from runner.inference.model_source import ModelSource
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
-USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|{re.escape(TRUST)})")
+USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|model\.dtype=|{re.escape(TRUST)})")
 
 
 def run(args: Namespace) -> int:
@@ -40,20 +53,20 @@ def run(args: Namespace) -> int:
     if args.multirun:
         from runner.cli import sweep
 
-        return sweep.start(args)
+        return sweep.start_sweep(args)
     if args.cfg:
-        return _show(composed(args, args.words))
+        return _show(compose_from_args(args, args.words))
 
     if VARIABLES[0] not in os.environ:
         return _start(args, args.words)
     from runner.launch import torchrun
 
-    return torchrun.take_part(args.words, lambda words: _start(args, words))
+    return torchrun.run_under_torchrun(args.words, lambda words: _start(args, words))
 
 
 @contextmanager
-def _diagnosed(job: Composed, command: Sequence[str]) -> Iterator[None]:
-    """Around the start of a job: where this machine is not ready for it, the error is the doctor's list of steps."""
+def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
+    """Replace the error of a machine that is not ready for the job by the doctor's list of steps."""
     try:
         yield
     except NotReady as error:
@@ -65,105 +78,147 @@ def _diagnosed(job: Composed, command: Sequence[str]) -> Iterator[None]:
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
-    job = composed(args, words, _of_slurm)
+    try:
+        job = compose_from_args(args, words, _slurm_overrides)
+    except SpecError as error:
+        raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
     from runner.launch import local
 
     if not job.spec.launch.queued:
-        with _diagnosed(job, _again(args, words, job)):
-            return local.start(job.spec, job.overrides, job.origins, args.folder)
-    from runner.launch.slurm import task
-    from runner.run_dir.folder import shown
+        with _explain_environment_problem(job, _again(args, words, job)):
+            return local.start_run(job.spec, job.overrides, job.origins, args.folder)
+    from runner.launch.slurm import srun_task
+    from runner.run_dir.folder import display_path
 
-    if (before := task.begun(args.folder)) is not None:
-        print(f"requeued {shown(before)} was begun by this Slurm job: going on there", file=sys.stderr)
-        return _go_on(str(before), _trust(words))
-    with task.obeyed(job.spec), _diagnosed(job, _again(args, words, job)):
-        task.through_srun(job.spec)
-        return local.start(job.spec, job.overrides, job.origins, args.folder)
+    if (before := srun_task.requeued_folder(args.folder)) is not None:
+        print_text(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
+        return _continue_run(str(before), _trust(words))
+    with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
+        srun_task.exec_srun(job.spec)
+        return local.start_run(job.spec, job.overrides, job.origins, args.folder)
 
 
-def _again(args: Namespace, words: Sequence[str], job: Composed) -> list[str]:
+def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
+    """What this machine lacks for a wrong job's device and sampler, where these are not wrong themselves.
+
+    Nothing that asks a network: the answer to a mistake does not wait for that.
+    """
+    wrong = {problem.key.partition(".")[0] for problem in error.problems}
+    if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
+        return []
+    drafted = draft(words, args.config_dir)
+    spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
+    if spec is None or not spec.launch.here:
+        return []
+    found = []
+    for part, check in (("device", spec.device.preflight), ("sampler", spec.sampler.preflight_here)):
+        try:
+            check()
+        except RunnerError as lack:
+            if part not in wrong:
+                found.append(Problem(part, str(lack), origin_of(part, drafted.origins)))
+    return found
+
+
+def _again(args: Namespace, words: Sequence[str], job: ComposedJob) -> list[str]:
     """The words that say which job it is, the recipe that was taken unasked among them."""
     taken = [word for word in job.overrides if word.startswith(f"+{GROUP}=") and word not in words]
     files = {"--config-dir": args.config_dir, "--spec": args.spec}
     return [*taken, *words, *(word for flag, path in files.items() if path for word in (flag, str(path)))]
 
 
-def _of_slurm(drafted: Draft) -> list[str]:
+def _slurm_overrides(drafted: JobDraft) -> list[str]:
     """For launch=slurm, what Slurm says of the job's machines."""
     launch, device = drafted.data.get("launch"), drafted.data.get("device")
     if not isinstance(launch, Mapping) or launch.get("name") != "slurm" or not isinstance(device, Mapping):
         return []
-    from runner.launch.slurm import task
+    from runner.launch.slurm import srun_task
 
-    return task.layout(launch, drafted.origins, str(device.get("name")))
+    return srun_task.slurm_layout(launch, drafted.origins, str(device.get("name")))
 
 
-def composed(args: Namespace, words: Sequence[str], more: More = no_more) -> Composed:
-    """The job that a command line describes; says what was chosen for the user. Raises as `compose_job` does."""
+def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
+    """The job of a command line; prints what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     return job
 
 
-def _show(composed: Composed) -> int:
+def _show(composed: ComposedJob) -> int:
     print(yaml.safe_dump(composed.data, sort_keys=False, allow_unicode=True), end="")
     return 0
 
 
 def resume(args: Namespace) -> int:
-    """Go on with a run."""
-    where, overrides = _where(args.words)
+    """Continue a run."""
+    where, overrides = _split_run(args.words)
     if args.cfg:
-        from runner.run_dir.folder import find
+        from runner.run_dir.folder import find_run
 
-        return _show(re_decode(find(where).spec, overrides))
+        return _show(re_decode(find_run(where).spec, overrides))
 
     from runner.launch import torchrun
 
-    return torchrun.take_part(overrides, lambda words: _go_on(where, words))
+    return torchrun.run_under_torchrun(overrides, lambda words: _continue_run(where, words))
 
 
-def _go_on(where: str, overrides: Sequence[str]) -> int:
-    from runner.run_dir.folder import find
+def _continue_run(where: str, overrides: Sequence[str]) -> int:
+    from runner.run_dir.folder import find_run
 
-    folder = find(where)
+    folder = find_run(where)
     before = re_decode(folder.spec, _trust(overrides))
-    after = re_decode(folder.spec, overrides, more=_of_slurm)
+    after = re_decode(folder.spec, overrides, more=_slurm_overrides)
     from runner.launch import local
-    from runner.launch.slurm import task
+    from runner.launch.slurm import srun_task
 
-    with task.obeyed(after.spec), _diagnosed(after, ["--spec", str(folder.root), *overrides]):
-        task.through_srun(after.spec)
+    with (
+        srun_task.handle_slurm_signals(after.spec),
+        _explain_environment_problem(after, ["--spec", str(folder.root), *overrides]),
+    ):
+        srun_task.exec_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
 
 
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
-    _check_sampling(args)
-    folder, prompts, composed = _used(args)
-    _load_torch(composed.spec)
-    from runner.launch import use
-    from runner.run_dir.folder import shown
-    from runner.tracker.text import harmless
+    check_sampling(args)
+    source, prompts, settings = resolve_source(args)
+    from runner.inference.model_source import load_source
+    from runner.tracker.text import escape_controls
 
     if args.file:
-        prompts += use.prompts_of(args.file)
-    model, loaded = use.load_model(folder, composed.spec, args.checkpoint)
-    style = loaded.state["identity"]["prompt_style"]
-    asked = "asked as plain text, like the data" if style == "text" else "asked through the chat template"
-    print(f"{shown(folder.root)}, step {loaded.step}, {asked}", file=sys.stderr)
+        prompts += _read_prompts(args.file)
+    if len(source.adapters) > 1:
+        raise UsageError("one adapter at a time; run serve answers with several by name")
+    loaded = load_source(source, **settings)
+    from runner.core.auto_choices import Decisions
+    from runner.inference.engine import SamplingParams
+    from runner.inference.generate import never_stopped, stream_answer
+    from runner.inference.torch_engine import TorchEngine
+    from runner.launch.infer_export import prompt_ids
+
+    style = loaded.prompt_style
+    asked = "prompts are plain text"
+    if style == "chat":
+        context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
+        asked = f"prompts go through the chat template: {context!r}"
+    step = "" if loaded.step is None else f", step {loaded.step}"
+    print_text(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
-    settings = {"max_new_tokens": args.max_new_tokens, "temperature": args.temperature}
-    shown_as = harmless if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
+    longest = engine.limits.length_limit
+    shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
+        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
+        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
+        params = SamplingParams(args.temperature, args.top_p or 1.0, max_new_tokens=room, seed=args.seed or 0)
         written = False
-        for piece in use.answer(model, prompt, style, top_p=args.top_p or 1.0, seed=args.seed or 0, **settings):
+        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
             print(shown_as(piece), end="", flush=True)
             written = written or bool(piece)
         print()
@@ -172,58 +227,133 @@ def infer(args: Namespace) -> int:
     return 0
 
 
+def _read_prompts(path: Path) -> list[str]:
+    """One prompt per line of a text file; empty lines are left out."""
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def describe_source(source: ModelSource) -> str:
+    """A source as a user knows it: a run by its folder, `latest` too."""
+    from runner.run_dir.folder import display_path
+
+    return display_path(Path(source.path)) if source.kind == "run" else source.text
+
+
 def export(args: Namespace) -> int:
-    """Write an export of a run."""
-    folder, more, composed = _used(args)
+    """Write an export of a run, or adapters as one folder."""
+    source, more, settings = resolve_source(args)
     if more:
         raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
-    _load_torch(composed.spec)
-    from runner.launch import use
-    from runner.run_dir.folder import shown
+    _check_export(args, source)
+    from runner.inference.model_source import prepare_process, source_spec
+    from runner.run_dir.folder import RunFolder, display_path
 
-    target, step = use.export(folder, composed.spec, args.checkpoint, args.out, args.merge)
-    kind = "a PEFT adapter (--merge writes a whole model)" if use.is_adapter(target) else "a Hugging Face folder"
-    print(f"{shown(folder.root)}, step {step}: {kind}", file=sys.stderr)
-    print(shown(target))
+    if source.kind == "run":
+        spec = source_spec(source, **settings)
+        prepare_process(spec)
+        from runner.launch import infer_export
+
+        done = infer_export.export(
+            RunFolder(Path(source.path)), spec, source.checkpoint, args.out, merge=args.merge, check=args.check
+        )
+        target, what = done.folder, f"{describe_source(source)}, step {done.step}"
+        checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
+        print_text(checked, file=sys.stderr)
+    else:
+        from runner.launch import infer_export
+
+        target, what = args.out, ", ".join(adapter.name for adapter in source.adapters)
+        weights = args.weights or (1.0,) * len(source.adapters)
+        density = 0.5 if args.density is None else args.density
+        infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
+    whole = not infer_export.is_adapter(target)
+    kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
+    print_text(f"{what}: {kind}", file=sys.stderr)
+    if whole:
+        print_text(_other_formats(target), file=sys.stderr)
+    print_text(display_path(target))
+    if args.push:
+        print_text(infer_export.push(target, args.push))
     return 0
 
 
-def _load_torch(spec: JobSpec) -> None:
-    from runner.core.auto_choices import Decisions
-    from runner.launch.session import load_torch, set_environment
+def _check_export(args: Namespace, source: ModelSource) -> None:
+    """Raise UsageError for options of `run export` that do not fit the source, or one another."""
+    if args.push and not re.fullmatch(r"(hub|modelscope):[\w.-]+/[\w.-]+", args.push):
+        raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
+    if source.kind == "run":
+        if args.adapter or args.combine:
+            raise UsageError("--adapter and --combine are for a base's folder or hub id, and this is a run")
+        return
+    if not source.adapters:
+        raise UsageError(f"{source.text} is a whole model already; run export takes a run, or adapters")
+    if len(source.adapters) > 1 and not args.combine:
+        raise UsageError("several adapters are given; say how they become one: --combine linear|ties|dare_linear")
+    if len(source.adapters) == 1 and (args.combine or not args.merge):
+        raise UsageError("one adapter is a folder already; --merge writes it into its base, --adapter adds another one")
+    if args.weights and len(args.weights) != len(source.adapters):
+        raise UsageError(f"--weights has {len(args.weights)} numbers for {len(source.adapters)} adapters")
+    if args.check:
+        raise UsageError("--check compares an export with its run, and this is none")
+    if args.out is None or (args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))):
+        raise UsageError("--out FOLDER is needed, an empty or a new folder")
 
-    set_environment(spec, Decisions(spec.strict))
-    load_torch(spec.device.name)
+
+def _other_formats(folder: Path) -> str:
+    """The commands that make a GGUF file and an Ollama model of a Hugging Face folder."""
+    from runner.run_dir.folder import display_path
+
+    folder = folder.resolve()
+    called = folder.parent.name if folder.name.startswith("export") else folder.name
+    path, name = shlex.quote(display_path(folder)), re.sub(r"[^a-z0-9]+", "-", called.lower()).strip("-")
+    return (
+        f"gguf     python llama.cpp/convert_hf_to_gguf.py {path} --outfile {name}.gguf\n"
+        f"ollama   echo 'FROM ./{name}.gguf' > Modelfile && ollama create {name} -f Modelfile"
+    )
 
 
-def _where(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The run meant (`latest` where none is named, and before a prompt of several words) and the other words."""
+def _split_run(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The run (`latest` where none is named, and before a prompt of several words) and the other words."""
     if words and not is_override(words[0]) and (Path(words[0]).exists() or not re.search(r"\s", words[0])):
         return words[0], list(words[1:])
     return "latest", list(words)
 
 
-def _used(args: Namespace) -> tuple[RunFolder, list[str], Composed]:
-    """The run meant, the words that are prompts, and its job with what may be set for this use. Raises UsageError."""
-    settings = [word for word in args.words if _is_setting(word)]
-    for word in settings:
+def resolve_source(args: Namespace) -> tuple[ModelSource, list[str], dict[str, Any]]:
+    """The model, the words that are prompts, and the arguments of `load_source`. Raises UsageError."""
+    set_words = [word for word in args.words if _is_setting(word)]
+    for word in set_words:
         if not USABLE.match(word):
             prompt = f"; as a prompt, write it after --: run infer latest -- '{word}'" if args.verb == "infer" else ""
             raise UsageError(
-                f"run {args.verb}: only device=…, model.path=… and {TRUST}… can be set, not {word}{prompt}"
+                f"run {args.verb}: only device=…, model.dtype=…, model.path=… and {TRUST}… can be set, not "
+                f"{word}{prompt}"
             )
-    from runner.run_dir.folder import find_trained, shown
+    where, words = _split_run([word for word in args.words if word not in set_words])
+    values = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in set_words)}
+    from runner.inference.model_source import parse_source
 
-    words = [word for word in args.words if word not in settings]
-    where, words = _where(words)
-    folder, passed_over = find_trained(where)
-    if passed_over is not None:
-        from runner.launch.local import status
+    base = values.get("model.path") or args.base
+    source = parse_source(where, checkpoint=args.checkpoint, base=base, adapters=args.adapter or ())
+    trust = yaml.safe_load(values.get("model.trust_remote_code", "false")) is True
+    device = _device_section(source, [word for word in set_words if word.lstrip("+").startswith("device")])
+    settings = {"device": device, "dtype": values.get("model.dtype"), "trust_remote_code": trust}
+    return source, [*words, *args.literal], settings
 
-        failed = status(passed_over).get("state") == "failed"
-        why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {shown(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
-    return folder, [*words, *args.literal], re_decode(folder.spec, settings)
+
+def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any] | None:
+    """The device of a spec: what is typed, on top of a run's own; None = nothing is typed."""
+    if not words:
+        return None
+    from runner.run_dir.folder import RunFolder, read_mapping
+
+    own = read_mapping(RunFolder(Path(source.path)).spec)["device"] if source.kind == "run" else {"name": "auto"}
+    if any(word.lstrip("+").startswith("device=") for word in words):
+        return dict(compose_job([*words, "tracker=none"]).data["device"])
+    typed = compose_job([f"device={own['name']}", *words, "tracker=none"]).data["device"]
+    return {**own, **{key: typed[key] for key in (word.partition("=")[0].rpartition(".")[2] for word in words)}}
 
 
 def _is_setting(word: str) -> bool:
@@ -236,7 +366,7 @@ def _trust(words: Sequence[str]) -> list[str]:
     return [w for w in words if w.startswith(TRUST)]
 
 
-def _check_sampling(args: Namespace) -> None:
+def check_sampling(args: Namespace) -> None:
     for name, value, good in (
         ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
         ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),

@@ -12,15 +12,16 @@ from pathlib import Path
 from hydra.plugins.config_source import ConfigSource
 
 from runner.cli.args import UsageError
-from runner.cli.compose import Composer
 from runner.cli.conf import BESIDE, choices
-from runner.cli.config_sources import GROUP, file_of, holders, label
-from runner.cli.sources import options, session
+from runner.cli.config_sources import GROUP, file_of, label, sources_with
+from runner.cli.job_builder import Composer
+from runner.cli.sources import group_options, hydra_session
 from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.migrate import table
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, groups_of, job_schema, recipe_schema
+from runner.tracker.text import print_text
 
 ROOT = "<root>"  # what Hydra calls the parent of job.yaml
 PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
@@ -34,12 +35,12 @@ def show(args: Namespace) -> int:
     registry = default_registry()
     known = (*groups_of(registry), CALLBACKS, GROUP)
     wanted = [_group(word, known) for word in args.words] or list(known)
-    with session(registry, args.config_dir) as loader:
+    with hydra_session(registry, args.config_dir) as loader:
         sources = loader.get_sources()
-        found = {group: options(sources, group) for group in wanted}
+        found = {group: group_options(sources, group) for group in wanted}
         for index, group in enumerate(group for group in wanted if found[group] or args.words):
-            print(("\n" if index else "") + group)
-            print_table([(name, about(sources, group, name, registry)) for name in found[group]])
+            print_text(("\n" if index else "") + group)
+            print_table([(name, option_summary(sources, group, name, registry)) for name in found[group]])
     return 0
 
 
@@ -55,34 +56,39 @@ def schema(args: Namespace) -> int:
 
 
 def info(args: Namespace) -> int:
-    """`run --info defaults|searchpath`. Raises UsageError with what says the same where Hydra has another word."""
+    """`run --info defaults|searchpath`. Raises UsageError with our word where Hydra has another one."""
     if args.info not in ("defaults", "searchpath"):
         instead = table().flags.get(f"--info {args.info}", "there is --info defaults and --info searchpath")
         raise UsageError(f"run --info {args.info}: {instead}")
     others = {"--multirun": args.multirun, "--spec": args.spec, "--cfg": args.cfg, "--folder": args.folder}
     if named := [flag for flag, value in others.items() if value]:
         raise UsageError(f"--info is about one job and its files, and runs nothing; leave {' and '.join(named)} out")
-    with session(default_registry(), args.config_dir) as loader:
+    with hydra_session(default_registry(), args.config_dir) as loader:
         sources = loader.get_sources()
         if args.info == "searchpath":
-            _columns([("provider", "search path"), *((PROVIDERS.get(s.provider, s.provider), url(s)) for s in sources)])
+            _columns(
+                [
+                    ("provider", "search path"),
+                    *((PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources),
+                ]
+            )
             return 0
         drafted = Composer(loader).draft(args.words)
         rows = [("config", "package", "file", "chosen in")]
         for entry in drafted.entries:
             path = str(entry.config_path)
-            file = file_of(holders(sources, path)[0], path)
+            file = file_of(sources_with(sources, path)[0], path)
             parent = label(entry.parent, sources) if entry.parent not in (None, path, ROOT) else ""
             rows.append((label(path, sources), entry.package or "_global_", file, parent))
     _columns(rows)
     for note in drafted.notes:
-        print(f"\nnote: {note}")
+        print_text(f"\nnote: {note}")
     if drafted.problems:
         raise SpecError(drafted.problems)
     return 0
 
 
-def url(source: ConfigSource) -> str:
+def source_url(source: ConfigSource) -> str:
     """Where a source looks, as a user would say it."""
     return PLACES.get(source.provider) or (source.path if source.path.startswith("/") else source.full_path())
 
@@ -90,14 +96,14 @@ def url(source: ConfigSource) -> str:
 def _columns(rows: Sequence[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+        print_text("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
 
 
-def about(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
+def option_summary(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
     """The first sentence on an option: of its class's docstring, or of the first comment of its file."""
     if cls := registry.classes(group).get(name):
         return first_sentence((cls.__doc__ or "").strip().splitlines())
-    source = holders(sources, f"{group}/{name}")[0]
+    source = sources_with(sources, f"{group}/{name}")[0]
     path = Path(file_of(source, f"{group}/{name}"))
     lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
     comments = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
@@ -115,7 +121,7 @@ def first_sentence(lines: Sequence[str]) -> str:
 def _group(word: str, known: Sequence[str]) -> str:
     word = {"recipes": GROUP}.get(word, word)
     if word not in known:
-        meant = suggest.nearest(word, known)
+        meant = suggest.nearest_word(word, known)
         hint = f"; did you mean '{meant}'?" if meant else ""
         raise UsageError(f"no group named '{word}'{hint} ({', '.join(known)})")
     return word
@@ -125,4 +131,4 @@ def print_table(rows: Sequence[tuple[str, str]]) -> None:
     """Two columns, indented."""
     width = max((len(left) for left, _ in rows), default=0)
     for left, right in rows:
-        print(f"  {left.ljust(width)}  {right}".rstrip())
+        print_text(f"  {left.ljust(width)}  {right}".rstrip())

@@ -13,18 +13,18 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from runner import __version__
-from runner.cli.args import parse, plugin_verb
-from runner.cli.foreign_words import foreign_command
-from runner.core.errors import Interrupted, RunnerError
-from runner.core.imports import import_frozen
-from runner.core.plugins import warnings
-from runner.tracker.text import harmless
+from runner.cli.args import UsageError, parse, plugin_verb
+from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
+from runner.core.imports import import_frozen, plugin_warnings
+from runner.tracker.text import print_text
 
 HANDLERS = {
     "run": "runner.cli.job:run",
     "resume": "runner.cli.job:resume",
     "status": "runner.cli.report:show",
     "infer": "runner.cli.job:infer",
+    "chat": "runner.cli.chat:run",
+    "serve": "runner.cli.serve:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",
     "doctor": "runner.cli.doctor:show",
@@ -48,14 +48,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in words
     try:
-        return _answer(words)
+        return _run_verb(words)
     except Interrupted as stop:  # what the user wanted, and no error
-        print(harmless(str(stop)), file=sys.stderr)
+        print_text(str(stop), file=sys.stderr)
         return stop.exit_code
     except RunnerError as error:
         if debug:
             traceback.print_exc()
-        _complain(str(error))
+        _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -65,25 +65,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        _complain(_our_bug(error, debug))
+        _print_error(_our_bug(error, debug))
         return 1
 
 
-def _answer(words: list[str]) -> int:
+def _run_verb(words: list[str]) -> int:
     """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise EnvironmentProblem("the current folder was deleted; change to another one: cd FOLDER") from error
     completing = _completing(words)
     try:
         if (verb := plugin_verb(words)) is not None:
             return verb(words[1:])
-        return _dispatch(foreign_command(completing) or parse(completing))
+        return _dispatch(_parse(completing))
     finally:
-        for text in () if "--shell-completion" in completing else warnings():  # a shell asks at every tab
-            print(f"warning: {harmless(str(text))}", file=sys.stderr)
+        for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
+            print_text(f"warning: {text}", file=sys.stderr)
+
+
+def _parse(words: list[str]) -> Namespace:
+    """Parse a command line; a wrong one may be another framework's, which is answered in our words."""
+    try:
+        return parse(words)
+    except UsageError:
+        from runner.cli.foreign import foreign_command
+
+        if (args := foreign_command(words)) is None:
+            raise
+        return args
 
 
 def _dispatch(args: Namespace) -> int:
     if args.version:
-        print(f"run {__version__}")
+        print_text(f"run {__version__}")
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
@@ -97,9 +113,12 @@ def _completing(words: list[str]) -> list[str]:
     return ["--shell-completion", *(w for w in words if w not in flags)] if flags & set(words) else words
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     red = sys.stderr.isatty() and "NO_COLOR" not in os.environ
-    print(("\033[31merror:\033[0m " if red else "error: ") + harmless(message), file=sys.stderr)
+    from runner.run_dir.manifest import redact  # here, because only an error needs it
+
+    print("\033[31merror:\033[0m " if red else "error: ", end="", file=sys.stderr)
+    print_text(redact(message), file=sys.stderr)  # in a sweep or a queue, the screen is a file
 
 
 def _our_bug(error: Exception, debug: bool) -> str:

@@ -1,4 +1,6 @@
-"""`run new KIND NAME`: a package in ./NAME that adds a component, with a test; `pip install ./NAME` installs it.
+"""`run new KIND NAME`: write a package in ./NAME that adds a component, with a test.
+
+`pip install ./NAME` installs it.
 
 KIND ─▶ the texts below, with the name put in ─▶ NAME/pyproject.toml, NAME/run_NAME.py, NAME/test_run_NAME.py
 """
@@ -13,6 +15,7 @@ from typing import NamedTuple
 
 from runner.cli.args import UsageError
 from runner.spec import suggest
+from runner.tracker.text import print_text
 
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 PROJECT = """[build-system]
@@ -47,7 +50,7 @@ class Skeleton(NamedTuple):
 REWARD = Skeleton(
     f'''"""The reward `$name`: the share of the expected words that an answer has."""
 
-{HEAD}from runner.interfaces import Completion, Faults, Scorer, column, each
+{HEAD}from runner.interfaces import Completion, GroupScorer, ScoringFailures, require_column, score_each
 from runner.spec import RewardConfig
 
 
@@ -58,18 +61,18 @@ class ${{Name}}Config(RewardConfig):
     name: Literal["$name"] = "$name"
     column: str = Field(default="answer", description="Column of the data with the expected words.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
 
 
-def build(config: ${{Name}}Config, **_: Any) -> Scorer:
+def build(config: ${{Name}}Config, **_: Any) -> GroupScorer:
     """The reward; a row without the column is not scored."""
 
     def rate(completion: Completion) -> float:
-        words = str(column(completion, config.column, "column")).split()
+        words = str(require_column(completion, config.column, "column")).split()
         return sum(word in completion.text.split() for word in words) / max(len(words), 1)
 
-    return Scorer(each(rate), Faults("reward=$name", 8, "set reward.column"))
+    return GroupScorer(score_each(rate), ScoringFailures("reward=$name", 8, "set reward.column"))
 ''',
     """from $module import ${Name}Config
 
@@ -85,7 +88,7 @@ def test_reward() -> None:
 ENVIRONMENT = Skeleton(
     f'''"""The environment `$name`: answers a guess."""
 
-{HEAD}from runner.interfaces import Environments, Observation, Prompt
+{HEAD}from runner.interfaces import EnvironmentFactory, Observation, Prompt
 from runner.spec import EnvironmentConfig
 
 
@@ -108,9 +111,9 @@ class ${{Name}}:
         return None if answer == self._expected else Observation("tool", "wrong, try again")
 
 
-def build(config: ${{Name}}Config, **_: Any) -> Environments:
+def build(config: ${{Name}}Config, **_: Any) -> EnvironmentFactory:
     """An environment for each episode."""
-    return Environments(${{Name}}, config.max_turns)
+    return EnvironmentFactory(${{Name}}, config.max_turns)
 ''',
     """from $module import ${Name}Config
 
@@ -146,7 +149,7 @@ class ${{Name}}:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._file.writelines(f"{{step}},{{name}},{{value}}\\n" for name, value in metrics.items())
 
-    def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """This file has numbers only."""
 
     def finish(self, status: str) -> list[str]:
@@ -167,7 +170,7 @@ def test_tracker() -> None:
 CALLBACK = Skeleton(
     f'''"""The callback `$name`: says when a metric falls below a bound."""
 
-{HEAD}from runner.interfaces import NoOp, State, StepEnd
+{HEAD}from runner.interfaces import BaseCallback, State, StepResult
 from runner.spec import CallbackConfig
 
 
@@ -180,11 +183,11 @@ class ${{Name}}Config(CallbackConfig):
     below: float = Field(default=1.0, description="Bound.")
 
 
-class ${{Name}}(NoOp):
+class ${{Name}}(BaseCallback):
     def __init__(self, config: ${{Name}}Config, **context: Any) -> None:
         self._config, self._say, self._reached = config, context["say"], False
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         value = end.values.get(self._config.metric)
         if value is not None and value < self._config.below and not self._reached:
             self._reached = True
@@ -262,7 +265,7 @@ def $name(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A ratio above the bound earns nothing where the advantage is positive."""
     loss = -torch.minimum(ratio * advantages, ratio.clamp(max=${name}_high) * advantages)
-    return loss, {"clipped_high": (ratio > ${name}_high) & (advantages > 0)}
+    return loss, {"clip_frac_high": (ratio > ${name}_high) & (advantages > 0)}
 ''',
     """from $module import $name
 
@@ -272,7 +275,7 @@ from runner.testing import check_loss
 def test_loss() -> None:
     check_loss($name)
 """,
-    "run +recipe=grpo_demo algorithm.objective=$name",
+    "run +recipe=grpo_demo algorithm.policy_loss=$name",
     group="runner.losses",
     entry="$module",
 )
@@ -321,13 +324,13 @@ SKELETONS = {
 
 
 def create(args: Namespace) -> int:
-    """Write the package. Raises UsageError for an unknown kind, a name that is none, and a folder that exists."""
+    """Write the package. Raises UsageError for an unknown kind, an invalid name, or an existing folder."""
     kinds = ", ".join(SKELETONS)
     if len(args.words) != 2:
         raise UsageError(f"run new: a kind and a name are expected, e.g. run new reward words ({kinds})")
     kind, name = args.words[0], args.words[1].replace("-", "_")
     if kind not in SKELETONS:
-        meant = suggest.nearest(kind, SKELETONS)
+        meant = suggest.nearest_word(kind, SKELETONS)
         hint = f"; did you mean '{meant}'?" if meant else ""
         raise UsageError(f"run new: no kind '{kind}'{hint} ({kinds})")
     if not NAME.fullmatch(name):
@@ -343,6 +346,6 @@ def create(args: Namespace) -> int:
     files = {"pyproject.toml": PROJECT, "$module.py": skeleton.module, "test_$module.py": skeleton.test}
     for path, text in files.items():
         (folder / Template(path).substitute(texts)).write_text(Template(text).substitute(texts), encoding="utf-8")
-    print(f"wrote    {folder}\ntest it  pip install ./{folder} && python -m pytest {folder}")
-    print(f"try it   {Template(skeleton.try_it).substitute(texts)}")
+    print_text(f"wrote    {folder}\ntest it  pip install ./{folder} && python -m pytest {folder}")
+    print_text(f"try it   {Template(skeleton.try_it).substitute(texts)}")
     return 0

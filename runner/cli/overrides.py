@@ -1,4 +1,4 @@
-"""What was typed on the command line, read with Hydra's grammar: choices of components, values, and mistakes.
+"""Command-line overrides, parsed with Hydra's grammar: choices of components, values, and mistakes.
 
 Interpolations are resolved here too, all at the start; none of them may read a secret.
 """
@@ -20,13 +20,13 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from runner.cli.config_sources import GROUP, fault, is_file_name, named
-from runner.core.errors import Problem, SecurityRefusal
-from runner.spec import migrate, suggest
-from runner.spec.base import COMMAND_LINE, leaves, origin_of
+from runner.cli.config_sources import GROUP, is_file_name, recipe_file_problem, recipe_member_name
+from runner.core.errors import Problem, SecurityError
+from runner.spec import suggest
+from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.registry import default_registry
-from runner.spec.schema import CALLBACKS, MODEL, packages_of
+from runner.spec.schema import CALLBACKS, MODEL, second_model_keys
 
 DEMO = "sft_demo"
 SEVERAL = (GROUP, CALLBACKS)  # of which several may be chosen
@@ -36,8 +36,8 @@ NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real 
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
-    """One override: `key=value`. A choice names components of a group (a list of recipes); a value is any value."""
+class TypedOverride:
+    """One override `key=value`. A choice names components of a group (or recipes); a value is any value."""
 
     line: str
     key: str
@@ -55,13 +55,13 @@ def problem(key: str, message: str) -> Problem:
     return Problem(key, message, COMMAND_LINE)
 
 
-def read(words: Iterable[str], groups: Collection[str]) -> tuple[list[Typed], list[Problem]]:
+def read_overrides(words: Iterable[str], groups: Collection[str]) -> tuple[list[TypedOverride], list[Problem]]:
     """The overrides among `words`, and what is wrong with the others."""
-    typed: dict[str, Typed] = {}
+    typed: dict[str, TypedOverride] = {}
     problems: list[Problem] = []
     for word in words:
         override = _parse(word)
-        got = override if isinstance(override, Problem) else _judge(override, word, groups)
+        got = override if isinstance(override, Problem) else _classify(override, word, groups)
         if isinstance(got, Problem):
             problems.append(got)
         elif got.key in typed:
@@ -98,7 +98,7 @@ def with_home(word: str) -> str:
     return re.sub(r"(?<=[=,\[])~/", f"{Path.home()}/", word)
 
 
-def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Problem:
+def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOverride | Problem:
     """An override that this runner takes, or why not."""
     key, value = override.key_or_group, override.value()
     if key == "hydra" or override.is_hydra_override():
@@ -108,7 +108,7 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
             word, "nothing can be removed; set another value, or leave it out in a copy of the recipe in ./recipes"
         )
     if override.package is not None:
-        return _second(override, word)
+        return _second_model(override, word)
     if "/" in key:
         return problem(word, f"there is no such group; groups are {', '.join(groups)}")
     if override.is_sweep_override():
@@ -118,57 +118,59 @@ def _judge(override: Override, word: str, groups: Collection[str]) -> Typed | Pr
     choice = key in (*groups, *SEVERAL) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key not in SEVERAL:
         return problem(key, "takes one choice, not a list")
-    return Typed(word, key, "null" if choice and value is None else value, choice)
+    return TypedOverride(word, key, "null" if choice and value is None else value, choice)
 
 
 def instead_of_hydras(key: str, value: Any = None) -> str:
     """What does the same as a setting of Hydra's."""
+    from runner.spec import migrate
+
     said = migrate.answer(key, value, suggest.NO_JOB, {}) or migrate.answer("hydra.*", None, suggest.NO_JOB, {})
     return f"Hydra's own settings are not used; {said}"
 
 
-def _second(override: Override, word: str) -> Typed | Problem:
+def _second_model(override: Override, word: str) -> TypedOverride | Problem:
     """The choice of a second model, for an option that takes one (model@algorithm.teacher=hf), or why not."""
     group, package, value = override.key_or_group, str(override.package), override.value()
-    known = packages_of(default_registry())
+    known = second_model_keys(default_registry())
     if group != MODEL or package not in known:
-        meant = suggest.nearest(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
+        meant = suggest.nearest_word(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
         hint = f"; did you mean '{meant}'?" if meant else ""
         there = ", ".join(f"{MODEL}@{one}" for one in known)
         return problem(word, f"nothing takes {group}@{package}{hint} (a second model is chosen with {there})")
     if not isinstance(value, str):
         return problem(f"{group}@{package}", "takes one choice")
-    return Typed(word, f"{group}@{package}", value, True)
+    return TypedOverride(word, f"{group}@{package}", value, True)
 
 
-def with_demo(typed: Sequence[Typed]) -> tuple[list[Typed], tuple[str, ...]]:
-    """Add the demo where the command line chooses no recipe, model or data, and a line on what was taken unasked."""
+def with_demo(typed: Sequence[TypedOverride]) -> tuple[list[TypedOverride], tuple[str, ...]]:
+    """Add the demo where no recipe, model or data is chosen, and a line that says what was added."""
     chosen = {t.key: t.names[0] for t in typed if t.choice and t.names}
     if chosen.keys() & {GROUP, "model", "data"}:
         unsaid = not chosen.keys() & {GROUP, "model"} and chosen["data"] != "demo"
         return list(typed), (NO_MODEL,) if unsaid else ()
     note = f"no recipe, model or data chosen: taking +{GROUP}={DEMO}"
-    return [Typed(f"+{GROUP}={DEMO}", GROUP, DEMO, True), *typed], (note,)
+    return [TypedOverride(f"+{GROUP}={DEMO}", GROUP, DEMO, True), *typed], (note,)
 
 
-def check(choice: Typed, known: Collection[str]) -> tuple[Typed | None, list[Problem]]:
-    """The choice with the nearest name where one is unknown (None if nothing is near), and a problem for each."""
+def check_choice(choice: TypedOverride, known: Collection[str]) -> tuple[TypedOverride | None, list[Problem]]:
+    """The choice, corrected to the nearest name (None if nothing is near), and a problem for each error."""
     kept, problems = [], []
     for name in choice.names:
         if choice.key == GROUP and is_file_name(name):
-            wrong = fault(name)
-            kept += [] if wrong else [named(name)]
+            wrong = recipe_file_problem(name)
+            kept += [] if wrong else [recipe_member_name(name)]
             problems += [problem(GROUP, wrong)] if wrong else []
             continue
         if name in known:
             kept.append(name)
             continue
         group = choice.key.partition("@")[0]
-        meant = suggest.name(group, name, known)
+        meant = suggest.suggest_name(group, name, known)
         kept += [meant] if meant else []
         problems.append(problem(choice.key, unknown_name(group, name, known) + _as_path(choice.key, name)))
     value = kept if choice.key in SEVERAL else kept[0] if kept else None
-    return (Typed(choice.line, choice.key, value, True) if kept or not choice.names else None), problems
+    return (TypedOverride(choice.line, choice.key, value, True) if kept or not choice.names else None), problems
 
 
 def _as_path(group: str, name: str) -> str:
@@ -184,8 +186,8 @@ def _as_path(group: str, name: str) -> str:
     )
 
 
-def apply(config: DictConfig, values: Iterable[Typed]) -> list[Problem]:
-    """Set the values in `config`, known keys and unknown ones: the decoder judges them. Returns what cannot be set."""
+def apply_values(config: DictConfig, values: Iterable[TypedOverride]) -> list[Problem]:
+    """Set values in `config`, known and unknown keys alike, which the decoder checks; returns failures."""
     problems = []
     for typed in values:
         try:
@@ -198,17 +200,17 @@ def apply(config: DictConfig, values: Iterable[Typed]) -> list[Problem]:
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
 
-def resolve(config: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
-    """`config` as plain data, and a problem for each interpolation that cannot be resolved (it is left as `???`).
+def resolve_interpolations(config: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, Any], list[Problem]]:
+    """`config` as plain data, and a problem for each interpolation that cannot be resolved (left `???`).
 
-    Raises SecurityRefusal if one reads an environment variable that looks like a secret.
+    Raises SecurityError if one reads an environment variable that looks like a secret.
     """
     data: dict[str, Any] = {}
     problems = []
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
     with _guarded_environment():
-        for key, value in leaves(raw):
+        for key, value in iter_leaves(raw):
             if "${" in str(value):
                 try:
                     value = _value(config, key)
@@ -221,12 +223,12 @@ def resolve(config: DictConfig, origins: Mapping[str, str]) -> tuple[dict[str, A
     return data, problems
 
 
-def escaped(value: Any) -> Any:
+def escape_interpolations(value: Any) -> Any:
     """Plain data as a config whose texts mean themselves."""
     if isinstance(value, dict):
-        return {name: escaped(inner) for name, inner in value.items()}
+        return {name: escape_interpolations(inner) for name, inner in value.items()}
     if isinstance(value, list):
-        return [escaped(inner) for inner in value]
+        return [escape_interpolations(inner) for inner in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
@@ -244,7 +246,7 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 
 def _environment(name: str, *default: str) -> Any:
     if SECRET.search(name):
-        raise SecurityRefusal(
+        raise SecurityError(
             f"${{oc.env:{name}}} looks like a secret, which would be written to spec.yaml and sent to trackers; "
             "libraries read it from the environment themselves"
         )
@@ -262,6 +264,6 @@ def _guarded_environment() -> Iterator[None]:
 
 def _raise_refusal(error: BaseException | None, key: str, origins: Mapping[str, str]) -> None:
     while error is not None:
-        if isinstance(error, SecurityRefusal):
-            raise SecurityRefusal(f"{key}: {error}  [{origin_of(key, origins)}]") from None
+        if isinstance(error, SecurityError):
+            raise SecurityError(f"{key}: {error}  [{origin_of(key, origins)}]") from None
         error = error.__cause__ or error.__context__

@@ -12,12 +12,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.cli.args import UsageError
-from runner.cli.compose import SPEC, Composed, compose_job, re_decode
+from runner.cli.job_builder import SPEC, ComposedJob, compose_job, re_decode
 from runner.core.errors import EnvironmentProblem
-from runner.device.cards import CARDS, USUAL, Card
-from runner.run_dir.folder import shown
+from runner.device.cards import CARDS, DEFAULT_CARDS, Card
+from runner.run_dir.folder import display_path
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.tracker.text import print_text
 
 
 def show(args: Namespace) -> int:
@@ -27,17 +28,19 @@ def show(args: Namespace) -> int:
         re_decode(spec_file, args.words, args.config_dir) if spec_file else compose_job(args.words, args.config_dir)
     )
     for note in composed.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     spec = composed.spec
     card = _card(args.card, spec)
-    from runner.tools.plan import words
-    from runner.tools.plan.changes import advise
+    from runner.tools.plan import plan_text
     from runner.tools.plan.estimate import estimate
+    from runner.tools.plan.remedies import advise
 
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
     given = (spec, plan, card, advice)
-    print(json.dumps(words.as_json(*given), indent=1) if args.json else "\n".join(words.lines(*given)))
+    print_text(
+        json.dumps(plan_text.as_json(*given), indent=1) if args.json else "\n".join(plan_text.plan_lines(*given))
+    )
     return 0
 
 
@@ -45,7 +48,7 @@ def _card(name: str | None, spec: JobSpec) -> Card | None:
     """The card that was named, or the usual one of the job's device; None for the CPU. Raises UsageError."""
     device = "auto" if spec.device.is_auto else spec.device.kind.name
     if name is None:
-        return CARDS[USUAL[device]] if device in USUAL else None
+        return CARDS[DEFAULT_CARDS[device]] if device in DEFAULT_CARDS else None
     if name not in CARDS:
         raise UsageError(f"run plan: no card named '{name}'; known are {', '.join(CARDS)}")
     if device not in ("auto", "cpu", CARDS[name].device):
@@ -69,24 +72,24 @@ def run(args: Namespace) -> int:
 def _record(args: Namespace) -> int:
     if args.tolerance is not None:
         raise UsageError("run parity --record: --tolerance is for --compare")
-    from runner.tools.parity import go
+    from runner.tools.parity import run_parity
 
     path, words = _target(args.record, args.words)
     spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
     composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
     for note in composed.notes:
-        print(note, file=sys.stderr)
-    recording = go.record(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
+        print_text(note, file=sys.stderr)
+    recording = run_parity.record_steps(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
     steps = "1 step" if len(recording.steps) == 1 else f"{len(recording.steps)} steps"
-    print(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
-    if recording.idle:
-        print(f"note: {recording.idle}", file=sys.stderr)
-    print(f"compare  run parity --compare {shown(path)} device=npu")
+    print_text(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
+    if recording.no_gradient_note:
+        print_text(f"note: {recording.no_gradient_note}", file=sys.stderr)
+    print_text(f"compare  run parity --compare {display_path(path)} device=npu")
     return 0
 
 
 def _target(record: str, words: list[str]) -> tuple[Path, list[str]]:
-    """Where to write, and the job's words: `--record cpu` is short for `--record parity-cpu.safetensors device=cpu`."""
+    """Output file and the job's words: `--record cpu` means `--record parity-cpu.safetensors device=cpu`."""
     if record in default_registry().classes("device"):
         if any(word.startswith("device=") for word in words):
             raise UsageError(f"run parity --record {record} is a device already; with device=… name a file: {FORMS}")
@@ -101,17 +104,17 @@ def _compare(args: Namespace) -> int:
     given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
     if unused := [flag for flag, value in given.items() if value is not None]:
         raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
-    from runner.tools.parity import go, recording
+    from runner.tools.parity import recording, run_parity
 
     recorded = recording.read(args.compare)
-    spec = _recorded(recorded.spec, args.words).spec
+    spec = _compose_recorded(recorded.spec, args.words).spec
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    go.compare_with(recorded, spec, tolerance, lambda lines: print("\n".join(lines)))
+    run_parity.compare_with(recorded, spec, tolerance, lambda lines: print_text("\n".join(lines)))
     print("\nthey agree")
     return 0
 
 
-def _recorded(spec: Mapping[str, object], words: list[str]) -> Composed:
+def _compose_recorded(spec: Mapping[str, object], words: list[str]) -> ComposedJob:
     """The recorded job, with what is said on the command line on top."""
     with TemporaryDirectory(prefix="run-parity-") as folder:
         path = Path(folder) / SPEC

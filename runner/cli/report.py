@@ -9,11 +9,12 @@ from argparse import Namespace
 from pathlib import Path
 
 from runner.cli.args import UsageError
-from runner.run_dir.folder import find, shown
+from runner.run_dir.folder import display_path, find_run
 from runner.sweep.plan import SweepFolder
 from runner.tools.report import diff as differ
 from runner.tools.report.page import write_page
-from runner.tools.report.standing import lines, standing
+from runner.tools.report.run_status import read_run_status, status_lines
+from runner.tracker.text import print_text
 
 
 def report(args: Namespace) -> int:
@@ -23,10 +24,10 @@ def report(args: Namespace) -> int:
     where = args.words[0] if args.words else "latest"
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep report {where}; a job of it: run report {where}/000")
-    folder = find(where)
+    folder = find_run(where)
     path = args.out or folder.report
     write_page(folder, path)
-    print(shown(path))
+    print_text(display_path(path))
     return 0
 
 
@@ -34,11 +35,11 @@ def diff(args: Namespace) -> int:
     """Print what differs between two runs; with --out, also write it as a page with the curves of both."""
     if len(args.words) != 2:
         raise UsageError("run diff: two runs are expected, e.g. run diff outputs/2026-11-21/101500-a-3f2a latest")
-    first, second = (find(where) for where in args.words)
-    print("\n".join(differ.lines(first, second)))
+    first, second = (find_run(where) for where in args.words)
+    print_text("\n".join(differ.diff_lines(first, second)))
     if args.out:
         differ.write_page(first, second, args.out)
-        print(f"\npage     {shown(args.out)}")
+        print_text(f"\npage     {display_path(args.out)}")
     return 0
 
 
@@ -49,6 +50,6 @@ def show(args: Namespace) -> int:
     where = args.words[0] if args.words else "latest"
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep status {where}; a job of it: run status {where}/000")
-    found = standing(find(where))
-    print(json.dumps(found.plain(), indent=1) if args.json else "\n".join(lines(found)))
+    found = read_run_status(find_run(where))
+    print_text(json.dumps(found.plain(), indent=1) if args.json else "\n".join(status_lines(found)))
     return 0

@@ -26,10 +26,10 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 
-from runner.cli.config_sources import GROUP, FolderSource, RecipeFileSource, RecipesSource, holders
+from runner.cli.config_sources import GROUP, FolderSource, RecipeFileSource, RecipesSource, sources_with
 from runner.core.errors import EnvironmentProblem
+from runner.core.imports import load_plugins
 from runner.core.paths import conf_dir, recipes_dir
-from runner.core.plugins import plugins
 from runner.spec.registry import Registry
 from runner.spec.schema import CALLBACKS, groups_of
 
@@ -51,7 +51,7 @@ class RunnerSearchPath(SearchPathPlugin):
 
 
 def search_order(extra: Path | None) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """(who, URL) of every folder that exists, in search order: those before the shipped conf/, those after it."""
+    """(owner, URL) of every existing folder in search order: before the shipped conf/, and after it."""
     here = Path.cwd()
     own = [("--config-dir", "recipes", extra / "recipes"), ("--config-dir", "conf", extra)] if extra else []
     own += [("you", "recipes", here / "recipes"), ("you", "conf", here / "conf")]
@@ -73,8 +73,8 @@ def _new(places: Iterable[tuple[str, str, Path]], seen: set[Path]) -> Iterator[t
 
 @cache
 def plugin_folders() -> tuple[tuple[str, Path], ...]:
-    """(plug-in, folder of its package) for each installed package that offers conf/ or recipes/; none is imported."""
-    return tuple(place for places in plugins(ENTRY_POINT_GROUP, _folders) for place in places)
+    """(plug-in, folder) for each installed package that has conf/ or recipes/; none is imported."""
+    return tuple(place for places in load_plugins(ENTRY_POINT_GROUP, _folders) for place in places)
 
 
 def _folders(point: EntryPoint) -> list[tuple[str, Path]]:
@@ -85,7 +85,7 @@ def _folders(point: EntryPoint) -> list[tuple[str, Path]]:
 
 
 @contextmanager
-def session(registry: Registry, config_dir: Path | None = None) -> Iterator[ConfigLoader]:
+def hydra_session(registry: Registry, config_dir: Path | None = None) -> Iterator[ConfigLoader]:
     """Hydra, looking in all the right places. Raises EnvironmentProblem if --config-dir is no folder."""
     if config_dir is not None and not config_dir.is_dir():
         raise EnvironmentProblem(f"--config-dir {config_dir}: no such folder")
@@ -103,40 +103,40 @@ def session(registry: Registry, config_dir: Path | None = None) -> Iterator[Conf
         yield loader
 
 
-def options(sources: Sequence[ConfigSource], group: str) -> list[str]:
+def group_options(sources: Sequence[ConfigSource], group: str) -> list[str]:
     """What can be chosen for `group`, folders within it included, in alphabetical order."""
     found: set[str] = set()
     for source in sources:
         if source.is_group(group):
             found.update(source.list(group, ObjectType.CONFIG))
             for folder in source.list(group, ObjectType.GROUP):
-                found.update(f"{folder}/{name}" for name in options([source], f"{group}/{folder}"))
+                found.update(f"{folder}/{name}" for name in group_options([source], f"{group}/{folder}"))
     return sorted(found)
 
 
-def recipes() -> list[str]:
+def known_recipes() -> list[str]:
     """The recipes that are found without --config-dir; no session is needed, and one may be open."""
     found = [tuple(url.split("://", 1)) for found in search_order(None) for _, url in found]
     folders = [place if scheme == RecipesSource.scheme() else f"{place}/{GROUP}" for scheme, place in found]
-    return options([RecipesSource("", f"{RecipesSource.scheme()}://{folder}") for folder in folders], GROUP)
+    return group_options([RecipesSource("", f"{RecipesSource.scheme()}://{folder}") for folder in folders], GROUP)
 
 
 def _store_components_without_file(registry: Registry, sources: Sequence[ConfigSource]) -> None:
-    """Let `group=name` work for a plug-in's component that has no YAML file: its schema's defaults are its config."""
+    """Let `group=name` work for a plug-in's component without a YAML file, with its schema's defaults."""
     for group in (*groups_of(registry), CALLBACKS):
         for name, cls in registry.classes(group).items():
-            if not holders(sources, f"{group}/{name}"):
+            if not sources_with(sources, f"{group}/{name}"):
                 fields = cls.model_fields.items()
                 node = {
-                    key: "???" if info.is_required() else plain(info.get_default(call_default_factory=True))
+                    key: "???" if info.is_required() else plain_default(info.get_default(call_default_factory=True))
                     for key, info in fields
                 }
                 ConfigStore.instance().store(group=group, name=name, node={name: node} if group == CALLBACKS else node)
 
 
-def plain(value: Any) -> Any:
+def plain_default(value: Any) -> Any:
     """A default as YAML has it: tuples become lists."""
-    return [plain(item) for item in value] if isinstance(value, tuple) else value
+    return [plain_default(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _version_base() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,57 +13,65 @@ import yaml
 
 from runner.checkpoint.config import direction
 from runner.cli.args import ACTIONS, UsageError, is_override
-from runner.cli.axes import better, decode
-from runner.cli.compose import SPEC, compose_job, re_decode
-from runner.cli.expand import Expansion, Member, expand
-from runner.cli.files import SWEEP
-from runner.cli.overrides import TRUST, read
+from runner.cli.expand_sweep import Expansion, SweepMember, expand
+from runner.cli.hydra_compose import SWEEP
+from runner.cli.job_builder import SPEC, compose_job, re_decode
+from runner.cli.overrides import TRUST, read_overrides
+from runner.cli.sweep_axes import decode_sweep_options, metric_directions
 from runner.core.errors import Problem, SpecError
+from runner.launch.preflight import mask_secrets
+from runner.run_dir.manifest import redact
 from runner.spec import suggest
+from runner.spec.evaluation import unmeasured_reason
 from runner.spec.job import JobSpec
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
-from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Cards, need_of
+from runner.sweep.config import SweepConfig, as_tuple
+from runner.sweep.executor import Cards, request_of
+from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
-from runner.sweep.search import Propose, load, unfit
-from runner.sweep.space import Search
+from runner.sweep.search import Propose, load_optuna, search_problems
+from runner.sweep.space import SearchSpace
+from runner.tracker.text import print_text
 
 
-def start(args: Namespace) -> int:
+def start_sweep(args: Namespace) -> int:
     """Compose all jobs of a sweep, and run them; with --cfg job, print them."""
     if args.folder:
         raise UsageError("--folder is for one run; a sweep makes its own folder below outputs/sweeps/")
     expansion = expand(args.words, args.config_dir, args.spec and _spec_file(args.spec))
     for note in expansion.notes:
-        print(note, file=sys.stderr)
+        print_text(note, file=sys.stderr)
     if args.cfg:
         documents = [member.composed.data for member in expansion.members]
         print(yaml.safe_dump_all(documents, sort_keys=False, allow_unicode=True, explicit_start=True), end="")
         return 0
+    expansion = _mask_secrets(expansion)
     specs = [member.composed.spec for member in expansion.members]
     options = expansion.options
     if options.on == "local":
         for one in {repr(spec.device): spec for spec in specs}.values():
             one.device.preflight()
+    if problems := metric_problems(as_tuple(options.metric), specs):
+        raise SpecError(problems)
     if options.search:
         _refuse_search(expansion, options)
     with make_executor(options) as executor:
-        needs = [need_of(spec, executor.cards) for spec in specs]
+        needs = [request_of(spec, executor.cards) for spec in specs]
         if options.search and len(set(needs)) > 1:
             text = f"the jobs of a search must all want the same, not {' and '.join(sorted(set(map(str, needs))))}"
             raise SpecError([Problem("device", text)])
         executor.check(needs)  # refuses what never fits, before a folder is made
-        folder = plan.create(_name(specs))
-        made = planned(folder, args, expansion, executor.cards)
-        return commands.start(folder, made, options, executor, propose=proposer(folder, made, executor.cards))
+        folder = plan.create_sweep_folder(_name(specs))
+        made = make_plan(folder, args, expansion, executor.cards)
+        return commands.start_sweep(folder, made, options, executor, propose=proposer(folder, made, executor.cards))
 
 
 def go(args: Namespace) -> int:
     """`run sweep ACTION [WHERE]`."""
     action, *others = args.words or [""]
     if action not in ACTIONS:
-        meant = suggest.nearest(action, ACTIONS)
+        meant = suggest.nearest_word(action, ACTIONS)
         hint = f" (did you mean '{meant}'?)" if meant else ""
         raise UsageError(f"run sweep: resume, status or report is expected{hint}; a sweep is started with: run -m …")
     where = others[0] if others and not is_override(others[0]) else "latest"
@@ -70,30 +79,30 @@ def go(args: Namespace) -> int:
     if action != "resume":
         if words or args.retry_failed or args.only:
             raise UsageError(f"run sweep {action}: takes a sweep's folder, or latest, and nothing else")
-        return commands.status(where) if action == "status" else commands.report(where)
+        return commands.print_status(where) if action == "status" else commands.rewrite_report(where)
     if args.retry_failed and args.only:
         raise UsageError("--only names the jobs to run, also failed ones; leave --retry-failed out")
-    folder, begun = plan.find(where)
+    folder, begun = plan.find_sweep(where)
     if begun.search and Path(begun.place) != Path.cwd():
         raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
-    wanted, options = commands.Wanted(args.retry_failed, args.only), _changed(begun, words)
-    if begun.search and (problems := _of_search_so_far(begun, begun.search, options)):
+    wanted, options = commands.ResumeSelection(args.retry_failed, args.only), _resume_options(begun, words)
+    if begun.search and (problems := _search_problems(begun, begun.search, options)):
         raise SpecError(problems)
     with make_executor(options) as executor:
-        return commands.resume(
+        return commands.resume_sweep(
             folder, begun, wanted, options, executor, propose=proposer(folder, begun, executor.cards)
         )
 
 
-def planned(folder: SweepFolder, args: Namespace, expansion: Expansion, cards: Cards) -> Plan:
+def make_plan(folder: SweepFolder, args: Namespace, expansion: Expansion, cards: Cards) -> Plan:
     """What is written of a sweep before it begins; `cards`: the kinds of card where its jobs run."""
     members, options, prefix = expansion.members, expansion.options, _prefix(args)
-    base, specs = _tracked(members[0], folder), [member.composed.spec for member in members]
-    head = (_name(specs), tuple(args.words), base)
+    base, specs = _with_sweep_tracker(members[0], folder), [member.composed.spec for member in members]
+    head = (_name(specs), tuple(map(redact, args.words)), base)
     said, best = options.model_dump(mode="json", exclude={"over"}, exclude_unset=True), rankings(options, specs)
     if options.search:
         where = (str(path.absolute()) if path else None for path in (args.config_dir, args.spec))
-        search = Search(expansion.space, expansion.fixed, need_of(specs[0], cards), tuple(prefix), *where)
+        search = SearchSpace(expansion.space, expansion.fixed, request_of(specs[0], cards), tuple(prefix), *where)
         return Plan(*head, [], said, best, search)
     jobs = [_job(index, member, base, folder, prefix, cards) for index, member in enumerate(members)]
     return Plan(*head, jobs, said, best)
@@ -108,23 +117,35 @@ def proposer(folder: SweepFolder, begun: Plan, cards: Cards) -> Propose | None:
 
     def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
         composed = re_decode(_spec_file(Path(search.spec)), words, place) if search.spec else compose_job(words, place)
-        return _job(index, Member(composed, dict(varied)), begun.base, folder, search.prefix, cards)
+        return _job(index, SweepMember(composed, dict(varied)), begun.base, folder, search.prefix, cards)
 
     return propose
 
 
 def _job(
-    index: int, member: Member, base: Mapping[str, Any], folder: SweepFolder, prefix: Sequence[str], cards: Cards
+    index: int, member: SweepMember, base: Mapping[str, Any], folder: SweepFolder, prefix: Sequence[str], cards: Cards
 ) -> JobPlan:
-    data, typed = _tracked(member, folder), member.composed.overrides
+    data, typed = _with_sweep_tracker(member, folder), member.composed.overrides
     return JobPlan(
         index=index,
         varied=member.varied,
         words=(*prefix, *typed),
         sections={name: value for name, value in data.items() if value != base.get(name)},
-        need=need_of(member.composed.spec, cards),
+        need=request_of(member.composed.spec, cards),
         again=tuple(word for word in typed if word.lstrip("+").startswith(TRUST)),
     )
+
+
+def _mask_secrets(expansion: Expansion) -> Expansion:
+    """The jobs as sweep.json may hold them. Raises SecurityError for a secret that cannot be masked."""
+    noted: set[str] = set()
+    members = []
+    for member in expansion.members:
+        spec = mask_secrets(member.composed.spec, member.composed.origins, noted)
+        words = [redact(word) for word in member.composed.overrides]
+        composed = replace(member.composed, spec=spec, data=spec.model_dump(mode="json"), overrides=words)
+        members.append(SweepMember(composed, {key: redact(value) for key, value in member.varied.items()}))
+    return replace(expansion, members=tuple(members), fixed=tuple(map(redact, expansion.fixed)))
 
 
 def _spec_file(path: Path) -> Path:
@@ -134,18 +155,18 @@ def _spec_file(path: Path) -> Path:
 def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
     """Raise EnvironmentProblem or SpecError where Optuna is not there, or cannot do what is asked of it."""
     found = rankings(options, [member.composed.spec for member in expansion.members])
-    problems = unfit(options, Search(expansion.space, expansion.fixed), len(found))
+    problems = search_problems(options, SearchSpace(expansion.space, expansion.fixed), len(found))
     if not found:
         text = "must be given, or checkpoint.best in the job: a search needs to know what is better"
         problems.append(Problem("sweep.metric", text))
     if problems:
         raise SpecError(problems)
-    load(options.sampler)
+    load_optuna(options.sampler)
 
 
-def _of_search_so_far(begun: Plan, search: Search, options: SweepConfig) -> list[Problem]:
-    """What is wrong with the options with which a search is to go on."""
-    found = unfit(options, search, len(begun.rankings))
+def _search_problems(begun: Plan, search: SearchSpace, options: SweepConfig) -> list[Problem]:
+    """What is wrong with the options with which a search is to continue."""
+    found = search_problems(options, search, len(begun.rankings))
     if (options.trials or 0) < len(begun.jobs):
         text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
         found.append(Problem("sweep.trials", text))
@@ -153,16 +174,20 @@ def _of_search_so_far(begun: Plan, search: Search, options: SweepConfig) -> list
 
 
 def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, ...]:
-    """By what the jobs are compared, where that was said."""
+    """By what the jobs are compared, where that was said. Raises SpecError for what a job cannot measure."""
     if options.metric is not None:
-        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in better(options))
+        directions = metric_directions(options)
+        reasons = [unmeasured_reason(metric, spec) for metric, _ in directions for spec in specs]
+        if problems := [Problem("sweep.metric", why) for why in dict.fromkeys(reasons) if why is not None]:
+            raise SpecError(problems)
+        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in directions)
     said = {(s.checkpoint.best, s.checkpoint.best_mode or direction(s.checkpoint.best or "")) for s in specs}
     [(metric, mode)] = said if len(said) == 1 else [(None, None)]
     return () if metric is None or mode is None else (Ranking(metric, mode, "best", "checkpoint.best"),)
 
 
-def _tracked(member: Member, folder: SweepFolder) -> dict[str, Any]:
-    """A job's data; what its tracker shows the jobs of a sweep by is the sweep's, unless the job says otherwise."""
+def _with_sweep_tracker(member: SweepMember, folder: SweepFolder) -> dict[str, Any]:
+    """A job's data, with the sweep's name for its tracker unless the job sets one."""
     data = dict(member.composed.data)
     own = member.composed.spec.tracker.of_sweep(folder.root.name, JobPlan(0, member.varied).label)
     # with --spec they may be those of the sweep that the spec comes from
@@ -171,7 +196,7 @@ def _tracked(member: Member, folder: SweepFolder) -> dict[str, Any]:
     return data
 
 
-def _origin(member: Member, key: str) -> str:
+def _origin(member: SweepMember, key: str) -> str:
     return member.composed.origins.get(key, "")
 
 
@@ -187,16 +212,16 @@ def _prefix(args: Namespace) -> list[str]:
     return spec + (["--config-dir", str(args.config_dir)] if args.config_dir else [])
 
 
-def _changed(begun: Plan, words: Sequence[str]) -> SweepConfig:
-    """A sweep's options with those that a resume sets anew. Raises UsageError for a job's, SpecError for a mistake."""
+def _resume_options(begun: Plan, words: Sequence[str]) -> SweepConfig:
+    """A sweep's options, with changes of a resume. Raises UsageError for a job's option, SpecError."""
     for word in words:
         key = word.lstrip("+").partition("=")[0]
         if not key.startswith(f"{SWEEP}."):
             raise UsageError(f"a sweep's jobs are fixed; only {SWEEP}.parallel=N and its like can be set, not {word}")
         if key.startswith((f"{SWEEP}.metric", f"{SWEEP}.search")):
             raise UsageError(f"{key} is fixed since the sweep began; results.json has every metric of every job")
-    typed, problems = read(words, ())
-    options, more = decode((), typed, begun.options)
+    typed, problems = read_overrides(words, ())
+    options, more = decode_sweep_options((), typed, begun.options)
     if problems or more:
         raise SpecError([*problems, *more])
     return options

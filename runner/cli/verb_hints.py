@@ -1,4 +1,4 @@
-"""What to type for a word that is no verb of ours: verbs of other tools, names of components, typing errors."""
+"""Hints for a word that is no verb: verbs of other tools, names of components, typing errors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from runner.spec import suggest
 
 # Words of other tools, each line with what does the same here. A verb that is added leaves this table.
 OTHER_TOOLS = {
-    "serve deploy server api": (
-        "there is no `run serve` yet; `run export latest` writes a folder that `vllm serve FOLDER` serves"
-    ),
-    "chat talk": (
-        'there is no `run chat` yet; one answer: run infer latest "…"; a dialogue: `vllm serve FOLDER` and '
-        "`vllm chat`, with the folder that `run export latest` writes"
-    ),
+    "deploy server api": "to answer over HTTP, as OpenAI's API does: run serve latest",
+    "talk dialogue": "to talk to a model in the terminal: run chat latest",
     "eval evaluate evaluation score": (
         "there is no `run eval` yet; a run evaluates its held-out data by itself: run status latest; for a "
         "harness: run export latest"
@@ -60,7 +55,7 @@ OTHER_TOOLS = {
     "stop kill cancel": (
         "to stop a run: Ctrl-C, or SIGTERM to its process (run status latest); it saves a checkpoint first"
     ),
-    "push upload publish": "to share a model: run export latest, then `hf upload REPOSITORY FOLDER`",
+    "push upload publish": "to share a model: run export latest --push hub:OWNER/NAME",
     "download pull": "a run downloads what it names: model=hf model.path=ORGANIZATION/NAME, data=hub",
     "plot curves dashboard ui webui": "curves of a run: run report latest",
     "estimate estimate-memory memory profile": "memory of a job: run plan …; speed of a device: run bench",
@@ -81,7 +76,7 @@ def hint(word: str, verbs: Mapping[str, str]) -> str:
     if groups := sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower()):
         demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
         return f"to choose it: run {' or '.join(f'{group}={word.lower()}' for group in groups)} …{demo}"
-    meant = suggest.nearest(word, [*verbs, *HINTS])
+    meant = suggest.nearest_word(word, [*verbs, *HINTS])
     if meant is None:
         return ""
     return (

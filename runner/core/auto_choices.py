@@ -1,4 +1,4 @@
-"""What was decided for the user (kernel, dtype, fallback) and what was found: said, and kept for the manifest.
+"""Automatic choices (kernel, dtype, fallback) and facts: printed, and written to the manifest.
 
 decide(feature, wanted, got, reason)   something else is done than was asked for; refused under strict=true
 decide.state(feature, value, reason)   a fact worth knowing, e.g. how many rows were skipped as asked; never refused
@@ -38,21 +38,21 @@ class Decisions:
     """Callable with (feature, wanted, got, reason); raises EnvironmentProblem when the run is strict."""
 
     strict: bool = False
-    made: list[Decision] = field(default_factory=list)
+    entries: list[Decision] = field(default_factory=list)
 
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None:
         decision = Decision(feature, wanted, got, reason)
         if self.strict and not decision.is_fact:
             raise EnvironmentProblem(f"strict=true refuses an automatic decision: {decision}")
-        if decision not in self.made:
-            self.made.append(decision)
+        if decision not in self.entries:
+            self.entries.append(decision)
             log.info("%s %s", "found   " if decision.is_fact else "decided ", decision)
 
-    def state(self, feature: str, value: str, reason: str) -> None:
+    def record_fact(self, feature: str, value: str, reason: str) -> None:
         """Say a fact, which strict=true allows."""
         self(feature, value, value, reason)
 
     def records(self) -> dict[str, list[dict[str, str]]]:
         """Plain records for the manifest: `decisions`, and `facts` apart from them."""
-        facts = [{"feature": d.feature, "value": d.got, "reason": d.reason} for d in self.made if d.is_fact]
-        return {"decisions": [asdict(d) for d in self.made if not d.is_fact], "facts": facts}
+        facts = [{"feature": d.feature, "value": d.got, "reason": d.reason} for d in self.entries if d.is_fact]
+        return {"decisions": [asdict(d) for d in self.entries if not d.is_fact], "facts": facts}

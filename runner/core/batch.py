@@ -85,34 +85,38 @@ class Batch:
         }
 
 
-def pack(ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]]) -> Batch:
-    """Lay rows end to end, each row its own unit; the weight of each row's first token is set to 0.
+def pack(
+    ids: Sequence[Sequence[int]],
+    weights: Sequence[Sequence[float]],
+    branches: Sequence[Sequence[int]] | None = None,
+) -> Batch:
+    """Lay rows end to end, each its own unit; the weight of each unit's first token is set to 0.
 
-    ids and weights have N rows of equal lengths. Raises ValueError for an empty row and for other lengths.
+    ids and weights have N rows of equal lengths. branches: of each, where the continuations of its beginning start;
+    the beginning and each of these is then a row of the unit. Raises ValueError for an empty row and for other lengths.
     """
-    if not ids or any(len(row) == 0 for row in ids):
+    edges = [(0, *(branches[at] if branches else ()), len(row)) for at, row in enumerate(ids)]
+    if not ids or any(stop <= start for edge in edges for start, stop in pairwise(edge)):
         raise ValueError("a batch needs at least one row and no row may be empty")
     sizes = list(map(len, ids))
     if sizes != list(map(len, weights)):
         raise ValueError("every token needs a weight, and every weight a token")
-    lengths = torch.tensor(sizes)
+    lengths = torch.tensor([stop - start for edge in edges for start, stop in pairwise(edge)])
+    unit = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(edge) - 1 for edge in edges]))
     starts = torch.cumsum(lengths, 0) - lengths
+    roots = torch.tensor([0, *accumulate(sizes)][:-1])
+    shared = torch.tensor([edge[1] if at else 0 for edge in edges for at in range(len(edge) - 1)])
     index = torch.arange(sum(sizes))
-    positions = index - torch.repeat_interleave(starts, lengths)
-    weight = laid_out(weights, np.float32)
-    weight[starts] = 0.0
-    return Batch(
-        tokens={
-            "ids": laid_out(ids, np.int64),
-            "positions": positions,
-            "parent": torch.where(positions == 0, -1, index - 1),
-            "weight": weight,
-        },
-        rows={"lengths": lengths, "unit": torch.arange(len(ids))},
-    )
+    positions = index - torch.repeat_interleave(starts - shared, lengths)
+    parent = index - 1
+    parent[starts] = torch.where(shared > 0, roots[unit] + shared - 1, -1)
+    weight = flatten_rows(weights, np.float32)
+    weight[roots] = 0.0
+    tokens = {"ids": flatten_rows(ids, np.int64), "positions": positions, "parent": parent, "weight": weight}
+    return Batch(tokens, rows={"lengths": lengths, "unit": unit})
 
 
-def laid_out(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+def flatten_rows(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
     """The numbers of all rows end to end, [T]."""
     return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, count=sum(map(len, rows))))
 
@@ -134,8 +138,8 @@ def row_sum(batch: Batch, values: Tensor) -> Tensor:
     return values.new_zeros(batch.num_rows).index_add(0, row_of_tokens(batch), values)
 
 
-def join(parts: Sequence[Batch]) -> Batch:
-    """Batches with the same channels laid end to end; `totals` are the first one's, units are numbered anew."""
+def concat_batches(parts: Sequence[Batch]) -> Batch:
+    """Concatenate batches with the same channels; `totals` are the first one's, units are renumbered."""
     sizes = torch.tensor([part.num_tokens for part in parts])
     offsets = (torch.cumsum(sizes, 0) - sizes).tolist()
     tokens = {name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens}
@@ -151,7 +155,7 @@ def join(parts: Sequence[Batch]) -> Batch:
 def select_units(batch: Batch, order: Sequence[int]) -> Batch:
     """The units at the places `order`, in that order."""
     spans = unit_spans(batch)
-    return join([batch.slice_rows(*spans[at][:2]) for at in order])
+    return concat_batches([batch.slice_rows(*spans[at][:2]) for at in order])
 
 
 def with_tokens(batch: Batch, **channels: Tensor) -> Batch:
@@ -180,52 +184,52 @@ def prefixes(batch: Batch) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """What some units take up on a device: their tokens, or, padded, one row per path as long as the longest."""
+class Footprint:
+    """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest."""
 
     tokens: int = 0
     paths: int = 0
     longest: int = 0
 
-    def __add__(self, other: Places) -> Places:
-        return Places(self.tokens + other.tokens, self.paths + other.paths, max(self.longest, other.longest))
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(self.tokens + other.tokens, self.paths + other.paths, max(self.longest, other.longest))
 
-    def count(self, padded: bool) -> int:
+    def size(self, padded: bool) -> int:
         """Their number."""
         return self.paths * self.longest if padded else self.tokens
 
 
-def places(batch: Batch) -> list[Places]:
+def footprints(batch: Batch) -> list[Footprint]:
     """What each unit takes up."""
     before = prefixes(batch)
     ends = torch.cumsum(batch.structure.rows["lengths"], 0)
     whole = (batch.structure.tokens["positions"][ends - 1] + 1).tolist()  # of each row with what it continues
     shared = set(before.tolist())
     return [
-        Places(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]))
+        Footprint(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]))
         for first, last, size in unit_spans(batch)
     ]
 
 
-def cuts(taken: Sequence[Places], budget: int, *, padded: bool) -> list[range]:
-    """Runs of units that take at most `budget` places each, of units that take so many; a larger unit runs alone."""
-    runs, start, filled = list[range](), 0, Places()
+def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool) -> list[range]:
+    """Ranges of units that take at most `budget` token slots each; a larger unit is alone in its range."""
+    runs, start, filled = list[range](), 0, Footprint()
     for unit, more in enumerate(taken):
-        if unit > start and (filled + more).count(padded) > budget:
+        if unit > start and (filled + more).size(padded) > budget:
             runs.append(range(start, unit))
-            start, filled = unit, Places()
+            start, filled = unit, Footprint()
         filled = filled + more
     return [*runs, range(start, len(taken))] if taken else []
 
 
-def micro_batches(batch: Batch, budget: int, *, padded: bool = False) -> Iterator[Batch]:
-    """Cut between units so that each piece takes at most `budget` places on the device; a larger unit runs alone.
+def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Iterator[Batch]:
+    """Cut between units so that each piece takes at most `max_tokens` token slots; a larger unit is alone.
 
-    A place is a token, or, for a model that runs padded, also what fills its rows up to the longest.
+    A slot is a token or, for a model that runs padded, also padding up to the longest row.
     """
     spans = unit_spans(batch)
-    taken = places(batch) if padded else [Places(size) for *_, size in spans]
-    for run in cuts(taken, budget, padded=padded):
+    taken = footprints(batch) if padded else [Footprint(size) for *_, size in spans]
+    for run in micro_batch_ranges(taken, max_tokens, padded=padded):
         yield batch.slice_rows(spans[run[0]][0], spans[run[-1]][1])
 
 

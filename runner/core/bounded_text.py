@@ -1,4 +1,4 @@
-"""JSON and YAML from outside, read within bounds: what is nested too deeply, or grows by aliases, ends with ValueError.
+"""Bounded parsing of JSON and YAML from outside: deep nesting and alias growth end with ValueError.
 
 Nothing here imports PyYAML before a text needs it.
 """
@@ -21,7 +21,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError where a YAML text is nested too deeply, or has too many values once its aliases are written out.
+    """Raise ValueError where a YAML text is nested too deeply, or too large once aliases are expanded.
 
     A text that is no YAML passes: whoever parses it names the place.
     """

@@ -1,4 +1,4 @@
-"""The kinds of device, and what drivers, torch, Slurm, Ray and vLLM do with each. Nothing here imports torch.
+"""The kinds of device, and what drivers, torch, Slurm, Ray and vLLM call them, without torch.
 
 A device from elsewhere adds its own: `XPU = register(Kind(name="xpu", …))` in the module of its config.
 """
@@ -57,7 +57,7 @@ class Kind:
 
     @property
     def backend(self) -> str:
-        """Process groups for its tensors, and for those of the host beside them, as `init_process_group` takes it."""
+        """Backends of process groups for its tensors and the host's, as `init_process_group` takes them."""
         return self.collectives if self.name == "cpu" else f"cpu:gloo,{self.name}:{self.collectives}"
 
 

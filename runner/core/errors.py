@@ -1,21 +1,21 @@
 """Every error a user can meet, and the exit code it ends with.
 
-    RunnerError                     1   our own bug, unless a subclass says otherwise
+    RunnerError                     1   a bug in this project, unless a subclass says otherwise
     ├── SpecError                   2   the job spec is wrong (carries every problem found)
     ├── EnvironmentProblem          2   a device, a package or a permission is missing
     │   ├── NotReady                2   this machine lacks what the job needs, all of it in one error
-    │   └── UnfitModel              2   a model cannot do what was asked of it
+    │   └── UnsupportedModelError   2   a model cannot do what the job needs
     ├── DataError                   3   the data cannot be used as it is
-    ├── CheckpointError             4   checkpoints exist and none is whole, or one does not fit
+    ├── CheckpointError             4   checkpoints exist and none is valid, or one does not fit
     ├── TrainingDiverged            5   a numeric guard stopped the run
-    ├── Disagreement                5   `run parity`: another device does not compute the same; a bound of `run bench`
+    ├── ParityError                 5   `run parity`: another device does not compute the same; a bound of `run bench`
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
-    ├── SecurityRefusal             8   something asked to run code or to leak a secret
+    ├── SecurityError               8   something asked to run code or to leak a secret
     ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
-    ├── RankLost                   75   a process or a machine of the job is gone; worth a retry
-    ├── SamplerFault               75   what samples is gone, or does not answer as these weights would
+    ├── RankLost                   75   a process or a machine of the job was lost; worth a retry
+    ├── SamplerError               75   a sampler was lost, or does not answer as these weights would
     └── Interrupted           130/143   SIGINT or SIGTERM; a checkpoint was written, if a step was made
 
 A message says what is wrong, where it was set, and what to type next.
@@ -59,13 +59,13 @@ class EnvironmentProblem(RunnerError):
 
 
 class NotReady(EnvironmentProblem):
-    """This machine lacks what a job needs; the message has everything that was found before torch is imported."""
+    """This machine lacks what a job needs; the message lists everything found before torch is imported."""
 
     def __init__(self, faults: Sequence[RunnerError]) -> None:
         super().__init__("\n".join(map(str, faults)))
 
 
-class UnfitModel(EnvironmentProblem):
+class UnsupportedModelError(EnvironmentProblem):
     """A model cannot be used in the way that was asked of it; who asked says which option to change."""
 
 
@@ -76,7 +76,7 @@ class DataError(RunnerError):
 
 
 class CheckpointError(RunnerError):
-    """Checkpoints exist and none is whole, or one does not fit this job."""
+    """Checkpoints exist and none is valid, or one does not fit this job."""
 
     exit_code = 4
 
@@ -87,7 +87,7 @@ class TrainingDiverged(RunnerError):
     exit_code = 5
 
 
-class Disagreement(RunnerError):
+class ParityError(RunnerError):
     """A device does not compute what another one did, or less than a bound asks for."""
 
     exit_code = 5
@@ -105,7 +105,7 @@ class StorageError(RunnerError):
     exit_code = 7
 
 
-class SecurityRefusal(RunnerError):
+class SecurityError(RunnerError):
     """A config, model or data file asked to run code or to write a secret to disk."""
 
     exit_code = 8
@@ -129,7 +129,7 @@ class RankLost(RunnerError):
     exit_code = 75
 
 
-class SamplerFault(RunnerError):
+class SamplerError(RunnerError):
     """What samples is gone for good, or its answers are not those of the weights that it was given."""
 
     exit_code = 75
@@ -147,9 +147,10 @@ def render_problems(problems: Sequence[Problem]) -> str:
     """The table of problems as the user sees it: key and message left, who set it right."""
     count = len(problems)
     head = f"the job spec has {count} problem{'s' if count != 1 else ''}"
-    bodies = [f"{p.key}: {p.message}" if p.key else p.message for p in problems]
-    width = min(max(map(len, bodies), default=0), 100)
-    lines = [
-        f"  {b.ljust(width)}  [{p.origin}]" if p.origin else f"  {b}" for b, p in zip(bodies, problems, strict=True)
-    ]
-    return "\n".join([head, *lines])
+    bodies = [(f"{p.key}: {p.message}" if p.key else p.message).split("\n") for p in problems]
+    width = min(max((len(first) for first, *_ in bodies), default=0), 100)
+    lines = [head]
+    for (first, *more), p in zip(bodies, problems, strict=True):
+        lines.append(f"  {first.ljust(width)}  [{p.origin}]" if p.origin else f"  {first}")
+        lines += [f"    {line}" for line in more]
+    return "\n".join(lines)

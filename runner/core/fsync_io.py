@@ -1,5 +1,6 @@
-"""Files that outlive their process, or must not: on the disk and not only in its cache once a function returns, at
-named instants where a test ends the process, and in folders that somebody else removes. Nothing here imports torch.
+"""Durable files, fault injection points, and folders for temporary files. Nothing here imports torch.
+
+A file is on the disk, and not only in its cache, once a function returns.
 
     RUNNER_FAILPOINT=checkpoint.before_rename:kill              SIGKILL there; free when the variable is unset
     RUNNER_FAILPOINT=checkpoint.write:ENOSPC                    OSError there, with any name of `errno`
@@ -30,7 +31,7 @@ STALE = timedelta(hours=1)  # another process may be writing what is younger
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors passes an errno on
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Flush a file, or a folder's list of names, to the disk. Raises OSError where that fails."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -47,8 +48,8 @@ def write_new(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def replace_whole(path: Path, content: bytes) -> None:
-    """Put `content` at `path` so that a reader, or a crash, sees the old file or the new one and nothing else.
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write `content` to `path` atomically: a reader, or a crash, sees the old file or the new one.
 
     Raises OSError where that fails; the old file is then untouched and nothing is left beside it.
     """
@@ -56,13 +57,13 @@ def replace_whole(path: Path, content: bytes) -> None:
     try:
         write_new(staged, content)
         os.replace(staged, path)
-        sync(path.parent)
+        fsync_path(path.parent)
     finally:
         staged.unlink(missing_ok=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what `replace_whole` left in a folder where its process was killed. Raises OSError."""
+def remove_leftovers(folder: Path) -> None:
+    """Remove what `atomic_write` left in a folder where its process was killed. Raises OSError."""
     for path in folder.glob(f"{STAGED}*"):
         with suppress(FileNotFoundError):  # another process was faster
             if datetime.now() - datetime.fromtimestamp(path.stat().st_mtime) > STALE:
@@ -77,16 +78,16 @@ def sha256(path: Path) -> str:
 
 def free_bytes(folder: Path) -> int:
     """What this user may still write to the disk that `folder` is, or would be, on."""
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(_nearest_existing(folder)).free
 
 
-def inodes_left(folder: Path) -> bool:
+def has_free_inodes(folder: Path) -> bool:
     """Whether another few files can be made, where the file system counts them."""
-    status = os.statvfs(_existing(folder))
+    status = os.statvfs(_nearest_existing(folder))
     return status.f_files == 0 or status.f_favail > 4
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Why an operation failed, in words."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (said := OS_ERROR.search(str(error))):
@@ -94,7 +95,7 @@ def reason(error: Exception) -> str:
     return str(error) if number is None else FULL.get(number) or os.strerror(number)
 
 
-def human(num_bytes: int) -> str:
+def format_bytes(num_bytes: int) -> str:
     """A size as people read it, e.g. 3.2 MiB."""
     size = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
@@ -104,9 +105,9 @@ def human(num_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def _existing(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
-    return folder if folder.exists() else _existing(folder.parent)
+    return folder if folder.exists() else _nearest_existing(folder.parent)
 
 
 def failpoint(name: str) -> None:
@@ -121,25 +122,25 @@ def failpoint(name: str) -> None:
 
 
 MEMORY = Path("/dev/shm")
-MEETINGS = "vllm_dist_*"  # vLLM's files by which its workers meet
+RENDEZVOUS_FILES = "vllm_dist_*"  # vLLM's files by which its workers meet
 KEPT = ".kept"
 
 
-def temporary_of(folder: Path) -> Path:
-    """The folder for temporary files that goes with `folder`. Short, as a socket's path has at most 107 bytes."""
+def temporary_folder(folder: Path) -> Path:
+    """The folder for temporary files of `folder`; short, as a socket's path has at most 107 bytes."""
     name = hashlib.blake2b(os.fsencode(folder.absolute()), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir(), f"run-engine-{name}")
 
 
-def keep_names(folder: Path) -> None:
+def keep_rendezvous_names(folder: Path) -> None:
     """Once workers have met: how the files by which they met are called is known even when these are gone."""
-    for file in [*folder.glob(MEETINGS)]:
+    for file in [*folder.glob(RENDEZVOUS_FILES)]:
         file.with_suffix(KEPT).touch()
 
 
-def remove(folder: Path, memory: Path = MEMORY) -> None:
+def remove_temporary_folder(folder: Path, memory: Path = MEMORY) -> None:
     """Remove such a folder, where there is one, and the memory that is called after files in it."""
-    for file in folder.glob(MEETINGS):
+    for file in folder.glob(RENDEZVOUS_FILES):
         for shared in memory.glob(f"{glob.escape(file.stem)}*"):
             shared.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,17 +1,28 @@
-"""Large imports, out of the garbage collector's sight; names that are imported when they are first used."""
+"""Imports: large ones without garbage collection, names on first use, and entry points of packages.
+
+An entry point that cannot be used is left out, and the command line says so once.
+"""
 
 from __future__ import annotations
 
 import gc
 import importlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from runner.core.errors import RunnerError
+
+LEFT_OUT: dict[tuple[str, str], str] = {}  # group and name of an entry point that was left out → why
+_FAILED: dict[str, dict[str, list[str]]] = {}  # package → why → names of its entry points
+
+T = TypeVar("T")
 
 
 def import_frozen(name: str) -> ModuleType:
-    """Import a module with all that it imports while the collector rests, and exempt what exists then (`gc.freeze`).
+    """Import a module with garbage collection off, and exempt all objects that exist then (`gc.freeze`).
 
     Modules live as long as the process. The collector would search their hundreds of thousands of objects again and
     again, and twice more at the end: a quarter of the processor time of a first step. A module that is there already
@@ -30,7 +41,7 @@ def import_frozen(name: str) -> ModuleType:
 
 
 def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
-    """Set a module's `__getattr__` and `__all__`; type checkers know its names from imports under TYPE_CHECKING.
+    """Set a module's `__getattr__` and `__all__`; type checkers read its names under TYPE_CHECKING.
 
     namespace: the module's `globals()`; homes: module → the names that it defines, separated by blanks
     """
@@ -44,3 +55,43 @@ def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
         return found
 
     namespace["__getattr__"] = find
+
+
+def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
+    """Apply `use` to each entry point of a group, in the order of package names.
+
+    An entry point for which it raises is left out.
+    """
+    for point in sorted(entry_points(group=group), key=lambda one: (_distribution_name(one), one.name)):
+        try:
+            made = use(point)
+        except (Exception, SystemExit) as error:  # a foreign package may fail in any way
+            why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
+            LEFT_OUT[group, point.name] = f"that of the plug-in {_distribution_name(point)} is left out: {why}"
+            _FAILED.setdefault(_distribution_name(point), {}).setdefault(why, []).append(point.name)
+            continue
+        yield made
+
+
+def plugin_warnings() -> list[str]:
+    """For each package of which something was left out: what, why, and what to type."""
+    return [
+        "\n  ".join(
+            [
+                f"the plug-in {owner} is not used in full",
+                *map(_line, failed.items()),
+                f"fix it, or: pip uninstall {owner}",
+            ]
+        )
+        for owner, failed in _FAILED.items()
+    ]
+
+
+def _line(failed: tuple[str, list[str]]) -> str:
+    why, names = failed
+    return f"left out: {', '.join(names)} ({why})"
+
+
+def _distribution_name(point: EntryPoint) -> str:
+    """The installed package that an entry point belongs to."""
+    return point.dist.name if point.dist else point.value.partition(":")[0]

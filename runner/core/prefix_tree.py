@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, laid_out, prefixes
+from runner.core.batch import Batch, flatten_rows, prefixes
 
 SHARED = -1  # the `branch` of a prompt that several branches share
 LAYOUT = frozenset({"ids", "positions", "parent"})
@@ -129,7 +129,7 @@ class _Packing:
         """The batch laid out so far."""
         integer = LAYOUT | {"lengths", "unit", "branch", "tree"}
         return Batch(
-            tokens={n: laid_out(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
+            tokens={n: flatten_rows(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
             rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
         )
 
@@ -140,23 +140,26 @@ def paths(batch: Batch) -> Paths | None:
     if not bool((before >= 0).any()):
         return None
     leaves = torch.ones_like(before, dtype=torch.bool).index_fill_(0, before[before >= 0], False).nonzero()[:, 0]
-    lengths, index = _laid(batch, torch.stack([before[leaves], leaves], 1))
+    lengths, index = _concatenate_rows(batch, torch.stack([before[leaves], leaves], 1))
     inverse = torch.empty(batch.num_tokens, dtype=torch.int64)
     inverse[index] = torch.arange(len(index))
     return Paths(lengths, index, inverse)
 
 
 def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
-    """What each row sees: the row that it continues, if there is one, and itself. Their lengths [N] and, int64 on the
-    CPU, the batch's token at each place of them end to end; None if every row sees itself alone."""
+    """The tokens that each row attends to: the row that it continues, if any, and its own.
+
+    Returns the lengths [N] and, int64 on the CPU, the batch's token indices end to end; None if every row sees
+    itself alone.
+    """
     before = prefixes(batch)
     if not bool((before >= 0).any()):
         return None
-    return _laid(batch, torch.stack([before, torch.arange(len(before))], 1))
+    return _concatenate_rows(batch, torch.stack([before, torch.arange(len(before))], 1))
 
 
-def _laid(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
-    """Pairs [n, 2] of rows (-1: none) laid end to end: the length of each pair, and the batch's token at each place."""
+def _concatenate_rows(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    """Concatenate pairs [n, 2] of rows (-1: none): the length of each pair, and the token at each place."""
     lengths = batch.structure.rows["lengths"].cpu()
     flat = parts.flatten()
     sizes = torch.where(flat < 0, 0, lengths[flat])
@@ -165,7 +168,7 @@ def _laid(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
     return tuple(sizes.view(-1, 2).sum(1).tolist()), index
 
 
-def rows_alone(batch: Batch) -> Paths:
+def rows_as_paths(batch: Batch) -> Paths:
     """Every row as a path of its own: the paths of a batch of which no row continues another."""
     every = torch.arange(batch.num_tokens)
     return Paths(tuple(batch.structure.rows["lengths"].tolist()), every, every)

@@ -1,4 +1,4 @@
-"""Where a process stands among those of its job: on which machine, its rank among all and among those there."""
+"""The rank of a process: on which machine, among all processes of the job, and among those there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from runner.core.errors import EnvironmentProblem
 
 ELASTIC = "TORCHELASTIC_"  # how the names begin that torchrun sets beside them
-MEETING = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find one another
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find one another
 # What gloo, NCCL, HCCL and torch's store say where another process of the job is gone.
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
 LATE = ("Timed out waiting", "timed out", "timeout")  # where it does not answer
@@ -19,20 +19,20 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn by the kernel as the mac
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class Host:
     """A machine, told apart from all others: also from one with the same name, and from containers on it."""
 
     host: str
     boot_id: str
 
     @classmethod
-    def here(cls) -> Machine:
+    def current(cls) -> Host:
         """This one; without a boot id where the system has none."""
         return cls(socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """`rank` of `size` processes of the job, `local_rank` of the `local_size` of them on this machine."""
 
     rank: int = 0
@@ -42,10 +42,12 @@ class Place:
 
     def __post_init__(self) -> None:
         if not (0 <= self.local_rank < self.local_size <= self.size and self.local_rank <= self.rank < self.size):
-            raise EnvironmentProblem(f"{self.variables()}: no place in a job; RANK counts from 0 to WORLD_SIZE - 1")
+            raise EnvironmentProblem(
+                f"{self.to_environment()}: no place in a job; RANK counts from 0 to WORLD_SIZE - 1"
+            )
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> Place:
+    def from_environment(cls, environment: Mapping[str, str]) -> RankInfo:
         """The place that torchrun's variables name; alone where none of them is set, or WORLD_SIZE is 1.
 
         Raises EnvironmentProblem where some are missing, or they contradict one another.
@@ -57,7 +59,8 @@ class Place:
             said, lacking = ", ".join(found), ", ".join(missing)
             raise EnvironmentProblem(
                 f"{said} set, {lacking} not: a rank needs all four, as torchrun sets them. Where the first two count "
-                "machines: run … launch.nodes=$WORLD_SIZE launch.node=$RANK launch.address=$MASTER_ADDR:$MASTER_PORT"
+                "machines: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
+                "launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT"
             )
         try:
             return cls(*(int(found[name]) for name in VARIABLES))
@@ -65,16 +68,16 @@ class Place:
             raise EnvironmentProblem(f"{found}: whole numbers are expected") from error
 
     @property
-    def leads(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0, which alone writes the run's files and speaks to the user."""
         return self.rank == 0
 
     @property
-    def node(self) -> int:
+    def node_rank(self) -> int:
         """The machine's number, where every machine has as many processes as this one."""
         return self.rank // self.local_size
 
-    def variables(self) -> dict[str, str]:
+    def to_environment(self) -> dict[str, str]:
         """The environment that `of` reads this place from."""
         values = (self.rank, self.size, self.local_rank, self.local_size)
         return {name: str(value) for name, value in zip(VARIABLES, values, strict=True)}
@@ -83,17 +86,17 @@ class Place:
         return f"rank {self.rank} of {self.size}"
 
 
-def tells_of_loss(message: str) -> bool:
+def is_connection_loss(message: str) -> bool:
     """Whether a library's error says that another process is gone, and not that it is late."""
     return any(words in message for words in GONE)
 
 
-def tells_of_delay(message: str) -> bool:
+def is_timeout(message: str) -> bool:
     """Whether it says that another process did not answer in time."""
     return any(words in message for words in LATE)
 
 
-def alone(environment: Mapping[str, str]) -> dict[str, str]:
+def without_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that a rank starts and that is none."""
-    own = {*VARIABLES, *MEETING}
+    own = {*VARIABLES, *RENDEZVOUS_VARIABLES}
     return {name: value for name, value in environment.items() if name not in own and not name.startswith(ELASTIC)}

@@ -1,4 +1,4 @@
-"""Random streams are derived, never stored: a stream's seed is a function of the run's seed and of what it is for."""
+"""Random streams: a stream's seed is a function of the run's seed and of its purpose, never stored."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import json
 
 
-def derive(seed: int, *parts: int | str) -> int:
-    """A 63-bit seed for the stream called `parts`, e.g. `derive(seed, "dropout", step, micro)`.
+def derive_seed(seed: int, *parts: int | str) -> int:
+    """A 63-bit seed for the stream called `parts`, e.g. `derive_seed(seed, "dropout", step, micro)`.
 
     Equal arguments give equal seeds on every machine and version; ("a", 1), ("a1",) and ("a", "1") all differ.
     Raises TypeError for a part that is neither int nor str: its text form could change under us.

@@ -1,4 +1,4 @@
-"""Arithmetic in text: read into a syntax tree and walked here; nothing of it is run. Fractions are exact.
+"""Arithmetic in text: parsed into a syntax tree and evaluated here, never executed. Exact fractions.
 
 There are whole numbers, + - * / and brackets, and nothing else.
 """
@@ -19,7 +19,7 @@ class NotArithmetic(ValueError):
     """The text is no arithmetic expression, or has no value; says why."""
 
 
-def evaluated(text: str) -> tuple[Fraction, list[int]]:
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """The value of an expression and the numbers in it. Raises NotArithmetic."""
     expression = text.translate(SIGNS).strip()
     if not EXPRESSION.fullmatch(expression):

@@ -1,4 +1,4 @@
-"""How a safetensors file is laid out, so that it can be written tensor by tensor, in any order, by one or by many.
+"""Layout of a safetensors file, so that tensors can be written in any order, by several processes.
 
 length of the header, uint64 │ header, JSON: name → type, shape, first and last byte │ tensors, widest types first
 """
@@ -37,21 +37,23 @@ SIZES = {kind: dtype.itemsize for dtype, kind in TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """How a file begins, and where behind that each tensor lies: the first byte, and the one after the last."""
+class FileLayout:
+    """Header of a file, and the byte range of each tensor behind it."""
 
     head: bytes
-    places: Mapping[str, tuple[int, int]]
+    byte_ranges: Mapping[str, tuple[int, int]]
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors."""
-        return max((end for _, end in self.places.values()), default=0)
+        return max((end for _, end in self.byte_ranges.values()), default=0)
 
 
-def arranged(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> Layout:
-    """The file of tensors of these types and shapes, the same for any order of them; if all have one type, byte for
-    byte where safetensors itself puts them."""
+def compute_layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]) -> FileLayout:
+    """The layout for tensors of these types and shapes, the same for any order of them.
+
+    If all have one type, it is byte for byte that of the safetensors package.
+    """
     header: dict[str, Any] = {RESERVED: dict(metadata)}
     places: dict[str, tuple[int, int]] = {}
     end = 0
@@ -62,10 +64,10 @@ def arranged(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mappi
         places[name] = begin, end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return Layout(len(text).to_bytes(8, "little") + text, places)
+    return FileLayout(len(text).to_bytes(8, "little") + text, places)
 
 
-def create(path: Path, layout: Layout) -> None:
+def create_file(path: Path, layout: FileLayout) -> None:
     """Make the file, with the tensors' values still missing. Raises OSError."""
     with path.open("xb") as file:
         file.write(layout.head)

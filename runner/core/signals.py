@@ -24,9 +24,11 @@ STOPS, SAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIGUSR1
 
 
 class StopNow(BaseException):
-    """Ends what runs at once. No `except Exception` on its way takes it for a fault. Not KeyboardInterrupt: one that
-    passes through the execution of a string (namedtuple, dataclass) makes CPython end by SIGINT, whatever exit code
-    the program gives."""
+    """Ends what runs at once; no `except Exception` catches it.
+
+    Not KeyboardInterrupt: one that passes through the execution of a string (namedtuple, dataclass) makes CPython end
+    by SIGINT, whatever exit code the program gives.
+    """
 
 
 class StopSignal:
@@ -39,11 +41,11 @@ class StopSignal:
         self.checkpoint_requested = False  # SIGUSR1: whether this step is to be saved, as all ranks agreed
 
     @property
-    def requested(self) -> bool:
+    def is_requested(self) -> bool:
         """Whether the run should end after this step, as all ranks agreed."""
         return self._agreed is not None
 
-    def agree(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
+    def agree_across_ranks(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
         """Take the first signal that any rank has received, so that all end, or save, after the same step.
 
         gather: what every rank has received, this one among them; all ranks call it
@@ -54,13 +56,13 @@ class StopSignal:
         self._agreed = next((number for number in received if number not in (None, SAVE)), None)
 
     def install(self) -> None:
-        """Take over the signals. One that the parent ignores stays ignored (nohup), and SIGUSR1 with whoever has it."""
-        _taken(self._receive, (*STOPS, SAVE))
+        """Install the handlers, except where the parent ignores a signal (nohup) or SIGUSR1 has a handler."""
+        _install_handler(self._receive, (*STOPS, SAVE))
 
     @contextmanager
-    def installed(self) -> Iterator[None]:
+    def handle_signals(self) -> Iterator[None]:
         """The same for the time of the block."""
-        with _restored(_taken(self._receive, (*STOPS, SAVE))):
+        with _restore_handlers(_install_handler(self._receive, (*STOPS, SAVE))):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -73,7 +75,7 @@ class StopSignal:
                 return
             number = signal.SIGTERM
         if self.number is not None:
-            _write_to_stderr("\nended at once; a resume goes on from the last checkpoint\n")
+            _write_to_stderr("\nended at once; a resume continues from the last checkpoint\n")
             os._exit(128 + number)
         self.number = number
         if self._at_once:
@@ -81,7 +83,7 @@ class StopSignal:
         _write_to_stderr(f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n")
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def interrupt_immediately(self) -> Iterator[None]:
         """A block that a signal ends without delay, because there is nothing to save yet. Raises Interrupted."""
         self._at_once = True
         try:
@@ -111,8 +113,8 @@ def _write_to_stderr(text: str) -> None:
         os.write(2, text.encode())
 
 
-def _taken(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
-    """Let these signals go to `receive`, unless the parent ignores them, or SIGUSR1 is handled; who had them before."""
+def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
+    """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
     free = [
         n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))
@@ -121,7 +123,7 @@ def _taken(receive: Callable[[int, FrameType | None], None], numbers: Sequence[i
 
 
 @contextmanager
-def _restored(before: dict[int, Any]) -> Iterator[None]:
+def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
     try:
         yield
     finally:
@@ -129,7 +131,7 @@ def _restored(before: dict[int, Any]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-class Interrupts:
+class SignalRecorder:
     """Signals, noted in their order by a process that passes them on to those which it has started.
 
     saves: whether SIGUSR1 is noted, too; the others ask to end, SIGHUP as SIGTERM does
@@ -140,18 +142,18 @@ class Interrupts:
         self._numbers = (*STOPS, SAVE) if saves else STOPS
 
     @property
-    def received(self) -> list[int]:
+    def stop_signals(self) -> list[int]:
         """Those that ask to end."""
         return [number for number in self.noted_signals if number != SAVE]
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def record_signals(self) -> Iterator[None]:
         """Note signals inside the block. One that the parent ignores stays ignored (nohup)."""
-        with _restored(_taken(self._receive, self._numbers)):
+        with _restore_handlers(_install_handler(self._receive, self._numbers)):
             yield
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:
             self.noted_signals.append(number)
-        elif not self.received:
+        elif not self.stop_signals:
             self.noted_signals.append(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Child processes: start them, end them with their parent, kill what they started, exchange JSON lines with them.
+"""Child processes: start them, end them with their parent, kill their children, exchange JSON lines.
 
     ChildProcess(command, end_signal=SIGTERM) ─▶ this file as a program: prctl(PR_SET_PDEATHSIG) ─▶ exec command
     JsonLines (parent) ◀── one JSON text per line, over pipes or a socket ──▶ JsonLines (child)
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PR_SET_PDEATHSIG = 1
 # Programs that remove what other processes leave, as soon as these are dead; then they end by themselves
-CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.janitor")
+CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.cleanup_process")
 SETTLE_S = 2.0  # for them to do so
 POLL_S = 0.05
 READ_BYTES = 2**16
@@ -45,8 +45,10 @@ Identity = tuple[int, int]  # number and start time, in clock ticks since boot: 
 
 
 def with_pdeathsig(command: Sequence[str], cores: Sequence[str] = (), end_signal: int = signal.SIGTERM) -> list[str]:
-    """The command that runs `command` on these cores (none: on all), and is sent `end_signal` when the thread that
-    started it ends."""
+    """The command that runs `command` on these cores (none: on all), with a parent-death signal.
+
+    The kernel sends it `end_signal` when the thread that started it ends.
+    """
     own = [str(os.getpid()), str(int(end_signal)), ",".join(cores) or "-"]
     return [sys.executable, "-I", "-S", __file__, *own, *command]
 
@@ -72,7 +74,7 @@ def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
 
 
 class ChildProcess(subprocess.Popen[bytes]):
-    """A child in a session of its own: Ctrl-C reaches the parent alone, and what the child started ends with it.
+    """A child in its own session: Ctrl-C reaches only the parent, and its children end with the child.
 
     Raises OSError where there is no such program. end_signal: what the kernel sends it when the thread that started it
     ends (None: nothing; then `command` is started directly); own_session=False: it stays in this process's group
@@ -109,9 +111,11 @@ class ChildProcess(subprocess.Popen[bytes]):
             start_new_session=own_session,
         )
 
-    def runs(self) -> bool:
-        """Whether it still does. Once it does not, what is left of its session is killed, and `returncode` is set.
-        Any thread may ask."""
+    def is_running(self) -> bool:
+        """Whether it still runs. When it has ended, the rest of its session is killed and `returncode` is set.
+
+        Any thread may call this.
+        """
         with self._reaping:
             if self.returncode is not None:
                 return False
@@ -124,7 +128,7 @@ class ChildProcess(subprocess.Popen[bytes]):
     def ends_within(self, seconds: float) -> bool:
         """Whether it ends in that time."""
         end = time.monotonic() + seconds
-        while self.runs():
+        while self.is_running():
             if time.monotonic() > end:
                 return False
             time.sleep(POLL_S)
@@ -133,14 +137,14 @@ class ChildProcess(subprocess.Popen[bytes]):
     def wait_and_forward(self, received: Sequence[int]) -> int:
         """Its exit code; each signal that this process adds to `received` meanwhile is sent to it once."""
         sent = 0
-        while self.runs():
+        while self.is_running():
             for number in received[sent:]:
                 self.send_signal(number)
                 sent += 1
             time.sleep(POLL_S)
         return int(self.returncode)
 
-    def end(self, grace_s: float, number: int = signal.SIGTERM) -> int:
+    def stop(self, grace_s: float, number: int = signal.SIGTERM) -> int:
         """Send it a signal, and kill it if it runs on for `grace_s` seconds; its exit code."""
         self.send_signal(number)
         if not self.ends_within(grace_s):
@@ -149,7 +153,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return int(self.returncode)
 
     def send_signal(self, number: int) -> None:
-        """Send the process, and nothing that it started, a signal. Any thread may; unlike Popen's it reaps nothing."""
+        """Send a signal to the process alone. Any thread may call this; unlike Popen's it does not reap."""
         with self._reaping:
             if self.returncode is None:
                 os.kill(self.pid, number)
@@ -169,9 +173,11 @@ class ChildProcess(subprocess.Popen[bytes]):
 # --- which processes there are, and their end ------------------------------------------------------------------------
 
 
-def identify(pid: int) -> Identity | None:
-    """What tells a living process from a later one with its number, also for another process to read; None of one that
-    has ended. Not psutil's create_time, which moves when the clock is set."""
+def process_identity(pid: int) -> Identity | None:
+    """Tells a living process from a later one with the same number; None for one that has ended.
+
+    Readable by other processes. Not psutil's create_time, which moves when the clock is set.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -180,7 +186,7 @@ def identify(pid: int) -> Identity | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process has not ended; a zombie has, and a later process with the same number is another one."""
+    """Whether a process still runs; a zombie does not, and a later process with its number is another."""
     import psutil
 
     try:
@@ -209,8 +215,10 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 
 
 def kill_session(leader: int) -> None:
-    """SIGKILL to all processes of a session, whatever their group; to those that remove what the others leave last, if
-    they have not ended by then."""
+    """Send SIGKILL to all processes of a session, whatever their group.
+
+    Processes that clean up after the others are killed last, if they have not ended by then.
+    """
     import psutil
 
     mine = [process for process in psutil.process_iter() if _session(process.pid) == leader and is_alive(process)]
@@ -271,8 +279,10 @@ class JsonLines:
         return cls(0, writing)
 
     def send(self, message: object, within_s: float = math.inf) -> bool:
-        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read in time;
-        if it has read a part by then, the connection is closed: no later message may continue the torn line."""
+        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read.
+
+        If a part was sent by then, the connection is closed: no later message may continue a torn line.
+        """
         return self.write(json.dumps(message).encode() + b"\n", within_s)
 
     def write(self, line: bytes, within_s: float = math.inf) -> bool:
@@ -317,14 +327,16 @@ class JsonLines:
             except OSError:  # the other machine has reset the connection, or is unreachable
                 content = b""
             self._is_closed = not content
-            messages += self.feed(content)
+            messages += self.parse(content)
         if self._fault is not None and not messages:
             raise self._fault
         return None if self._is_closed and not messages else messages
 
     def receive_one(self, within_s: float) -> Any:
-        """The next message, where each is the answer to one. Raises TimeoutError, EOFError at the end and where what
-        came is not one message."""
+        """The next message, where each answers one. Raises TimeoutError, EOFError at the end.
+
+        Also EOFError where what came is not one message.
+        """
         end = time.monotonic() + within_s
         try:
             while (messages := self.receive(max(end - time.monotonic(), 0.0))) is not None:
@@ -337,7 +349,7 @@ class JsonLines:
             raise EOFError(str(error)) from error
         raise EOFError
 
-    def feed(self, content: bytes) -> list[Any]:
+    def parse(self, content: bytes) -> list[Any]:
         """The messages that these bytes complete.
 
         Raises ValueError where a line is no message: at once, or, if messages came before it, at the next call.

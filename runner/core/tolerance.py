@@ -1,4 +1,4 @@
-"""How far apart two right computations of the same numbers may lie, by data type: the one table that every check reads.
+"""Tolerances by data type: how far two correct computations of the same numbers may differ.
 
 Measured where a docstring or page beside the check says so; the rest is the data type's rounding with room. Knows no
 torch: a data type goes by its name.
@@ -33,7 +33,7 @@ TOLERANCES = {
 }
 
 
-def tolerance(*dtypes: str) -> Tolerance:
+def tolerance_of(*dtypes: str) -> Tolerance:
     """That of the coarsest of some data types; of one that the table lacks, as of bfloat16."""
     order = list(TOLERANCES)
     places = [order.index(name) if name in TOLERANCES else len(order) - 1 for name in dtypes]

@@ -1,4 +1,4 @@
-"""What this project uses of torch that releases from 2.7.1 on lack: found by trying, and done by other means.
+"""What this project uses of torch that releases since 2.7.1 lack: found by trying, and replaced.
 
 In every other file torch is as the newest. What no means stands in for is refused, with the version and what to type.
 """
@@ -26,7 +26,7 @@ collectives: Any = _fsdp_collectives  # another one in each release
 cpu: Any = torch.cpu
 
 
-def operators(*names: str) -> list[Any]:
+def aten_operators(*names: str) -> list[Any]:
     """Those of torch's own operators by these names that there are."""
     return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
 
@@ -35,17 +35,17 @@ def operators(*names: str) -> list[Any]:
 
 
 def varlen_attention() -> Callable[..., Any] | None:
-    """`varlen_attn` of torch.nn.attention, called as torch 2.13 takes it; None where it knows no scale or no window."""
+    """`varlen_attn` of torch.nn.attention as torch 2.13 calls it; None where it has no scale or window."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:  # torch 2.9 and older
         return None
     function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     known = inspect.signature(function).parameters
     if not {"scale", "window_size"} <= known.keys():  # torch 2.10
         return None
-    return function if "enable_gqa" in known else partial(_with_all_heads, function)
+    return function if "enable_gqa" in known else partial(_repeat_kv_heads, function)
 
 
-def _with_all_heads(
+def _repeat_kv_heads(
     function: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, *rest: Any, enable_gqa: bool, **named: Any
 ) -> Any:
     """For torch 2.11: keys and values, [K, fewer heads, D], are repeated for the queries, [Q, heads, D]."""
@@ -58,19 +58,21 @@ def _with_all_heads(
 # --- the store at which ranks meet -----------------------------------------------------------------------------------
 
 
-def listening_store(host: str, port: int, listener: int, **options: Any) -> Any:
-    """The store of a job, served by this process. listener: descriptor of a socket that listens on `port`, the store's
-    from now on; options: those of torch's TCPStore."""
+def serve_tcp_store(host: str, port: int, listener: int, **options: Any) -> Any:
+    """The store of a job, served by this process.
+
+    listener: descriptor of a socket that listens on `port`, owned by the store from now on; options: those of TCPStore
+    """
     serve = partial(library.TCPStore, host, port, is_master=True, master_listen_fd=listener, **options)
     try:
-        with _no_errors_of_cpp():
+        with _silence_cpp_stderr():
             return serve()
     except NotImplementedError:  # torch 2.7: its newer server opens a socket of its own
         return serve(use_libuv=False)
 
 
 @contextmanager
-def _no_errors_of_cpp() -> Iterator[None]:
+def _silence_cpp_stderr() -> Iterator[None]:
     """Nothing that torch's C++ writes to stderr inside the block, where it logs what it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -86,9 +88,9 @@ def _no_errors_of_cpp() -> Iterator[None]:
 
 
 def set_gradient_sum_reduction(part: FSDPModule) -> None:
-    """Let `part`, sharded, add gradients over the ranks without a mean, by plain sums: gloo and HCCL have no sum that
-    multiplies. Parameters that this rank's tokens did not meet count as zeros: all ranks add the same ones.
+    """Let `part`, sharded, sum gradients over the ranks instead of averaging them.
 
+    Plain sums, because gloo and HCCL have no sum that multiplies. Parameters without gradient on a rank count as zeros.
     Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem
     for a torch whose fully_shard is built otherwise.
     """
@@ -97,7 +99,7 @@ def set_gradient_sum_reduction(part: FSDPModule) -> None:
         part.set_force_sum_reduction_for_comms(True)
     else:  # torch 2.7
         _patch_gradient_division()
-        for group in _groups(part):
+        for group in _param_groups(part):
             group._init_mp_dtypes = partial(_init_trainable_dtypes, group, group._init_mp_dtypes)
     if hasattr(part, "set_custom_all_gather"):
         part.set_custom_all_gather(_gather())
@@ -106,12 +108,12 @@ def set_gradient_sum_reduction(part: FSDPModule) -> None:
     if hasattr(part, "set_reduce_scatter_unused_params"):
         part.set_reduce_scatter_unused_params(True)
     else:  # torch 2.12 and older
-        for group in _groups(part):
-            group.post_backward = partial(_with_zeros, group, group.post_backward)
+        for group in _param_groups(part):
+            group.post_backward = partial(_fill_missing_gradients, group, group.post_backward)
 
 
 def _patch_gradient_division() -> None:
-    """For torch 2.7, whose own reduction is a mean, which gloo has not, and wants events of a CPU that has none."""
+    """For torch 2.7, whose reduction is a mean, which gloo lacks, and which needs events that a CPU lacks."""
     if not hasattr(collectives, "_get_gradient_divide_factors"):
         text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
         raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
@@ -125,7 +127,7 @@ def _gather() -> Any:
         """All-gather in which tensors of several data types travel as signed bytes."""
 
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
-            return super().__call__(*_signed(output_tensor, input_tensor), *rest, **named)
+            return super().__call__(*_as_signed_bytes(output_tensor, input_tensor), *rest, **named)
 
     return Gather()
 
@@ -137,21 +139,21 @@ class _SignedBytes(ModuleType):
         return getattr(distributed, name)
 
     def all_gather_into_tensor(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
-        return library.all_gather_into_tensor(*_signed(output_tensor, input_tensor), *rest, **named)
+        return library.all_gather_into_tensor(*_as_signed_bytes(output_tensor, input_tensor), *rest, **named)
 
 
-def _signed(*tensors: Tensor) -> list[Tensor]:
+def _as_signed_bytes(*tensors: Tensor) -> list[Tensor]:
     return [one.view(torch.int8) if one.dtype == torch.uint8 else one for one in tensors]
 
 
-def _groups(part: FSDPModule) -> list[Any]:
+def _param_groups(part: FSDPModule) -> list[Any]:
     """What is gathered at once, as fully_shard keeps it."""
     state: Any = part._get_fsdp_state()
     found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [one for one in found if one is not None]
 
 
-def _with_zeros(group: Any, post_backward: Any, *unused: Any) -> None:
+def _fill_missing_gradients(group: Any, post_backward: Any, *unused: Any) -> None:
     """Before gradients are added: zeros where this rank has found none."""
     for one in group.fsdp_params if group.reduce_grads else ():
         full = getattr(one, "_unsharded_param", None)
@@ -180,13 +182,15 @@ def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
     if hasattr(part, "set_reshard_after_forward"):
         part.set_reshard_after_forward(reshard, recurse=False)
         return
-    for group in _groups(part):  # torch 2.7
+    for group in _param_groups(part):  # torch 2.7
         group.post_forward_mesh_info = group.mesh_info if reshard else None
 
 
 def reset_iteration_state(root: FSDPModule) -> None:
-    """Free what is gathered, and the order in which layers ran: the next backward pass gathers ahead by it, which has
-    to be the same on all ranks."""
+    """Free gathered parameters and forget the order of layers, which backward prefetching uses.
+
+    That order has to be the same on all ranks.
+    """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return
@@ -195,6 +199,6 @@ def reset_iteration_state(root: FSDPModule) -> None:
     getattr(shared._comm_ctx, "post_forward_order", []).clear()
     for part in root.modules():  # type: ignore[attr-defined]
         if isinstance(part, FSDPModule):
-            for group in _groups(part):
+            for group in _param_groups(part):
                 group._post_forward_indices.clear()
             part.reshard()

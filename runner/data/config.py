@@ -1,37 +1,88 @@
 """What a user can set of the data."""
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig, ItemKind, Names, Numbers, absolute_if_local
+from runner.core.errors import DataError
+from runner.spec.base import ComponentConfig, Config, ItemKind, Names, Numbers, absolute_if_local
 
 MOST_DIGITS = 18  # of all numbers of a sum together: its questions are numbered in 64 bits
-TREE_RULES = ("error", "skip", "truncate_left")  # of data.overlong, where a prompt and its answers are apart
+TRAINING_TEMPLATES = {"deepseek_r1": "<｜Assistant｜><think>"}  # name of a file in templates/ → mark of its family
+DropPart = Literal["reasoning", "system", "tools"]  # of a conversation: thoughts, system prompts, schemas of tools
+TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a prompt and its answers are apart
+
+
+class ChatConfig(Config):
+    """How conversations become tokens in training, rollouts, environments, evaluation and `run infer`."""
+
+    template: str | None = Field(
+        default=None,
+        min_length=1,
+        description="A jinja file, or the name of a training template of this project; null = the tokenizer's own.",
+    )
+    kwargs: dict[str, bool | int | float | str] | None = Field(
+        default=None, description="Variables for the template, e.g. {enable_thinking: false}; null = none."
+    )
+    train_on: Literal["assistant", "answers", "last", "all"] = Field(
+        default="assistant",
+        description="What sft trains on: every assistant turn, these without their reasoning (answers), the last turn, "
+        "or all tokens.",
+    )
+    drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
+        default=(), description="Parts of conversations to leave out because the template cannot write them."
+    )
+
+    def with_absolute_paths(self) -> Self:
+        """The same config with the path of a template file made absolute."""
+        file = self.template_file()
+        return self.model_copy(update={"template": absolute_if_local(str(file))}) if file else self
+
+    def template_file(self) -> Path | None:
+        """The user's own template; None for the tokenizer's and for a training template of this project."""
+        return None if self.template is None or self.template in TRAINING_TEMPLATES else Path(self.template)
+
+    def preflight(self) -> None:
+        """Raise DataError for a template that is not there; imports no tokenizer."""
+        file = self.template_file()
+        if file and not file.is_file():
+            named = ", ".join(TRAINING_TEMPLATES)
+            raise DataError(f"chat.template={file}: no such file; expected a jinja file, or one of: {named}")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.train_on == "assistant" or job.algorithm.item_kind == "sft":
+            return []
+        why = f"algorithm={job.algorithm.name} decides itself which tokens it trains on; leave it out"
+        return [("chat.train_on", f"is for sft and cpt; {why}")]
 
 
 class DataConfig(ComponentConfig):
     """Items, how they become tokens, and in which order they come."""
 
     group: ClassVar[str] = "data"
-    renames_columns: ClassVar[bool] = False  # whether it has the option data.columns
+    renames_columns: ClassVar[bool] = False  # whether it has the option data.rename_columns
     max_length: int = Field(
         default=1024,
         ge=2,
         description="Longest tokenised item (prompt and longest answer; in rollouts, prompt) in tokens.",
     )
-    overlong: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
+    truncation: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
         default="error",
         description="What happens to an item above max_length (split: plain text only; truncate_left: of pairs, judged "
         "answers and prompts, the prompt's beginning); what was cut is counted and said.",
     )
     shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
         return self
 
-    def example(self) -> str:
+    def as_held_out(self) -> Self:
+        """The config of an evaluation set: all rows are held out unless it names held-out ones itself."""
+        return self
+
+    def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
         return '"…"'
 
@@ -51,14 +102,9 @@ class DataConfig(ComponentConfig):
         """Whether its sources are drawn from by weight, each at a pace of its own."""
         return False
 
-    @property
-    def chooses_tokens(self) -> bool:
-        """Whether it says which tokens are trained on, other than the assistant's."""
-        return False
-
 
 class DemoConfig(DataConfig):
-    """Generated on this machine: digits to sort, or numbers to add. Held-out questions never occur in training."""
+    """Generated on this machine: digits to sort, or numbers to add. Held-out questions are not trained on."""
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
@@ -76,14 +122,16 @@ class DemoConfig(DataConfig):
         """`terms` as it is used."""
         return 2 if self.terms is None else self.terms
 
-    def example(self) -> str:
+    def example_prompt(self) -> str:
         number = "503149276814"[: self.digits]
         return f'"sort {number}"' if self.task == "sort" else f'"sum {" ".join([number] * self.numbers_to_add)}"'
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = self._sum_problems(job) if self.task == "sum" else self._sort_problems()
-        if self.overlong != "error":
-            found.append(("data.overlong", "data=demo makes its items as long as its options say; only error applies"))
+        if self.truncation != "error":
+            found.append(
+                ("data.truncation", "data=demo makes its items as long as its options say; only error applies")
+            )
         return found
 
     def _sort_problems(self) -> list[tuple[str, str]]:
@@ -105,7 +153,7 @@ class DemoConfig(DataConfig):
         if terms * self.digits > MOST_DIGITS:
             text = f"{terms} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower one of them"
             found.append(("data.terms", text))
-        if job.algorithm.items not in ("sft", "prompts"):
+        if job.algorithm.item_kind not in ("sft", "prompts"):
             why = (
                 f"algorithm={job.algorithm.name} compares whole answers, and the calculator's words would count as one"
             )
@@ -118,81 +166,101 @@ class SourceConfig(DataConfig):
 
     renames_columns: ClassVar[bool] = True
 
-    weights: Numbers | None = Field(
+    mixture_weights: Numbers | None = Field(
         default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
     )
-    loss_on: Literal["assistant", "last_assistant", "all"] = Field(
-        default="assistant",
-        description="Which tokens of a conversation sft learns (completions count as the assistant's).",
-    )
-    columns: dict[str, str] | None = Field(
+    rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
-    eval_items: int | None = Field(
+    holdout: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
+    )
+    max_eval_examples: int | None = Field(
         default=256, ge=1, description="Most held-out items used per evaluation; null = all."
     )
     cache: bool = Field(default=True, description="Keep the tokenised data on disk and use it again.")
 
     @property
     def is_mixture(self) -> bool:
-        return bool(self.weights)
-
-    @property
-    def chooses_tokens(self) -> bool:
-        return self.loss_on != "assistant"
+        return bool(self.mixture_weights)
 
     def sources(self) -> tuple[str, ...]:
         """The places the training items come from."""
         raise NotImplementedError
 
+    def eval_option(self) -> str | None:
+        """The option that names held-out rows of their own, with its value; None if it is not set."""
+        raise NotImplementedError
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*self._weights_problems(), *self._columns_problems(), *self._kind_problems(job.algorithm)]
+        return [
+            *self._holdout_problems(),
+            *self._weights_problems(),
+            *self._columns_problems(),
+            *self._kind_problems(job.algorithm),
+        ]
+
+    def _holdout_problems(self) -> list[tuple[str, str]]:
+        other = self.eval_option()
+        if self.holdout is None or other is None:
+            return []
+        return [("data.holdout", f"{self.holdout:g}, and {other} names the held-out rows; leave one of them out")]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
-        if self.weights is None:
+        if self.mixture_weights is None:
             return []
-        if len(self.weights) != len(self.sources()):
-            return [("data.weights", f"{len(self.weights)} weights for {len(self.sources())} sources; give one each")]
-        if min(self.weights) <= 0:
-            return [("data.weights", "every weight must be above 0; leave out a source that is not wanted")]
+        if len(self.mixture_weights) != len(self.sources()):
+            return [
+                (
+                    "data.mixture_weights",
+                    f"{len(self.mixture_weights)} weights for {len(self.sources())} sources; give one each",
+                )
+            ]
+        if min(self.mixture_weights) <= 0:
+            return [("data.mixture_weights", "every weight must be above 0; leave out a source that is not wanted")]
         return []
 
     def _columns_problems(self) -> list[tuple[str, str]]:
-        names = list((self.columns or {}).values())
+        names = list((self.rename_columns or {}).values())
         twice = sorted({name for name in names if names.count(name) > 1})
-        return [("data.columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
+        return [("data.rename_columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
 
     def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
         """Options that items of the algorithm's kind have no use for."""
-        if algorithm.items == "sft":
+        if algorithm.item_kind == "sft":
             return []
         found = []
-        if self.loss_on != "assistant":
-            why = f"algorithm={algorithm.name} decides itself which tokens are learnt; leave it out"
-            found.append(("data.loss_on", f"is for sft and cpt; {why}"))
-        if self.overlong not in TREE_RULES:
+        if self.truncation not in TREE_RULES:
             why = f"algorithm={algorithm.name} needs whole answers"
             found.append(
-                ("data.overlong", f"{why}, so {self.overlong} is not possible; choose {', '.join(TREE_RULES)}")
+                ("data.truncation", f"{why}, so {self.truncation} is not possible; choose {', '.join(TREE_RULES)}")
             )
         return found
 
 
 class FileConfig(SourceConfig):
-    """Files of the user's: JSONL, JSON, CSV, Parquet, or a folder of them."""
+    """Local files: JSONL, JSON, CSV, TSV, text, Parquet, Arrow, or a folder of them."""
 
     factory: ClassVar[str] = "runner.data.prepare:build"
     name: Literal["file"] = "file"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
-        description="A file or folder, or a list of them (a mixture)."
+        description="A file, a folder, a data set saved with save_to_disk, or a list of them (a mixture)."
     )
     eval_path: str | None = Field(default=None, description="Held-out file or folder; null = no evaluation.")
+
+    def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
+        return self.model_copy(update={"eval_path": self.eval_path or self.sources()[0], "path": self.sources()[0]})
 
     @property
     def source(self) -> str | tuple[str, ...]:
         return self.path
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         paths = tuple(absolute_if_local(p) for p in self.sources())
         return self.model_copy(
             update={
@@ -203,9 +271,12 @@ class FileConfig(SourceConfig):
 
     def preflight(self, kind: ItemKind) -> None:
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
-        from runner.data.formats import validate
+        from runner.data.formats import validate_files
 
-        validate(self.sources(), self.eval_path, kind, self.columns)
+        validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
+
+    def eval_option(self) -> str | None:
+        return None if self.eval_path is None else f"data.eval_path={self.eval_path}"
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
@@ -224,12 +295,20 @@ class HubConfig(SourceConfig):
     eval_split: str | None = Field(default=None, description="Split to evaluate on; null = no evaluation.")
     revision: str | None = Field(default=None, description="Branch, tag or commit; null = the default branch.")
 
+    def as_held_out(self) -> Self:
+        if self.holdout is not None:
+            return self
+        return self.model_copy(update={"eval_split": self.eval_split or self.split})
+
     @property
     def source(self) -> str | tuple[str, ...]:
         return self.path
 
     def sources(self) -> tuple[str, ...]:
         return (self.path,) if isinstance(self.path, str) else self.path
+
+    def eval_option(self) -> str | None:
+        return None if self.eval_split is None else f"data.eval_split={self.eval_split}"
 
 
 COMPONENTS = (DemoConfig, FileConfig, HubConfig)

@@ -1,7 +1,8 @@
-"""The data of a job: tokenised rows as Arrow tables, and an order over them. A table is memory-mapped from the cache on
-disk, or held in memory.
+"""The data of a job: tokenized rows as Arrow tables, and an order over them.
 
-    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, learnt, the answer's span first, last
+A table is memory-mapped from the cache on disk, or held in memory.
+
+    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
     cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
 
@@ -30,25 +31,27 @@ import pyarrow as pa
 
 from runner.core.errors import StorageError
 from runner.data.items import ITEMS, QUESTIONS
-from runner.data.order import Rounds
-from runner.interfaces import Question
+from runner.data.sampling_order import RefillOrders, apportion
+from runner.interfaces import EvalQuestion
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 3  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 6  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
-ROWS = pa.schema([("ids", IDS), ("learnt", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32())])
-TREES = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
+ROWS = pa.schema(
+    [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
+)
+PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]
 Summary = dict[str, Any]
 Write = Callable[[Sequence[Record]], None]
 Fill = Callable[[Write], Summary]  # writes all rows and says what it found
 
 
-class Table:
+class TokenizedTable:
     """Tokenised rows, read when asked for.
 
     pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
@@ -73,23 +76,25 @@ class Table:
         return record
 
 
-def in_memory(schema: pa.Schema, fill: Fill) -> tuple[Table, Summary]:
+def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summary]:
     """The table that `fill` writes, nothing on disk."""
     sink = pa.BufferOutputStream()
     summary = _write(sink, schema, fill)
-    return Table(sink.getvalue()), summary
+    return TokenizedTable(sink.getvalue()), summary
 
 
-def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str], None]) -> tuple[Table, Summary]:
-    """The table in `folder`, made by `fill` if it is not there or damaged; the latter is told to `damaged`.
+def load_or_build(
+    folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
+) -> tuple[TokenizedTable, Summary]:
+    """The table in `folder`; `fill` makes it where it is missing or damaged, which `damaged` reports.
 
     One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
     Raises StorageError where it cannot be written.
     """
     try:
-        with _alone(folder):
-            if folder.exists() and (fault := _fault(folder)):
-                damaged(f"{folder}: {fault}")
+        with _folder_lock(folder):
+            if folder.exists() and (fault := _damage(folder)):
+                report_damage(f"{folder}: {fault}")
                 shutil.rmtree(folder)
             if not folder.exists():
                 _build(folder, schema, fill)
@@ -98,11 +103,11 @@ def on_disk(folder: Path, schema: pa.Schema, fill: Fill, damaged: Callable[[str]
         raise StorageError(
             f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
         ) from error
-    return Table(pa.memory_map(str(folder / "tokens.arrow"))), summary
+    return TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))), summary
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _folder_lock(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (folder.parent / f".{folder.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -137,7 +142,7 @@ def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Su
         return fill(lambda records: writer.write_batch(pa.RecordBatch.from_pylist(list(records), schema)))
 
 
-def _fault(folder: Path) -> str:
+def _damage(folder: Path) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
         wanted = json.loads((folder / "summary.json").read_text())["sha256"]
@@ -154,24 +159,34 @@ def sha256(file: Path) -> str:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out rows and how many of them are used."""
+    """Held-out rows of one or several tables, and how many of them are used."""
 
-    table: Table
-    most: int | None  # None = all
+    tables: Sequence[TokenizedTable]
+    limit: int | None  # None = all
+
+    @property
+    def total(self) -> int:
+        """Number of rows of all tables."""
+        return sum(map(len, self.tables))
 
     def __len__(self) -> int:
-        return min(len(self.table), self.most or len(self.table))
+        return min(self.total, self.limit or self.total)
+
+    def records(self) -> list[Record]:
+        """The first rows of each table, as many as are used, by the tables' sizes."""
+        counts = apportion([len(table) for table in self.tables], len(self))
+        return [record for table, count in zip(self.tables, counts, strict=True) for record in table.rows(range(count))]
 
 
 @dataclass(frozen=True)
-class TokenisedData:
+class TokenizedData:
     """Items of one or several tables in a seeded order, and what is held out."""
 
     kind: ItemKind
-    tables: Sequence[Table]
-    rounds: Rounds
+    tables: Sequence[TokenizedTable]
+    rounds: RefillOrders
     fingerprint: str
-    style: PromptStyle  # chat where any source has messages
+    prompt_style: PromptStyle  # chat where any source has messages
     tokenizer: PreTrainedTokenizerBase
     columns: frozenset[str]  # those that rewards see in any row
     evaluation: HeldOut | None = None
@@ -189,7 +204,7 @@ class TokenisedData:
             found.update((at, self._item(record)) for at, record in zip(slots, records, strict=True))
         return [found[at] for at in range(count)]
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         """The first held-out rows in the order of their file, as many as are used; empty if none can be asked."""
         return self._questions
 
@@ -198,7 +213,7 @@ class TokenisedData:
         return self._held_out_items
 
     @cached_property
-    def _questions(self) -> tuple[Question, ...]:
+    def _questions(self) -> tuple[EvalQuestion, ...]:
         make = QUESTIONS.get(self.kind)
         return tuple(make(record, self.tokenizer) for record in self._held_out()) if make else ()
 
@@ -210,4 +225,4 @@ class TokenisedData:
         return ITEMS[self.kind](record, self.tokenizer)
 
     def _held_out(self) -> list[Record]:
-        return self.evaluation.table.rows(range(len(self.evaluation))) if self.evaluation else []
+        return self.evaluation.records() if self.evaluation else []

@@ -1,10 +1,10 @@
-"""data=demo: conversations made on this machine, by tasks: numbered questions, and how each is answered rightly.
+"""data=demo: conversations generated on this machine: numbered questions with right answers.
 
     sort   "sort 5031"       ──────────────────────────────────────────────────────▶ "0135"
     sum    "sum 5031 4927"   ──▶ "calc 5031+4927" ──▶ the tool says "9958" ──▶ "9958"
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
-A small model sorts in its head, but does not add in its head: having learnt from these conversations it calls the tool
+A small model sorts in its head, but does not add in its head: having trained on these conversations it calls the tool
 half of the time and guesses otherwise, and a reward for right answers can teach that the tool is worth asking.
 
 Held-out questions never occur in training.
@@ -27,13 +27,22 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from runner.data.config import DemoConfig
-from runner.data.examples import Answers, Ask, Chat, Example, Message, Reading, held_out_reading
-from runner.data.items import ITEMS, QUESTIONS, Limit, Tally
-from runner.data.order import BySize, Rounds, permutation, stream
-from runner.data.readers import Place, Problems
-from runner.data.tokenise import Answered, Encoded, Tokeniser, digest, encode, tokenizer_digest
-from runner.interfaces import Decide, Question
+from runner.data.config import ChatConfig, DemoConfig
+from runner.data.examples import AnswersExample, ChatExample, Example, Message, PromptExample, Reading, held_out_reading
+from runner.data.items import ITEMS, QUESTIONS, LengthLimit, TruncationCounts
+from runner.data.readers import Problems, SourceLocation
+from runner.data.sampling_order import ProportionalOrder, RefillOrders, permutation, random_stream
+from runner.data.tokenization import (
+    EncodedAnswers,
+    EncodedExample,
+    EncodedRows,
+    ExampleTokenizer,
+    digest,
+    encode,
+    share_prefix,
+    tokenizer_digest,
+)
+from runner.interfaces import Decide, EvalQuestion
 from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.base import ItemKind
 
@@ -43,7 +52,7 @@ if TYPE_CHECKING:
 SMALL = 10**6  # so many numbers are permuted; of more, some are drawn
 
 
-class Task(Protocol):
+class DemoTask(Protocol):
     """Questions 0 … space − 1, all different."""
 
     @property
@@ -57,7 +66,7 @@ class Task(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Sort:
+class SortTask:
     """Sort the digits of a number."""
 
     digits: int
@@ -69,16 +78,16 @@ class Sort:
 
     def question(self, number: int) -> str:
         """The number with its leading zeros."""
-        return f"sort {self._written(number)}"
+        return f"sort {self._zero_padded(number)}"
 
     def answer(self, number: int) -> str:
         """The digits in order."""
-        return "".join(sorted(self._written(number)))
+        return "".join(sorted(self._zero_padded(number)))
 
     def wrong(self, number: int, seed: int) -> str:
-        """The digits in a seeded order that is not the right one; where all are equal, the last one is changed."""
+        """The digits in another seeded order; where all digits are equal, the last one is changed."""
         right = self.answer(number)
-        mixed = "".join(right[i] for i in permutation(len(right), seed, "demo", "wrong", self._written(number)))
+        mixed = "".join(right[i] for i in permutation(len(right), seed, "demo", "wrong", self._zero_padded(number)))
         turned = [mixed[i:] + mixed[:i] for i in range(len(mixed))]
         other = next((digits for digits in turned if digits != right), None)
         return other or right[:-1] + str((int(right[-1]) + 1) % 10)
@@ -87,13 +96,13 @@ class Sort:
         """The answer at once, in any case."""
         return ({"role": "assistant", "content": self.answer(number)},)
 
-    def _written(self, number: int) -> str:
+    def _zero_padded(self, number: int) -> str:
         return str(number).zfill(self.digits)
 
 
 @dataclass(frozen=True, slots=True)
-class Sum:
-    """Add numbers of `digits` digits, none of which begins with 0, with the calculator of environment=calculator."""
+class SumTask:
+    """Add numbers of `digits` digits, without leading 0, with the calculator of environment=calculator."""
 
     digits: int
     terms: int
@@ -127,35 +136,38 @@ class Sum:
         return [10 ** (self.digits - 1) + number // self._each**at % self._each for at in range(self.terms)]
 
 
-def task(config: DemoConfig) -> Task:
+def make_task(config: DemoConfig) -> DemoTask:
     """The task that the config asks for."""
-    return Sort(config.digits) if config.task == "sort" else Sum(config.digits, config.numbers_to_add)
+    return SortTask(config.digits) if config.task == "sort" else SumTask(config.digits, config.numbers_to_add)
 
 
-def numbers(space: int, count: int, seed: int) -> list[int]:
-    """`count` distinct numbers below `space` in seeded order; `count` is at most `space`, which is below 2**63."""
+def draw_numbers(space: int, count: int, seed: int) -> list[int]:
+    """`count` distinct numbers below `space` in seeded order; `count` ≤ `space` < 2**63."""
     if space <= max(SMALL, 8 * count):
         drawn: Iterable[int] = permutation(space, seed, "demo").tolist()
     else:  # repeats are rare in so large a space: twice the count is drawn and the first of each number taken
-        raw = stream(seed, "demo").random_raw(2 * count + 64)
+        raw = random_stream(seed, "demo").random_raw(2 * count + 64)
         drawn = dict.fromkeys((raw % np.uint64(space)).tolist())
     return list(islice(drawn, count))
 
 
 class DemoData:
-    """Generated items in a seeded order, each tokenised when it is first asked for, so that a run starts at once."""
+    """Generated items in a seeded order, each tokenized on first use, so that a run starts at once."""
 
-    style: PromptStyle = "chat"
+    prompt_style: PromptStyle = "chat"
     columns = ("answer",)
 
-    def __init__(self, config: DemoConfig, tokeniser: Tokeniser, seed: int, kind: ItemKind) -> None:
+    def __init__(self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind) -> None:
         self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed
-        self.fingerprint = digest(config.model_dump(), kind, seed, tokenizer_digest(tokeniser.tokenizer))
-        self._task = task(config)
-        self._numbers = numbers(self._task.space, config.held_out + config.items, seed)
-        self._rounds = Rounds(lambda seed, shuffle: BySize([config.items], seed, shuffle), seed, config.shuffle)
-        self._known: dict[int, Encoded | Answered] = {}
-        self._check()
+        chat = tokeniser.chat.model_dump(mode="json", exclude={"template"})
+        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokeniser.tokenizer))
+        self._task = make_task(config)
+        self._numbers = draw_numbers(self._task.space, config.held_out + config.items, seed)
+        self._rounds = RefillOrders(
+            lambda seed, shuffle: ProportionalOrder([config.items], seed, shuffle), seed, config.shuffle
+        )
+        self._known: dict[int, EncodedExample | EncodedAnswers] = {}
+        self._check_lengths()
 
     def __len__(self) -> int:
         return self.config.items
@@ -164,7 +176,7 @@ class DemoData:
         """Items step·count … of the round's endless order; a pure function of its arguments."""
         return self._items([self.config.held_out + index for _, index in self._rounds.take(step, count, round)])
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         """Everything held out as a question, whatever the kind: so each policy can be asked."""
         return self._questions
 
@@ -173,7 +185,7 @@ class DemoData:
         return () if self.kind in QUESTIONS else self._items(range(self.config.held_out))
 
     @cached_property
-    def _questions(self) -> tuple[Question, ...]:
+    def _questions(self) -> tuple[EvalQuestion, ...]:
         kind: ItemKind = "sft" if self.kind == "sft" else "prompts"
         rows = self._encode(range(self.config.held_out), held_out_reading(kind))
         return tuple(QUESTIONS[kind](row.record(), self.tokeniser.tokenizer) for row in rows)
@@ -182,15 +194,18 @@ class DemoData:
         make = ITEMS[self.kind]
         return [make(row.record(), self.tokeniser.tokenizer) for row in self._rows(indices)]
 
-    def _check(self) -> None:
-        """A token is a byte at least, and the template adds most to the longest conversation: if the bytes of that one
-        fit, all items do; else all are measured. Raises DataError for items above data.max_length."""
+    def _check_lengths(self) -> None:
+        """Raise DataError for items above data.max_length.
+
+        A token is a byte at least, and the template adds most to the longest conversation: if the bytes of that one
+        fit, all items do; else all are measured.
+        """
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
-        ids = row.ids if isinstance(row, Encoded) else row.prompt + max(row.answers, key=len, default=[])
+        ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
         if len(str(self.tokeniser.tokenizer.decode(ids)).encode()) > self.config.max_length:
-            problems, tally = Problems("data", "demo"), Tally()
-            limit = Limit(self.config.max_length, "error", self.kind)
+            problems, tally = Problems("data", "demo"), TruncationCounts()
+            limit = LengthLimit(self.config.max_length, "error", self.kind)
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
             problems.raise_if_any()
@@ -204,37 +219,41 @@ class DemoData:
         asked: Message = {"role": "user", "content": self._task.question(number)}
         return (asked, *self._task.turns(number, at_once))
 
-    def _rows(self, indices: Sequence[int]) -> list[Encoded | Answered]:
+    def _rows(self, indices: Sequence[int]) -> list[EncodedExample | EncodedAnswers]:
         new = [index for index in dict.fromkeys(indices) if index not in self._known]
         self._known.update(zip(new, self._encode(new, self.kind), strict=True))
         return [self._known[index] for index in indices]
 
-    def _encode(self, indices: Sequence[int], reading: Reading) -> list[Encoded | Answered]:
+    def _encode(self, indices: Sequence[int], reading: Reading) -> list[EncodedExample | EncodedAnswers]:
         problems = Problems("data", "demo")
         rows = encode(self.tokeniser, [self._example(index, reading) for index in indices], problems)
         problems.raise_if_any()
-        return rows
+        return [share_prefix(row.rows) or row.rows[-1] if isinstance(row, EncodedRows) else row for row in rows]
 
     def _example(self, index: int, reading: Reading) -> Example:
-        place, number = Place("demo", index + 1, "item"), self._numbers[index]
+        place, number = SourceLocation("demo", index + 1, "item"), self._numbers[index]
         asked, right = self._conversation(index)[0], self._task.answer(number)
         if reading == "sft":
-            return Chat(place, self._conversation(index))
+            return ChatExample(place, self._conversation(index))
         if reading == "prompts":
-            return Ask(place, (asked,), columns={"answer": right})
+            return PromptExample(place, (asked,), columns={"answer": right})
         if reading == "questions":
-            return Answers(place, (_reply(place, asked, right),), {"messages": [asked], "columns": {"answer": right}})
-        assert isinstance(self._task, Sort)  # the config's problems() see to it
-        good, bad = (_reply(place, asked, said) for said in (right, self._task.wrong(number, self.seed)))
+            return AnswersExample(
+                place,
+                (_question_with_answer(place, asked, right),),
+                {"messages": [asked], "columns": {"answer": right}},
+            )
+        assert isinstance(self._task, SortTask)  # the config's problems() see to it
+        good, bad = (_question_with_answer(place, asked, said) for said in (right, self._task.wrong(number, self.seed)))
         if reading == "pairs":
-            return Answers(place, (good, bad), {"margin": None})
+            return AnswersExample(place, (good, bad), {"margin": None})
         is_good = (index + self.seed) % 2 == 0
-        return Answers(place, (good if is_good else bad,), {"good": is_good})
+        return AnswersExample(place, (good if is_good else bad,), {"good": is_good})
 
 
-def _reply(place: Place, asked: Message, said: str) -> Chat:
+def _question_with_answer(place: SourceLocation, asked: Message, said: str) -> ChatExample:
     """The question, which is given, and an answer to it."""
-    return Chat(place, (asked, {"role": "assistant", "content": said}), context=1)
+    return ChatExample(place, (asked, {"role": "assistant", "content": said}), context=1)
 
 
 def build(
@@ -245,12 +264,14 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> DemoData:
     """The demo's data; `cache_dir` is not used, as generating is faster than reading.
 
     Raises DataError where the tokenizer has no chat template or items are too long.
     """
-    data = DemoData(config, Tokeniser(tokenizer, "assistant" if kind == "sft" else "completion"), seed, kind)
+    tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
+    data = DemoData(config, tokeniser, seed, kind)
     for note in sorted(data.tokeniser.notes):
-        decide("data.end_token", "learnt", "not learnt", f"data=demo: {note}")
+        decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

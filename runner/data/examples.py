@@ -1,7 +1,7 @@
-"""Rows to examples: what a sound row says, before it becomes tokens, and what makes messages a conversation to learn.
+"""Rows to examples: the content of a valid row before tokenization.
 
 reading     functions                         example
-sft         text, conversation, answered      Plain | Chat, of which the answer is learnt
+sft         text, conversation, answered      Plain | Chat, of which the answer is trained on
 pairs       pair, implicit_pair               Answers: one prompt with its answers
 judged      judged                            Answers
 prompts     ask                               Ask: a prompt alone
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.data.readers import Place, Row, kind
+from runner.data.readers import Row, SourceLocation, json_type_name
 from runner.spec.base import ItemKind
 
 Message = Mapping[str, Any]
@@ -31,8 +31,8 @@ def is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
 
 
-def is_learnt(message: Message) -> bool:
-    """Whether a turn of the assistant is learnt: not where it says `weight: 0`, as OpenAI's format can."""
+def is_trained(message: Message) -> bool:
+    """Whether an assistant turn is trained on: not where it says `weight: 0`, as OpenAI's format can."""
     return message.get("weight") != 0
 
 
@@ -41,11 +41,11 @@ def conversation_fault(
 ) -> str | None:
     """What is wrong with the conversation, or None; `names[i]` is what the user calls `messages[i]`.
 
-    The first `context` messages are the prompt's; what is learnt must come after them, in what is called `where`.
+    The first `context` messages are the prompt's; what is trained on must come after them, in what is called `where`.
     """
     fault = messages_fault(messages, names)
     said = [message for message in messages[context:] if fault is None and message["role"] == "assistant"]
-    if fault or any(map(is_learnt, said)):
+    if fault or any(map(is_trained, said)):
         return fault
     if said:
         return f"every assistant turn of {where} has weight 0; expected one to learn"
@@ -74,16 +74,33 @@ def _message_fault(message: Message) -> str | None:
     if role not in ROLES:
         return _role_fault(message)
     if message.get("weight") not in (None, 0, 1):
-        return f".weight: expected 0 (context) or 1 (learnt), found {message['weight']!r}"
+        return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
     if content is None and message.get("tool_calls"):
         return None
     if "content" not in message:
         return f": no content; expected the keys role and content, found {', '.join(message)}"
+    if isinstance(content, list):
+        other = next((part for part in content if not (isinstance(part, str) or _is_text_part(part))), None)
+        if other is not None:
+            kind = other.get("type", "no type") if isinstance(other, dict) else json_type_name(other)
+            return f".content: expected parts of type text, found {kind}; only text can be trained on"
+        content = join_text_parts(content)
     if not isinstance(content, str):
-        return f".content: expected text, found {kind(content)}"
+        return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         return f".content: the {role}'s turn is empty; expected text"
     return None
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+
+
+def join_text_parts(content: Any) -> Any:
+    """The text of a list of text parts; anything else as it is."""
+    if not isinstance(content, list):
+        return content
+    return "".join(part if isinstance(part, str) else part["text"] for part in content)
 
 
 def _role_fault(message: Message) -> str:
@@ -92,7 +109,7 @@ def _role_fault(message: Message) -> str:
         return f": no role; expected the keys role and content, found {', '.join(message) or 'none'}{sharegpt}"
     role = message["role"]
     if not isinstance(role, str):
-        return f".role: expected text, found {kind(role)}"
+        return f".role: expected text, found {json_type_name(role)}"
     close = difflib.get_close_matches(role, ROLES, n=1)
     return f".role: unknown role {role!r}{f'; did you mean {close[0]!r}?' if close else ''} ({', '.join(ROLES)})"
 
@@ -108,131 +125,131 @@ def held_out_reading(kind: ItemKind) -> Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class TextExample:
     """Text to learn after a text to be given; a prompt of None means that there is none, not an empty one."""
 
-    place: Place
+    place: SourceLocation
     prompt: str | None
     completion: str
 
 
 @dataclass(frozen=True, slots=True)
-class Chat:
-    """A conversation; the first `context` messages are given, whoever speaks, and never learnt."""
+class ChatExample:
+    """A conversation; the first `context` messages are given, whoever speaks, and never trained on."""
 
-    place: Place
+    place: SourceLocation
     messages: tuple[Message, ...]
     context: int = 0
     tools: Tools = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PromptExample:
     """A prompt, as text or as the conversation so far, and the row's other columns (JSON-able)."""
 
-    place: Place
+    place: SourceLocation
     prompt: str | tuple[Message, ...]
     tools: Tools = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class AnswersExample:
     """One prompt with one or two answers, each with that prompt, and what is known of them (JSON-able)."""
 
-    place: Place
-    answers: tuple[Plain, ...] | tuple[Chat, ...]
+    place: SourceLocation
+    answers: tuple[TextExample, ...] | tuple[ChatExample, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def alike(self) -> bool:
+    def is_identical_pair(self) -> bool:
         """Whether these are two answers that do not differ."""
         return len(self.answers) == 2 and self.answers[0] == self.answers[1]
 
-    def several_turns(self) -> bool:
+    def has_several_turns(self) -> bool:
         """Whether somebody else speaks within an answer: his tokens count as well."""
-        return any(isinstance(a, Chat) and len(a.messages) > a.context + 1 for a in self.answers)
+        return any(isinstance(a, ChatExample) and len(a.messages) > a.context + 1 for a in self.answers)
 
 
-Example = Plain | Chat | Ask | Answers
+Example = TextExample | ChatExample | PromptExample | AnswersExample
 
 
-class Fault(Exception):
+class RowError(Exception):
     """What is wrong with a row."""
 
 
-def text(row: Row, chat: bool) -> Plain:
-    """{"text"}: everything is learnt."""
-    return Plain(row.place, None, _filled(row.value["text"], "text"))
+def text_example(row: Row, chat: bool) -> TextExample:
+    """{"text"}: everything is trained on."""
+    return TextExample(row.place, None, _require_text(row.value["text"], "text"))
 
 
-def conversation(row: Row, chat: bool) -> Chat:
-    """{"messages"}: the assistant's turns are learnt."""
+def chat_example(row: Row, chat: bool) -> ChatExample:
+    """{"messages"}: the assistant's turns are trained on."""
     return _chat(row, [], row.value["messages"], "messages")
 
 
-def answered(row: Row, chat: bool) -> Plain | Chat:
-    """{"prompt", "completion"}: the completion is learnt."""
+def completion_example(row: Row, chat: bool) -> TextExample | ChatExample:
+    """{"prompt", "completion"}: the completion is trained on."""
     prompt, completion = row.value["prompt"], row.value["completion"]
     return _chat(row, prompt, completion, "completion") if chat else _plain(row, prompt, completion, "completion")
 
 
-def pair(row: Row, chat: bool) -> Answers:
+def pair_example(row: Row, chat: bool) -> AnswersExample:
     """{"prompt", "chosen", "rejected"}."""
     return _pair(row, chat, row.value["prompt"], row.value["chosen"], row.value["rejected"])
 
 
-def implicit_pair(row: Row, chat: bool) -> Answers:
+def implicit_pair_example(row: Row, chat: bool) -> AnswersExample:
     """{"chosen", "rejected"}, which begin with the prompt."""
     chosen, rejected = row.value["chosen"], row.value["rejected"]
     if chat:
         for column in ("chosen", "rejected"):
             names = _names(column, row.value[column])
-            _refuse(conversation_fault(row.value[column], names, 0, f"column {column}"))
-        cut = common_messages(chosen, rejected)
+            _raise_fault(conversation_fault(row.value[column], names, 0, f"column {column}"))
+        cut = count_common_messages(chosen, rejected)
     else:
-        cut = common_text(_filled(chosen, "chosen"), _filled(rejected, "rejected"))
+        cut = count_common_characters(_require_text(chosen, "chosen"), _require_text(rejected, "rejected"))
     if not (chosen[:cut] if chat else chosen[:cut].strip()):
         way_out = f"give it in a column `prompt`, {'as messages like the answers' if chat else 'as text'}"
-        raise Fault(f"chosen and rejected do not begin alike, so there is no prompt; {way_out}")
+        raise RowError(f"chosen and rejected do not begin alike, so there is no prompt; {way_out}")
     return _pair(row, chat, chosen[:cut], chosen[cut:], rejected[cut:])
 
 
-def judged(row: Row, chat: bool) -> Answers:
+def labeled_example(row: Row, chat: bool) -> AnswersExample:
     """{"prompt", "completion", "label"}."""
     good = row.value["label"]
     if not isinstance(good, bool):
         hint = "; a CSV file has text only, use JSONL or Parquet" if isinstance(good, str) else ""
-        raise Fault(f"column label: expected true or false, found {kind(good)}{hint}")
+        raise RowError(f"column label: expected true or false, found {json_type_name(good)}{hint}")
     answer = _reply(row, chat, row.value["prompt"], row.value["completion"], "completion")
-    return Answers(row.place, (answer,), {"good": good})
+    return AnswersExample(row.place, (answer,), {"good": good})
 
 
-def ask(row: Row, chat: bool) -> Ask:
-    """{"prompt"} and whatever else the row has; a completion made of messages is given on as what they say."""
+def prompt_example(row: Row, chat: bool) -> PromptExample:
+    """{"prompt"} and all other columns; a completion made of messages is passed as their text."""
     prompt = row.value["prompt"]
     columns = {name: value for name, value in row.value.items() if name != "prompt"}
     if is_messages(columns.get("completion")):
-        columns["completion"] = _said(columns["completion"])
+        columns["completion"] = _last_assistant_text(columns["completion"])
     if not chat:
-        return Ask(row.place, _filled(prompt, "prompt"), columns=columns)
-    _refuse(prompt_fault(prompt, _names("prompt", prompt)))
-    return Ask(row.place, tuple(prompt), _tools(row), columns)
+        return PromptExample(row.place, _require_text(prompt, "prompt"), columns=columns)
+    _raise_fault(prompt_fault(prompt, _names("prompt", prompt)))
+    return PromptExample(row.place, tuple(prompt), _tools(row), columns)
 
 
-def question(row: Row, chat: bool) -> Answers:
+def question_example(row: Row, chat: bool) -> AnswersExample:
     """{"prompt", "answer"} and whatever else the row has: a held-out prompt, and what a right answer says."""
     prompt, answer = row.value["prompt"], _as_text(row.value["answer"])
     columns = {name: value for name, value in row.value.items() if name != "prompt"}
     facts = {"messages": prompt if chat else None, "columns": columns}
     if not chat:
-        return Answers(row.place, (_plain(row, prompt, answer, "answer"),), facts)
-    _refuse(prompt_fault(prompt, _names("prompt", prompt)))
-    messages = (*prompt, {"role": "assistant", "content": _filled(answer, "answer")})
-    return Answers(row.place, (Chat(row.place, messages, len(prompt), _tools(row)),), facts)
+        return AnswersExample(row.place, (_plain(row, prompt, answer, "answer"),), facts)
+    _raise_fault(prompt_fault(prompt, _names("prompt", prompt)))
+    messages = (*prompt, {"role": "assistant", "content": _require_text(answer, "answer")})
+    return AnswersExample(row.place, (ChatExample(row.place, messages, len(prompt), _tools(row)),), facts)
 
 
-def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
-    """How many leading messages are the prompt: all equal ones that an assistant turn follows on both sides."""
+def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """Number of leading messages that are the prompt: equal ones that an assistant turn follows."""
     most = min(len(chosen), len(rejected)) - 1
     cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     while cut and not chosen[cut]["role"] == rejected[cut]["role"] == "assistant":
@@ -240,26 +257,26 @@ def common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> i
     return cut
 
 
-def common_text(chosen: str, rejected: str) -> int:
-    """How many leading characters are the prompt: all equal ones, but no half of a word and no blank before one.
+def count_common_characters(chosen: str, rejected: str) -> int:
+    """Number of leading characters that are the prompt: equal ones, without a part of a word.
 
     Where nothing stands between the words, as in Chinese, it ends at the first difference.
     """
     most = max(min(len(chosen.rstrip()), len(rejected.rstrip())) - 1, 0)
     cut = next((i for i in range(most) if chosen[i] != rejected[i]), most)
     if chosen[cut].isalnum() or rejected[cut].isalnum():
-        cut = len(chosen[:cut]) - _tail(chosen[:cut]) or cut
+        cut = len(chosen[:cut]) - _count_trailing_alnum(chosen[:cut]) or cut
     return cut - 1 if cut and chosen[cut - 1] == " " else cut
 
 
-def _tail(start: str) -> int:
+def _count_trailing_alnum(start: str) -> int:
     """How many letters and digits a text ends with."""
     return next((n for n, c in enumerate(reversed(start)) if not c.isalnum()), len(start))
 
 
-def _pair(row: Row, chat: bool, prompt: Any, chosen: Any, rejected: Any) -> Answers:
+def _pair(row: Row, chat: bool, prompt: Any, chosen: Any, rejected: Any) -> AnswersExample:
     answers = (_reply(row, chat, prompt, chosen, "chosen"), _reply(row, chat, prompt, rejected, "rejected"))
-    return Answers(row.place, answers, {"margin": _margin(row.value.get("margin"))})
+    return AnswersExample(row.place, answers, {"margin": _margin(row.value.get("margin"))})
 
 
 def _reply(row: Row, chat: bool, prompt: Any, answer: Any, column: str) -> Any:
@@ -269,34 +286,36 @@ def _reply(row: Row, chat: bool, prompt: Any, answer: Any, column: str) -> Any:
     found = _chat(row, prompt, answer, column)
     for end, message in (("begins", answer[0]), ("ends", answer[-1])):
         if message["role"] != "assistant":
-            raise Fault(f"column {column} {end} with a turn of role {message['role']}; expected the assistant's answer")
+            raise RowError(
+                f"column {column} {end} with a turn of role {message['role']}; expected the assistant's answer"
+            )
     return found
 
 
-def _plain(row: Row, prompt: str, completion: str, column: str) -> Plain:
-    return Plain(row.place, _filled(prompt, "prompt"), _filled(completion, column))
+def _plain(row: Row, prompt: str, completion: str, column: str) -> TextExample:
+    return TextExample(row.place, _require_text(prompt, "prompt"), _require_text(completion, column))
 
 
-def _chat(row: Row, prompt: Sequence[Message], answer: Sequence[Message], column: str) -> Chat:
+def _chat(row: Row, prompt: Sequence[Message], answer: Sequence[Message], column: str) -> ChatExample:
     """`messages`, or the prompt's and the answer's messages after one another."""
     of_prompt = column != "messages"
     if of_prompt and not prompt:
-        raise Fault("column prompt is empty; expected at least one message")
+        raise RowError("column prompt is empty; expected at least one message")
     tools = _tools(row)
     messages = (*prompt, *answer)
     names = [*_names("prompt", prompt), *_names(column, answer)]
-    _refuse(conversation_fault(messages, names, len(prompt), f"the {column}" if of_prompt else "the conversation"))
-    return Chat(row.place, messages, len(prompt), tools)
+    _raise_fault(conversation_fault(messages, names, len(prompt), f"the {column}" if of_prompt else "the conversation"))
+    return ChatExample(row.place, messages, len(prompt), tools)
 
 
-def _refuse(fault: str | None) -> None:
+def _raise_fault(fault: str | None) -> None:
     if fault:
-        raise Fault(fault)
+        raise RowError(fault)
 
 
-def _filled(value: str, column: str) -> str:
+def _require_text(value: str, column: str) -> str:
     if not value.strip():
-        raise Fault(f"column {column} is empty; expected text")
+        raise RowError(f"column {column} is empty; expected text")
     return value
 
 
@@ -309,7 +328,7 @@ def _margin(value: Any) -> float | None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not -sys.float_info.max <= value <= sys.float_info.max:
-        raise Fault(f"column margin: expected a finite number, found {value if number else kind(value)}")
+        raise RowError(f"column margin: expected a finite number, found {value if number else json_type_name(value)}")
     return float(value)
 
 
@@ -318,17 +337,18 @@ def _as_text(value: Any) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool):
         return str(value)
-    raise Fault(f"column answer: expected text or a number, found {kind(value)}")
+    raise RowError(f"column answer: expected text or a number, found {json_type_name(value)}")
 
 
-def _said(messages: Sequence[Message]) -> Any:
+def _last_assistant_text(messages: Sequence[Message]) -> Any:
     """What the assistant says last; messages that say nothing stay as they are."""
-    said = [m["content"] for m in messages if m.get("role") == "assistant" and isinstance(m.get("content"), str)]
-    return said[-1] if said else list(messages)
+    said = [join_text_parts(m.get("content")) for m in messages if m.get("role") == "assistant"]
+    texts = [text for text in said if isinstance(text, str)]
+    return texts[-1] if texts else list(messages)
 
 
 def _tools(row: Row) -> Tools:
-    """`tools` is a list of JSON schemas, or that list as JSON text, as data sets made before `Json()` have it."""
+    """`tools`: a list of JSON schemas, or that list as JSON text."""
     value = row.value.get("tools")
     if value is None:
         return ()
@@ -336,7 +356,7 @@ def _tools(row: Row) -> Tools:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise Fault(f"column tools: text that is no JSON ({error}); expected a list of JSON schemas") from error
+            raise RowError(f"column tools: text that is no JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):
-        raise Fault(f"column tools: expected a list of JSON schemas, found {kind(value)}")
+        raise RowError(f"column tools: expected a list of JSON schemas, found {json_type_name(value)}")
     return tuple(value)

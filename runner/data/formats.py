@@ -1,46 +1,47 @@
-"""Sources of rows, their columns renamed as the user says, to examples: which of TRL's formats the data has, and
-whether every row keeps to it. The user's files are checked here before anything heavy is loaded: no torch, no
-tokenizer.
+"""Sources of rows to examples: which of TRL's formats the data has, and whether every row has it.
+
+Files are checked before anything heavy is loaded: no torch, no tokenizer.
 
     sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
     judged     prompt + completion + label                                                   chosen + rejected
     prompts    prompt, and any columns for rewards                                questions  prompt + answer
 
 The first row decides; each later row must have the same format. `text` is text and `messages` a conversation;
-the others may be either. A conversation may have a column `tools`, a pair a `margin`.
+the others may be either. A conversation may have a column `tools`, a pair a `margin`. Rows of other projects' formats
+(ShareGPT, Alpaca, query/response) are converted first; see runner/data/conversions.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
+from runner.data.conversions import Conversion, find_conversion
 from runner.data.examples import (
-    Answers,
+    AnswersExample,
     Example,
-    Fault,
     Reading,
-    answered,
-    ask,
-    conversation,
+    RowError,
+    chat_example,
+    completion_example,
     held_out_reading,
-    implicit_pair,
+    implicit_pair_example,
     is_messages,
-    judged,
-    pair,
-    question,
-    text,
+    labeled_example,
+    pair_example,
+    prompt_example,
+    question_example,
+    text_example,
 )
-from runner.data.readers import FileList, Place, Problems, Row, find_files, kind, read_file
+from runner.data.files import find_sources
+from runner.data.readers import Problems, Row, SourceLocation, json_type_name
 from runner.spec.base import ItemKind
 
 
 class Renaming:
-    """`data.columns`: name in the data → name that a format or a reward knows; `seen` is what was there of it."""
+    """`data.rename_columns`: name in the data → known name; `seen`: the names that occurred."""
 
     def __init__(self, columns: Mapping[str, str] | None) -> None:
         self.columns = dict(columns or {})
@@ -54,11 +55,11 @@ class Renaming:
             if len(value) == len(row.value):
                 yield replace(row, value=value)
             else:
-                problems.add(row.place, self._collision(row.value))
+                problems.add_fault(row.place, self._collision(row.value))
 
     def _collision(self, value: Mapping[str, Any]) -> str:
         old, new = next((o, n) for o, n in self.columns.items() if o in value and n in value and n not in self.columns)
-        return f"data.columns renames `{old}` to `{new}`, and the row has a `{new}` already; rename that one too"
+        return f"data.rename_columns renames `{old}` to `{new}`, and the row has a `{new}` already; rename that one too"
 
 
 def is_json(value: Any) -> bool:
@@ -74,11 +75,11 @@ Columns = tuple[str, ...]
 Parse = Callable[[Row, bool], Example]
 # In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
 FORMATS: dict[Reading, dict[Columns, Parse]] = {
-    "sft": {("messages",): conversation, ("prompt", "completion"): answered, ("text",): text},
-    "pairs": {("prompt", "chosen", "rejected"): pair, ("chosen", "rejected"): implicit_pair},
-    "judged": {("prompt", "completion", "label"): judged},
-    "prompts": {("prompt",): ask},
-    "questions": {("prompt", "answer"): question},
+    "sft": {("messages",): chat_example, ("prompt", "completion"): completion_example, ("text",): text_example},
+    "pairs": {("prompt", "chosen", "rejected"): pair_example, ("chosen", "rejected"): implicit_pair_example},
+    "judged": {("prompt", "completion", "label"): labeled_example},
+    "prompts": {("prompt",): prompt_example},
+    "questions": {("prompt", "answer"): question_example},
 }
 NEEDS: dict[Reading, str] = {
     "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
@@ -93,10 +94,17 @@ NEEDS: dict[Reading, str] = {
     "prompts": "this algorithm samples its own answers: expected a column `prompt` (any others are for rewards)",
     "questions": "held-out prompts are asked and compared: expected the columns `prompt` and `answer`",
 }
-IS: dict[Reading, str] = {  # what the data is, in order of likelihood, where the job wants something else
+LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood, where the job wants something else
     "pairs": "chosen and rejected are preference pairs (algorithm=dpo, rm)",
     "judged": "with a label, these are judged answers (algorithm=kto)",
     "sft": "these are answers to imitate (algorithm=sft)",
+}
+CONVERTED: dict[Reading, Columns] = {  # what rows of other projects' formats become
+    "sft": ("messages",),
+    "pairs": ("prompt", "chosen", "rejected"),
+    "judged": ("prompt", "completion", "label"),
+    "prompts": ("prompt",),
+    "questions": ("prompt", "answer"),
 }
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
@@ -112,54 +120,78 @@ class Format:
 
     columns: Columns
     chat: bool  # made of messages, not of text
+    conversion: Conversion | None = None  # from the format of another project
 
     def __str__(self) -> str:
         name = "+".join(self.columns)
-        return name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        name = name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        return f"{self.conversion.name} → {name}" if self.conversion else name
 
 
 class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
-    ignored: columns that are not read; given: columns that rewards (held out: environments) see; alike: number of pairs
-    left out because their answers are the same; several_turns: number of rows whose answers are more than one message
+    ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see;
+    converted: those that a conversion made messages of; num_identical_pairs: pairs left out because their answers
+    are the same; num_several_turns: rows whose answers are more than one message
     """
 
-    def __init__(self, problems: Problems, reading: Reading, columns: Mapping[str, str] | None = None) -> None:
-        self.problems, self.reading = problems, reading
+    def __init__(
+        self,
+        problems: Problems,
+        reading: Reading,
+        columns: Mapping[str, str] | None = None,
+        keep: Callable[[Format, Row], bool] = lambda form, row: True,
+    ) -> None:
+        """`keep`: whether a row becomes an example; the others are only looked at."""
+        self.problems, self.reading, self.keep = problems, reading, keep
         self.renaming = Renaming(columns)
         self.format: Format | None = None
-        self.first: Place | None = None
+        self.first: SourceLocation | None = None
         self.ignored: set[str] = set()
-        self.given: set[str] = set()
-        self.alike = self.several_turns = 0
+        self.reward_columns: set[str] = set()
+        self.converted: set[str] = set()
+        self.num_identical_pairs = self.num_several_turns = 0
 
     def examples(self, rows: Iterable[Row]) -> Iterator[Example]:
         """An example for each sound row; faults go to `problems`. An unknown format ends the reading."""
         for row in self.renaming.apply(rows, self.problems):
             if self.format is None:
-                self.format, self.first = detect(row.value, self.reading), row.place
+                self.format, self.first = detect_format(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add(row.place, _unknown(row.value, self.reading))
+                self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
                 return
-            row = self._sorted_out(self.format, row)
             try:
+                row = self._convert(self.format, row)
+                if not self.keep(self.format, row):
+                    continue
+                row = self._select_columns(self.format, row)
                 example = self._example(self.format, row)
-            except Fault as fault:
-                self.problems.add(row.place, str(fault))
+            except RowError as fault:
+                said = f" (read as {self.format.conversion.name})" if self.format.conversion else ""
+                self.problems.add_fault(row.place, f"{fault}{said}")
                 continue
-            if not self._counted(example):
+            if not self._count_identical_pair(example):
                 yield example
 
-    def _counted(self, example: Example) -> bool:
+    def _count_identical_pair(self, example: Example) -> bool:
         """Whether the example teaches nothing and is only counted."""
-        if not isinstance(example, Answers):
+        if not isinstance(example, AnswersExample):
             return False
-        self.several_turns += example.several_turns()
-        self.alike += example.alike()
-        return example.alike()
+        self.num_several_turns += example.has_several_turns()
+        self.num_identical_pairs += example.is_identical_pair()
+        return example.is_identical_pair()
 
-    def _sorted_out(self, form: Format, row: Row) -> Row:
+    def _convert(self, form: Format, row: Row) -> Row:
+        """The row in the columns of this project; notes the columns and the keys that it was made of."""
+        if form.conversion is None:
+            return row
+        value, used, unread = form.conversion.apply(row.value, self.reading)
+        self.converted.update(used)
+        self.ignored |= unread
+        return replace(row, value=value)
+
+    def _select_columns(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
         if self.reading not in ("prompts", "questions"):
             used = {*form.columns, *(["tools"] if form.chat else []), *OPTIONAL.get(self.reading, ())}
@@ -167,7 +199,7 @@ class FormatCheck:
             return row
         known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
         self.ignored |= row.value.keys() - known.keys()
-        self.given |= known.keys() - {*form.columns}
+        self.reward_columns |= known.keys() - {*form.columns}
         return replace(row, value=known)
 
     def _example(self, form: Format, row: Row) -> Example:
@@ -175,20 +207,30 @@ class FormatCheck:
         missing = [name for name in form.columns if name not in row.value]
         if missing:
             found = _columns(row.value)
-            raise Fault(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
+            raise RowError(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
         for name in form.columns:
             value = row.value[name]
             if name not in OTHER_TYPES and not (is_messages(value) if form.chat else isinstance(value, str)):
                 wanted = "a list of messages" if form.chat else "text"
-                raise Fault(f"column {name}: expected {wanted}{like}, found {kind(value)}")
+                raise RowError(f"column {name}: expected {wanted}{like}, found {json_type_name(value)}")
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 
-def detect(value: Mapping[str, Any], reading: Reading) -> Format | None:
-    """The format of a row, by its columns and the type of the first of them; None if it is none of the reading's.
+def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
+    """The format of a row, by its columns and the type of the first of them; None for an unknown one.
 
-    A prompt in words beside answers that are whole conversations is left to these, which begin with it.
+    A prompt in words beside answers that are whole conversations is left to these, which begin with it. Formats of
+    other projects come after those with `prompt` and before `text` and answers that begin alike: Alpaca's own data have
+    a column `text` too.
     """
+    found = _detect_own_format(value, reading)
+    if found is not None and found.columns[0] == "prompt":
+        return found
+    conversion = find_conversion(value, reading)
+    return Format(CONVERTED[reading], chat=True, conversion=conversion) if conversion else found
+
+
+def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     for columns in FORMATS[reading]:
         if all(name in value for name in columns):
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
@@ -203,66 +245,34 @@ def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
 
 
-def _unknown(value: Mapping[str, Any], reading: Reading) -> str:
+def _unknown_format(value: Mapping[str, Any], reading: Reading) -> str:
     return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
 
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     """What the row may be, and what to type."""
-    if "conversations" in value:
-        return "; rename `conversations` to `messages`, and its keys from/value to role/content"
     renamed = {
         next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
     }
     renamed = {old: new for old, new in renamed.items() if old and any(new in c for c in FORMATS[reading])}
-    if renamed and detect({**value, **{new: "" for new in renamed.values()}}, reading):
+    if renamed and detect_format({**value, **{new: "" for new in renamed.values()}}, reading):
         pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
-        return f"; type 'data.columns={{{pairs}}}' if that is what they are"
+        return f"; type 'data.rename_columns={{{pairs}}}' if that is what they are"
     if reading == "prompts" and "messages" in value:
         return "; give the messages before the answer as `prompt`"
-    other = next((known for known in IS if known != reading and detect(value, known)), None)
+    other = next((known for known in LIKELY_KINDS if known != reading and detect_format(value, known)), None)
     if other:
-        return f"; {IS[other]}"
+        return f"; {LIKELY_KINDS[other]}"
     return "; `prompt` alone has no answer to learn" if "prompt" in value else ""
 
 
 PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one
 
 
-@dataclass(frozen=True)
-class FileSource:
-    """A file or a folder of files, in the order of their names."""
-
-    name: str
-    list: FileList
-    key: str = "data.path"
-
-    def digest(self) -> str:
-        """sha256 over the names and bytes of all files."""
-        total = hashlib.sha256()
-        for file in self.list.files:
-            with file.open("rb") as handle:
-                total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
-        return total.hexdigest()
-
-    def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
-        """The rows of every file, of each the first `most`."""
-        for file in self.list.files:
-            yield from islice(read_file(file, problems), most)
-
-
-def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
-    """(training sources, held-out source). Raises DataError for a path where no data file is."""
-    training = [FileSource(path, find_files(path)) for path in paths]
-    if eval_path is None:
-        return training, None
-    return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")
-
-
-def validate(
+def validate_files(
     paths: Sequence[str], eval_path: str | None, kind: ItemKind, columns: Mapping[str, str] | None = None
 ) -> None:
-    """Check that the files exist and that their first 10,000 rows are sound; imports neither torch nor a tokenizer.
+    """Check that files exist and their first 10,000 rows are valid, without torch or a tokenizer.
 
     Raises DataError with everything wrong with the first faulty source. `build` checks the remaining rows.
     """

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import HubConfig
+from runner.data.config import ChatConfig, HubConfig
 from runner.data.dataset import sha256
-from runner.data.prepare import Preparation, build_data
-from runner.data.readers import Place, Problems, Row, without_nulls
+from runner.data.files import without_nulls
+from runner.data.prepare import SourcePreparation, build_data
+from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ class HubSource:
         """Rows as plain values; the nulls that Arrow fills missing keys with are taken out."""
         number = 0
         for number, value in enumerate(self.table, 1):
-            yield Row(Place(self.name, number, "row"), without_nulls(value))
+            yield Row(SourceLocation(self.name, number, "row"), without_nulls(value))
         if not number:
-            problems.add(self.name, "no rows; expected at least one")
+            problems.add_fault(self.name, "no rows; expected at least one")
 
 
-def load(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
-    """Load a split. Raises EnvironmentProblem if the hub cannot be reached, DataError if it has no such data."""
+def load_split(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
+    """Load a split. Raises EnvironmentProblem if the hub is unreachable, DataError if it has no such data."""
     if Path(path).expanduser().exists():  # `datasets` would read it, and turn text that looks like numbers into numbers
         raise DataError(f"{key}={path} is a file or folder on this machine; read it with: data=file data.path={path}")
     try:
@@ -78,10 +79,12 @@ def build(
     decide: Decide,
     cache_dir: Path,
     kind: ItemKind,
+    chat: ChatConfig | None = None,
 ) -> Data:
     """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
-    training = [load(config, path, config.split) for path in config.sources()]
+    training = [load_split(config, path, config.split) for path in config.sources()]
     held_out = None
     if config.eval_split is not None:
-        held_out = load(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
-    return build_data(Preparation(config, tokenizer, decide, cache_dir, kind), training, held_out, seed)
+        held_out = load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    return build_data(prepare, training, held_out, seed)

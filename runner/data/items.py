@@ -1,16 +1,15 @@
-"""Tokens to what the trainer sees: items to learn from, and held-out questions to ask; and what happens to examples
-above `data.max_length`, counted so that nothing disappears unsaid.
+"""Tokens to training items and held-out questions, with data.truncation applied and counted.
 
-sft      ids, learnt        ─▶ Item     (held out: Question)
+sft      ids, loss_mask        ─▶ Item     (held out: Question)
 pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
 prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
 
-data.overlong
+data.truncation
 error            a problem that names row and length
 skip             left out
 truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
 split            pieces of max_length tokens, each beginning with the last token of the one before it,
-                 which is context there: every token but the first is learnt exactly once
+                 which is context there: every token but the first is trained on exactly once
 
 Of a prompt with answers, the length is that of the prompt and its longest answer, and only the prompt is cut, on its
 left: an answer without its end would teach a model not to stop. A prompt that is to be answered is measured alone.
@@ -25,84 +24,132 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Reading
 from runner.data.readers import Problems
-from runner.data.tokenise import Answered, Encoded
-from runner.interfaces import Item, Judged, Pair, Prompt, Question
+from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
+from runner.interfaces import EvalQuestion, LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Rule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
+OverlongRule = Literal["error", "skip", "truncate_left", "truncate_right", "split"]
 
 
 @dataclass(slots=True)
-class Tally:
+class TruncationCounts:
     """Counts over one source; tokens are those of the items that stay."""
 
     rows: int = 0
     items: int = 0
     tokens: int = 0
-    learnt: int = 0
+    trained_tokens: int = 0
     longest: int = 0  # tokens of the longest row before anything was cut
     overlong: int = 0
     cut_tokens: int = 0
     left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
+    branched: int = 0  # rows whose turns are trained on under different contexts
+    plain_tokens: int = 0  # of these rows, each conversation once
+    branched_tokens: int = 0  # of these rows as they are trained on
 
     def __str__(self) -> str:
-        learnt = f", {self.learnt} of them learnt" if self.learnt else ""
-        return f"{self.items} items, {self.tokens} tokens{learnt}; longest row {self.longest}"
+        trained = f", {self.trained_tokens} of them trained on" if self.trained_tokens else ""
+        return f"{self.items} items, {self.tokens} tokens{trained}; longest row {self.longest}"
 
-    def see(self, length: int) -> None:
+    def branches_text(self) -> str:
+        """What training on every turn under its own context costs; empty where no template rewrites history."""
+        if not self.branched:
+            return ""
+        times = self.branched_tokens / self.plain_tokens
+        why = "the chat template rewrites earlier turns, so each turn has a row with the context that generation sees"
+        return f"{self.branched} of {self.rows} rows: {why}; {times:.2g} times their tokens (chat.train_on=last: once)"
+
+    def count_row(self, length: int) -> None:
         """Count a row of `length` tokens."""
         self.rows += 1
         self.longest = max(self.longest, length)
 
-    def keep(self, tokens: int, learnt: int) -> None:
+    def count_item(self, tokens: int, trained: int) -> None:
         """Count an item that stays."""
         self.items += 1
         self.tokens += tokens
-        self.learnt += learnt
+        self.trained_tokens += trained
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class LengthLimit:
     """The longest item in tokens, and the rule for longer ones."""
 
     max_length: int
-    rule: Rule
+    rule: OverlongRule
     reading: Reading = "sft"
 
-    def apply(self, row: Encoded | Answered, tally: Tally, problems: Problems) -> Iterator[Encoded | Answered]:
-        """The items that a row becomes: one, none, or several; faults go to `problems`."""
+    def apply(
+        self, row: EncodedExample | EncodedRows | EncodedAnswers, tally: TruncationCounts, problems: Problems
+    ) -> Iterator[EncodedExample | EncodedAnswers]:
+        """The items that a row of data becomes: one, none, or several; faults go to `problems`."""
+        if isinstance(row, EncodedRows):
+            yield from self._apply_to_rows(row, tally, problems)
+            return
         length = self._length(row)
-        tally.see(length)
+        tally.count_row(length)
         if _is_empty(row):
-            problems.add(row.place, f"no token to learn in the {length} tokens of this row; expected at least one")
+            problems.add_fault(
+                row.place, f"no token to learn in the {length} tokens of this row; expected at least one"
+            )
         elif length <= self.max_length:
-            yield _counted(row, tally)
+            yield _count_item(row, tally)
         elif self.rule == "error":
-            problems.add(row.place, f"{length} tokens, above data.max_length={self.max_length}", self._way_out())
+            tally.overlong += 1
+            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}")
         else:
-            yield from self._shortened(row, length, tally)
+            yield from self._truncate(row, length, tally)
 
-    def _length(self, row: Encoded | Answered) -> int:
-        if isinstance(row, Encoded):
+    def _apply_to_rows(
+        self, example: EncodedRows, tally: TruncationCounts, problems: Problems
+    ) -> Iterator[EncodedExample]:
+        """Items of several rows that share their beginning, each item of at most max_length tokens."""
+        alone = TruncationCounts()
+        rows = [r for row in example.rows for r in self.apply(row, alone, problems) if isinstance(r, EncodedExample)]
+        tally.count_row(alone.longest)
+        tally.overlong += alone.overlong > 0
+        tally.left_out += alone.left_out > 0
+        tally.cut_tokens += alone.cut_tokens
+        tally.branched += 1
+        tally.plain_tokens += len(example.rows[-1].ids)
+        groups: list[list[EncodedExample]] = []
+        items: list[EncodedExample] = []
+        for row in rows:
+            joined = share_prefix([*groups[-1], row]) if groups else None
+            if joined is not None and len(joined.ids) <= self.max_length:
+                groups[-1].append(row)
+                items[-1] = joined
+            else:
+                groups.append([row])
+                items.append(row)
+        for item in items:
+            tally.branched_tokens += len(item.ids)
+            _count_item(item, tally)
+            yield item
+
+    def _length(self, row: EncodedExample | EncodedAnswers) -> int:
+        if isinstance(row, EncodedExample):
             return len(row.ids)
         alone = self.reading in ("prompts", "questions")
         return len(row.prompt) + (0 if alone else max(map(len, row.answers), default=0))
 
-    def _shortened(self, row: Encoded | Answered, length: int, tally: Tally) -> Iterator[Encoded | Answered]:
+    def _truncate(
+        self, row: EncodedExample | EncodedAnswers, length: int, tally: TruncationCounts
+    ) -> Iterator[EncodedExample | EncodedAnswers]:
         tally.overlong += 1
         pieces = [] if self.rule == "skip" else self._pieces(row, length)
         tally.left_out += not pieces
         if pieces and self.rule != "split":
             tally.cut_tokens += length - self.max_length
         for piece in pieces:
-            yield _counted(piece, tally)
+            yield _count_item(piece, tally)
 
-    def _pieces(self, row: Encoded | Answered, length: int) -> list[Encoded] | list[Answered]:
+    def _pieces(self, row: EncodedExample | EncodedAnswers, length: int) -> list[EncodedExample] | list[EncodedAnswers]:
         """What is left of the row, as far as anything is."""
-        if isinstance(row, Answered):
+        if isinstance(row, EncodedAnswers):
             rest = row.prompt[length - self.max_length :]
             return [replace(row, prompt=rest)] if rest else []
         if self.rule == "truncate_right":
@@ -111,16 +158,18 @@ class Limit:
             pieces = [_slice(row, length - self.max_length, length)]
         else:
             pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
-        return [piece for piece in pieces if any(piece.learnt)]
+        return [piece for piece in pieces if any(piece.loss_mask)]
 
-    def _way_out(self) -> str:
-        if self.reading != "sft":
-            return "raise data.max_length, or set data.overlong to skip or truncate_left (of the prompt)"
-        return (
-            "raise data.max_length, or set data.overlong to skip, truncate_left, truncate_right (or split: plain text)"
-        )
+    def way_out(self, tally: TruncationCounts) -> str:
+        """What to type where rows are refused because of their length, counted to the end; empty if none is."""
+        if self.rule != "error" or not tally.overlong:
+            return ""
+        cut = "skip, truncate_left or truncate_right (split: of plain text)"
+        rules = cut if self.reading == "sft" else "skip or truncate_left (of the prompt)"
+        rows = "1 row is" if tally.overlong == 1 else f"{tally.overlong} of {tally.rows} rows are"
+        return f"{rows} too long; type data.max_length={tally.longest} to keep all, or data.truncation={rules}"
 
-    def report(self, tally: Tally) -> str:
+    def report(self, tally: TruncationCounts) -> str:
         """What the rule did, in words; empty if no row was too long."""
         if not tally.overlong:
             return ""
@@ -130,84 +179,98 @@ class Limit:
         return f"{tally.overlong} of {tally.rows} rows were longer than data.max_length={self.max_length}: {done}{said}"
 
 
-def _is_empty(row: Encoded | Answered) -> bool:
+def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
     """Whether there is nothing to learn, or nothing to answer."""
-    return not any(row.learnt) if isinstance(row, Encoded) else not row.prompt or not all(row.answers)
+    return not any(row.loss_mask) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
 
 
-def _counted(row: Encoded | Answered, tally: Tally) -> Encoded | Answered:
-    if isinstance(row, Encoded):
-        tally.keep(len(row.ids), sum(row.learnt))
+def _count_item(row: EncodedExample | EncodedAnswers, tally: TruncationCounts) -> EncodedExample | EncodedAnswers:
+    if isinstance(row, EncodedExample):
+        tally.count_item(len(row.ids), sum(row.loss_mask))
     else:
-        learnt = sum(map(len, row.answers))
-        tally.keep(len(row.prompt) + learnt, learnt)
+        trained = sum(map(len, row.answers))
+        tally.count_item(len(row.prompt) + trained, trained)
     return row
 
 
-def _slice(row: Encoded, start: int, stop: int) -> Encoded:
+def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
     """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
-    ids, learnt = row.ids[start:stop], row.learnt[start:stop]
-    learnt[:1] = [0]
+    ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
+    loss_mask[:1] = [0]
     first, last = row.answer
     whole = start < first and last <= stop
-    return replace(row, ids=ids, learnt=learnt, answer=(first - start, last - start) if whole else (0, 0))
+    return replace(row, ids=ids, loss_mask=loss_mask, answer=(first - start, last - start) if whole else (0, 0))
 
 
 Record = Mapping[str, Any]
 Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
-def item(record: Record, tokenizer: PreTrainedTokenizerBase) -> Item:
-    """The item of a tokenised row: weight 1 where it is learnt, 0 where it is context."""
-    return Item(tuple(record["ids"]), tuple(map(float, record["learnt"])))
+def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
+    """The item of a tokenised row: weight 1 where it is trained on, 0 where it is context."""
+    return TokenizedExample(
+        tuple(record["ids"]), tuple(map(float, record["loss_mask"])), tuple(record.get("branches") or ())
+    )
 
 
-def pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> Pair:
+def preference_pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> PreferencePair:
     """Two answers to one prompt."""
     chosen, rejected = map(tuple, record["answers"])
-    return Pair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
+    return PreferencePair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
 
 
-def judged(record: Record, tokenizer: PreTrainedTokenizerBase) -> Judged:
+def labeled_completion(record: Record, tokenizer: PreTrainedTokenizerBase) -> LabeledCompletion:
     """One answer, and whether it is a good one."""
-    return Judged(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
+    return LabeledCompletion(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
 
 
-def prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A prompt; its text is what the ids decode to, also where they were cut."""
     facts, ids = json.loads(record["facts"]), record["prompt"]
     messages = facts["messages"]
     return Prompt(tuple(ids), str(tokenizer.decode(ids)), messages and tuple(messages), facts["columns"])
 
 
-def question(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
-    """What to ask and what to expect: all before the last assistant turn, and what a perfect answer decodes to.
+def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
+    """A held-out question: all before the last assistant turn, and the text of a perfect answer.
 
     Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """
     ids, first, last = record["ids"], record["first"], record["last"]
-    whole = item(record, tokenizer)
-    return _question(tokenizer, whole, ids[:first], ids[first:last]) if last else Question(whole)
+    whole = tokenized_example(record, tokenizer)
+    if not last:
+        return EvalQuestion(whole)
+    context = [*ids[: whole.branches[0]], *ids[whole.branches[-1] : first]] if whole.branches else ids[:first]
+    return _question(tokenizer, whole, context, ids[first:last])
 
 
-def asked(record: Record, tokenizer: PreTrainedTokenizerBase) -> Question:
+def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
     """A held-out prompt with its answer, of which the loss can be measured too."""
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
-    whole = Item((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
+    whole = TokenizedExample((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
     messages = facts["messages"] and tuple(facts["messages"])
     return replace(_question(tokenizer, whole, prompt, answer), messages=messages, columns=facts["columns"])
 
 
 def _question(
-    tokenizer: PreTrainedTokenizerBase, whole: Item, prompt: Sequence[int], answer: Sequence[int]
-) -> Question:
-    return Question(
+    tokenizer: PreTrainedTokenizerBase, whole: TokenizedExample, prompt: Sequence[int], answer: Sequence[int]
+) -> EvalQuestion:
+    return EvalQuestion(
         item=whole,
         prompt_ids=tuple(prompt),
         prompt=str(tokenizer.decode(list(prompt))),
         answer=str(tokenizer.decode(list(answer), skip_special_tokens=True)),
+        answer_ids=tuple(answer),
     )
 
 
-ITEMS: Mapping[ItemKind, Make] = {"sft": item, "pairs": pair, "judged": judged, "prompts": prompt}
-QUESTIONS: Mapping[ItemKind, Make] = {"sft": question, "prompts": asked}  # of the others, held-out items are kept
+ITEMS: Mapping[ItemKind, Make] = {
+    "sft": tokenized_example,
+    "pairs": preference_pair,
+    "judged": labeled_completion,
+    "prompts": rollout_prompt,
+}
+QUESTIONS: Mapping[ItemKind, Make] = {
+    "sft": eval_question,
+    "prompts": eval_question_of_prompt,
+}  # of the others, held-out items are kept

@@ -1,10 +1,9 @@
-"""Files to rows, strictly: nothing is coerced, skipped or guessed, and every fault names file and line.
+"""Text files to rows, strictly: nothing is coerced or skipped, and errors name file and line.
 
-    data.path ──find_files──▶ files ──read_file──▶ Row = (Place, columns), …      faults ──▶ Problems, one DataError
-
-    lines           UTF-8; what is not, or is far too long, is a problem
+    lines           UTF-8, gzip if the name ends in .gz; another encoding, or a line over 16 MiB, is a fault
     JSONL, JSON     no NaN, no key twice
-    CSV             a header, comma-separated; every value is text, nothing is taken for a number or a date
+    CSV, TSV        a header, separated by commas or tabs; every value is text, never a number or a date
+    TXT             one row a line, column `text`; blank lines are no rows
 
 `datasets` does not parse the text: its JSON reader turns a column of strings into integers or dates when
 some values look like them, and lets broken bytes and missing columns pass. No torch, no transformers here.
@@ -13,21 +12,21 @@ some values look like them, and lets broken bytes and missing columns pass. No t
 from __future__ import annotations
 
 import csv
-import difflib
+import gzip
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError
 
-SHOWN = 10  # problems that a message spells out; the rest is counted
+MAX_SHOWN = 10  # problems that a message spells out; the rest is counted
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceLocation:
     """Where a row stands: a file and a 1-based line, or a source without lines and a 1-based row."""
 
     source: str
@@ -42,12 +41,12 @@ class Place:
 class Row:
     """One row as it was read: column name → value, not yet checked against a format."""
 
-    place: Place
+    place: SourceLocation
     value: Mapping[str, Any]
 
 
 class Problems:
-    """Collects what is wrong with a source, so that the user sees up to ten faults at once and their number."""
+    """Collects the problems of a source, so that a user sees up to ten of them and their number."""
 
     def __init__(self, key: str, source: str) -> None:
         self.key = key  # the option that named the source, e.g. data.path
@@ -56,13 +55,17 @@ class Problems:
         self._shown: list[str] = []
         self._hints: dict[str, None] = {}
 
-    def add(self, place: Place | str, message: str, hint: str = "") -> None:
+    def add_fault(self, place: SourceLocation | str, message: str, hint: str = "") -> None:
         """One more fault; `hint` says what to type next and is shown once below all faults."""
         self.count += 1
-        if len(self._shown) < SHOWN:
+        if len(self._shown) < MAX_SHOWN:
             self._shown.append(f"{place}: {message}")
         if hint:
-            self._hints[hint] = None
+            self.add_hint(hint)
+
+    def add_hint(self, hint: str) -> None:
+        """What to type, shown once below all faults."""
+        self._hints[hint] = None
 
     def error(self) -> DataError:
         """All of it as one error."""
@@ -82,42 +85,43 @@ BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class TextLine:
     """One decoded line with its line end, if it has one."""
 
-    place: Place
+    place: SourceLocation
     text: str
 
 
-def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES) -> Iterator[Line]:
+def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES) -> Iterator[TextLine]:
     """Decoded lines of at most `limit` bytes (None: any length).
 
     A byte that is not UTF-8 is a problem; its line is read on with marks in its place, to find more faults.
     """
     for number, start, raw in _raw_lines(file, problems, limit):
-        place = Place(str(file), number)
+        place = SourceLocation(str(file), number)
         if number == 1 and raw.startswith(BOM):
             start, raw = start + len(BOM), raw[len(BOM) :]
         try:
-            yield Line(place, raw.decode())
+            yield TextLine(place, raw.decode())
         except UnicodeDecodeError as error:
-            problems.add(place, _not_utf8(raw, error, start))
-            yield Line(place, raw.decode(errors="replace"))
+            problems.add_fault(place, _not_utf8(raw, error, start))
+            yield TextLine(place, raw.decode(errors="replace"))
 
 
 def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tuple[int, int, bytes]]:
     """(line number, byte offset, bytes) of each line; one above the limit is a problem and left out."""
     most = -1 if limit is None else limit + 1
     number, offset = 0, 0
-    with file.open("rb") as handle:
+    with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as handle:
         while raw := handle.readline(most):
             number, start = number + 1, offset
             offset += len(raw)
             if limit is None or len(raw) <= limit:
                 yield number, start, raw
                 continue
-            problems.add(
-                Place(str(file), number), f"a row of more than {limit >> 20} MiB; expected one training example"
+            problems.add_fault(
+                SourceLocation(str(file), number),
+                f"a row of more than {limit >> 20} MiB; expected one training example",
             )
             while raw and not raw.endswith(b"\n"):
                 raw = handle.readline(most)
@@ -130,10 +134,24 @@ def _not_utf8(raw: bytes, error: UnicodeDecodeError, start: int) -> str:
     return f"not UTF-8 at {at}; save the file as UTF-8{utf16}"
 
 
-def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
-    """Rows under the header's names; a row stands at the line where it begins, as fields may hold line breaks."""
+def read_text(file: Path, problems: Problems) -> Iterator[Row]:
+    """One row a line, in the column `text`, without its line end; blank lines hold no row."""
+    number = 0
+    for line in read_lines(file, problems):
+        if line.text.strip():
+            number += 1
+            yield Row(line.place, {"text": line.text.rstrip("\r\n")})
+    if not number:
+        problems.add_fault(str(file), "only blank lines; expected at least one row")
+
+
+KIND_OF_DELIMITER = {",": "CSV", "\t": "TSV"}
+
+
+def read_csv(file: Path, problems: Problems, delimiter: str = ",") -> Iterator[Row]:
+    """Rows by the header's names; a row's line is where it begins, as fields may have line breaks."""
     csv.field_size_limit(MAX_ROW_BYTES)  # the module's own limit of 128 KiB is below a long text
-    records = _records(file, problems)
+    records = _records(file, problems, delimiter)
     header = next(records, None)
     if header is None or not _header_is_sound(header, problems):
         return
@@ -143,31 +161,36 @@ def read_csv(file: Path, problems: Problems) -> Iterator[Row]:
         if len(fields) == len(names):
             yield Row(place, dict(zip(names, fields, strict=True)))
         else:
-            problems.add(place, f"{len(fields)} fields; expected {len(names)}, as the header has: {', '.join(names)}")
+            problems.add_fault(
+                place, f"{len(fields)} fields; expected {len(names)}, as the header has: {', '.join(names)}"
+            )
     if not rows and not problems.count:
-        problems.add(str(file), "a header and no rows; expected at least one row")
+        problems.add_fault(str(file), "a header and no rows; expected at least one row")
 
 
-def _records(file: Path, problems: Problems) -> Iterator[tuple[Place, list[str]]]:
+def _records(file: Path, problems: Problems, delimiter: str) -> Iterator[tuple[SourceLocation, list[str]]]:
     """Every record with its place, blank lines left out; broken quoting ends the reading."""
-    reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True)
+    reader = csv.reader((line.text for line in read_lines(file, problems)), strict=True, delimiter=delimiter)
     first = 1
     try:
         for fields in reader:
             if fields:
-                yield Place(str(file), first), fields
+                yield SourceLocation(str(file), first), fields
             first = reader.line_num + 1
     except csv.Error as error:
-        problems.add(
-            Place(str(file), first), f"broken CSV in the row that begins here: {error}; expected quotes in pairs"
+        problems.add_fault(
+            SourceLocation(str(file), first),
+            f"broken {KIND_OF_DELIMITER[delimiter]} in the row that begins here: {error}; expected quotes in pairs",
         )
 
 
-def _header_is_sound(header: tuple[Place, list[str]], problems: Problems) -> bool:
+def _header_is_sound(header: tuple[SourceLocation, list[str]], problems: Problems) -> bool:
     place, names = header
     unsound = sorted({name for name in names if names.count(name) > 1 or not name})
     if unsound:
-        problems.add(place, f"the header's names are not distinct or empty: {unsound}; expected one name per column")
+        problems.add_fault(
+            place, f"the header's names are not distinct or empty: {unsound}; expected one name per column"
+        )
     return not unsound
 
 
@@ -176,7 +199,7 @@ SURROGATE = re.compile(r"[\ud800-\udfff]")
 KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
 
 
-def kind(value: Any) -> str:
+def json_type_name(value: Any) -> str:
     """The word for the JSON type of `value`."""
     return KINDS.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
@@ -192,32 +215,34 @@ def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
             value = DECODER.decode(line.text.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
             cut = "" if line.text.endswith("\n") else "; the last line has no line end: the file may be cut off"
-            problems.add(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
+            problems.add_fault(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
             continue
         yield from _row(line.place, value, line.text, problems)
     if blank:
-        problems.add(str(file), "only blank lines; expected at least one row")
+        problems.add_fault(str(file), "only blank lines; expected at least one row")
 
 
 def read_json(file: Path, problems: Problems) -> Iterator[Row]:
-    """A list of objects, held in memory; broken JSON ends the reading, for nothing after it can be trusted."""
+    """A list of objects, held in memory; broken JSON ends the reading."""
     text = "".join(line.text for line in read_lines(file, problems, limit=None))
-    start = _skip(text, 0)
+    start = _skip_blanks(text, 0)
     if text[start : start + 1] != "[":
-        place = Place(str(file), text.count("\n", 0, start) + 1)
-        problems.add(place, "expected a list of objects, [{...}, ...]; a file with one object a line is named .jsonl")
+        place = SourceLocation(str(file), text.count("\n", 0, start) + 1)
+        problems.add_fault(
+            place, "expected a list of objects, [{...}, ...]; a file with one object a line is named .jsonl"
+        )
         return
     line, counted, rows = 1, 0, 0
     try:
-        for value, begin, end in _elements(text, start + 1):
+        for value, begin, end in _list_elements(text, start + 1):
             line, counted, rows = line + text.count("\n", counted, begin), begin, rows + 1
-            yield from _row(Place(str(file), line), value, text[begin:end], problems)
+            yield from _row(SourceLocation(str(file), line), value, text[begin:end], problems)
     except _Broken as broken:
         number = text.count("\n", 0, broken.position) + 1
-        problems.add(Place(str(file), number), f"{broken}; expected a list of objects")
+        problems.add_fault(SourceLocation(str(file), number), f"{broken}; expected a list of objects")
         return
     if not rows:
-        problems.add(str(file), "the list is empty; expected at least one row")
+        problems.add_fault(str(file), "the list is empty; expected at least one row")
 
 
 class _Broken(Exception):
@@ -228,9 +253,9 @@ class _Broken(Exception):
         self.position = position
 
 
-def _elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
+def _list_elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
     """(value, begin, end) of each element of the list whose bracket stands before `at`."""
-    at = _skip(text, at)
+    at = _skip_blanks(text, at)
     more = text[at : at + 1] != "]"
     while more:
         try:
@@ -240,23 +265,23 @@ def _elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
         except (ValueError, RecursionError) as error:
             raise _Broken(_fault(error), at) from error
         yield value, at, end
-        at = _skip(text, end)
+        at = _skip_blanks(text, end)
         more = text[at : at + 1] == ","
         if more:
-            at = _skip(text, at + 1)
+            at = _skip_blanks(text, at + 1)
     if text[at : at + 1] != "]":
         what = "the file ends" if at >= len(text) else f"found {text[at]!r}"
         raise _Broken(f"broken JSON: {what} where , or ] must follow", at)
-    if _skip(text, at + 1) < len(text):
-        raise _Broken("broken JSON: more text after the list", _skip(text, at + 1))
+    if _skip_blanks(text, at + 1) < len(text):
+        raise _Broken("broken JSON: more text after the list", _skip_blanks(text, at + 1))
 
 
-def _skip(text: str, at: int) -> int:
+def _skip_blanks(text: str, at: int) -> int:
     blank = BLANKS.match(text, at)
     return blank.end() if blank else at
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -265,11 +290,11 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> Any:
+def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+DECODER = json.JSONDecoder(object_pairs_hook=_unique_object, parse_constant=_refuse_constant)
 
 
 def _fault(error: ValueError | RecursionError) -> str:
@@ -278,103 +303,12 @@ def _fault(error: ValueError | RecursionError) -> str:
     return "objects are nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
-def _row(place: Place, value: Any, source: str, problems: Problems) -> Iterator[Row]:
+def _row(place: SourceLocation, value: Any, source: str, problems: Problems) -> Iterator[Row]:
     """The row, if it is an object of whole characters."""
     if not isinstance(value, dict):
-        problems.add(place, f"expected an object with columns, {{...}}, found {kind(value)}")
+        problems.add_fault(place, f"expected an object with columns, {{...}}, found {json_type_name(value)}")
     # "\ud83d" alone is legal JSON and no text: it would fail later, inside a tokenizer, without a line number
     elif "\\u" in source and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
-        problems.add(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
+        problems.add_fault(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
     else:
         yield Row(place, value)
-
-
-@dataclass(frozen=True, slots=True)
-class FileList:
-    """The data files under a path, sorted by name, and the other files that lie beside them in a folder."""
-
-    files: tuple[Path, ...]
-    ignored: tuple[Path, ...] = ()
-
-
-def find_files(path: str, key: str = "data.path") -> FileList:
-    """The file called `path`, or all data files in the folder `path` and below, hidden ones excepted.
-
-    Raises DataError if there is none.
-    """
-    root = Path(path).expanduser()
-    if root.is_dir():
-        found = sorted(f for f in root.rglob("*") if f.is_file() and not _hidden(f.relative_to(root)))
-        files = tuple(f for f in found if _suffix(f) in READERS)
-        if not files:
-            raise DataError(f"{key}={path}: the folder holds no data file; expected {', '.join(READERS)}")
-        return FileList(files, tuple(f for f in found if _suffix(f) not in READERS))
-    if not root.exists():
-        raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
-    if _suffix(root) not in READERS:
-        raise DataError(
-            f"{key}={path}: a file of this kind is not read; expected {', '.join(READERS)}, or a folder of them"
-        )
-    return FileList((root,))
-
-
-def read_file(file: Path, problems: Problems) -> Iterator[Row]:
-    """Every row of one file in order; a faulty row is left out and added to `problems`."""
-    try:
-        if file.stat().st_size == 0:
-            problems.add(str(file), "the file is empty; expected at least one row")
-            return
-        yield from READERS[_suffix(file)](file, problems)
-    except OSError as error:
-        problems.add(str(file), f"cannot be read: {error.strerror or error}")
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without the keys whose value is null, at any depth.
-
-    Arrow gives every object in a column the same keys and fills the missing ones with null.
-    """
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-def _read_parquet(file: Path, problems: Problems) -> Iterator[Row]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number = 0
-    try:
-        with pq.ParquetFile(file) as parquet:
-            for batch in parquet.iter_batches(batch_size=1000):
-                for value in batch.to_pylist():
-                    number += 1
-                    yield Row(Place(str(file), number, "row"), without_nulls(value))
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        problems.add(str(file), f"broken Parquet after row {number}: {error}")
-        return
-    if not number:
-        problems.add(str(file), "no rows; expected at least one")
-
-
-def _suffix(file: Path) -> str:
-    return file.suffix.lower()
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _nearest(path: Path) -> str:
-    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
-
-
-READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
-    ".jsonl": read_jsonl,
-    ".ndjson": read_jsonl,
-    ".json": read_json,
-    ".csv": read_csv,
-    ".parquet": _read_parquet,
-}

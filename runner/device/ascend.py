@@ -1,4 +1,4 @@
-"""Ascend NPUs, without torch: where CANN, their toolkit, lies, and what a chip's name says of its generation."""
+"""Ascend NPUs without torch: the folder of CANN, their toolkit, and the generation of a chip's name."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # which its set_en
 LAYOUTS = ("cann", "ascend-toolkit/latest", "cann-*", "ascend-toolkit/[0-9]*")
 
 
-def parents(environment: Mapping[str, str]) -> tuple[str, ...]:
+def install_folders(environment: Mapping[str, str]) -> tuple[str, ...]:
     """The usual folders: root's, the user's, the conda environment's."""
     roots = ("/usr/local", environment.get("HOME"), environment.get("CONDA_PREFIX"))
     return tuple(f"{root.rstrip('/')}/Ascend" for root in roots if root)
 
 
-def homes(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[str]:
-    """The folders of toolkits that are there: those that the environment names, then the usual ones, newest first."""
+def toolkit_folders(environment: Mapping[str, str], root: Path = Path("/")) -> Iterator[str]:
+    """Folders of installed toolkits: those that the environment names, then the usual ones, newest first."""
     named = [environment.get(name, "").rstrip("/") for name in HOME_VARIABLES]
-    for home in [*filter(None, named), *_usual(environment, root)]:
+    for home in [*filter(None, named), *_default_folders(environment, root)]:
         if (root / home.lstrip("/")).is_dir():
             yield home
 
 
-def _usual(environment: Mapping[str, str], root: Path) -> Iterator[str]:
-    for parent in parents(environment):
+def _default_folders(environment: Mapping[str, str], root: Path) -> Iterator[str]:
+    for parent in install_folders(environment):
         folder = root / parent.lstrip("/")
         for layout in LAYOUTS:
             for found in sorted(folder.glob(layout), key=_numbers, reverse=True):
@@ -42,8 +42,8 @@ def _numbers(path: Path) -> list[int]:
     return [int(number) for number in re.findall(r"\d+", path.name)]
 
 
-def script(home: str, root: Path = Path("/")) -> str:
-    """The set_env.sh that loads this toolkit's environment: in its folder or, in the older layout, beside it."""
+def set_env_script(home: str, root: Path = Path("/")) -> str:
+    """The set_env.sh of a toolkit: in its folder or, in the older layout, beside it."""
     places = [f"{place}/set_env.sh" for place in (home, home.rpartition("/")[0])]
     return next((place for place in places if (root / place.lstrip("/")).exists()), places[0])
 

@@ -1,4 +1,4 @@
-"""The best device present: npu is asked before cuda, because a machine with NPUs may also carry a small GPU."""
+"""The best device present: npu is tried before cuda, as a machine with NPUs may have a small GPU."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ from runner.interfaces import Decide, Device
 
 
 def pick(config: AutoConfig, *, decide: Decide) -> Device:
-    """Build the first device that is there, and say which, and where its data type is not the one that a job got which
-    left it out."""
-    own, device = _first(config, decide)
+    """Build the first device that is present, and print which one.
+
+    Also prints where its data type differs from the one that a job without `model.dtype` was given.
+    """
+    own, device = _first_available(config, decide)
     if own.default_dtype != config.default_dtype:
         text = f"model.dtype, where it is left out, is that of device={config.kind.name}, whose device files are here"
         decide("device", own.default_dtype, config.default_dtype, f"{text}; type device={own.name}, or model.dtype=…")
     return device
 
 
-def _first(config: AutoConfig, decide: Decide) -> tuple[NpuConfig | CudaConfig | CpuConfig, Device]:
+def _first_available(config: AutoConfig, decide: Decide) -> tuple[NpuConfig | CudaConfig | CpuConfig, Device]:
     """The first device that is there, and its options."""
     if importlib.util.find_spec("torch_npu") is not None:
         from runner.device.npu import Npu
 
-        own = NpuConfig.model_validate(config.given)
+        own = NpuConfig.model_validate(config.picked_options)
         try:
             npu = Npu(own, decide=decide)
         except (EnvironmentProblem, ImportError) as error:
@@ -38,8 +40,8 @@ def _first(config: AutoConfig, decide: Decide) -> tuple[NpuConfig | CudaConfig |
             return own, npu
     if torch.cuda.is_available():
         decide("device", "auto", "cuda", "torch finds a GPU")
-        gpu = CudaConfig.model_validate(config.given)
+        gpu = CudaConfig.model_validate(config.picked_options)
         return gpu, Cuda(gpu, decide=decide)
     decide("device", "auto", "cpu", "no accelerator found")
-    cpu = CpuConfig.model_validate(config.given)
+    cpu = CpuConfig.model_validate(config.picked_options)
     return cpu, Cpu(cpu, decide=decide)

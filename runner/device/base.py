@@ -1,5 +1,6 @@
-"""What all devices have in common, through `torch.accelerator`, and torch's own module of each for its memory: a device
-of its own says what it does in another way.
+"""What all devices share, through `torch.accelerator` and torch's memory functions of each.
+
+A device overrides what it does differently.
 
 torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
 2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
@@ -21,14 +22,13 @@ from torch.utils import deterministic
 
 from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
-from runner.core.rank_info import Place
-from runner.device.cards import find_card
+from runner.core.rank_info import RankInfo
 from runner.device.config import DeviceConfig
-from runner.device.kinds import listed
+from runner.device.device_kinds import listed_cards
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
 
 
-def allocator(device: torch.device) -> dict[str, float]:
+def allocator_stats(device: torch.device) -> dict[str, float]:
     """Bytes that tensors hold, and that the allocator has of the device."""
     own = torch.get_device_module(device)
     return {
@@ -38,9 +38,11 @@ def allocator(device: torch.device) -> dict[str, float]:
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:
-    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones names: it
-    drops a wrong number without a word, and the job would run on other cards than was meant."""
-    asked = listed(kind)
+    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones.
+
+    It drops a wrong number silently, and the job would run on other cards than was meant.
+    """
+    asked = listed_cards(kind)
     if asked is not None and len(asked) != count:
         named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"
         raise EnvironmentProblem(
@@ -50,9 +52,11 @@ def refuse_hidden(kind: Kind, count: int) -> None:
 
 
 @contextmanager
-def starting(device: str) -> Iterator[None]:
-    """Around the first use of a card: what torch then refuses, of this shell's variables mostly, is raised as
-    EnvironmentProblem; memory that is out stays what it is."""
+def translate_startup_errors(device: str) -> Iterator[None]:
+    """Raise EnvironmentProblem for what torch refuses at the first use of a card.
+
+    Mostly variables of this shell are wrong. Out-of-memory errors pass unchanged.
+    """
     try:
         yield
     except torch.OutOfMemoryError:
@@ -62,26 +66,28 @@ def starting(device: str) -> Iterator[None]:
         raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={device}") from error
 
 
-def own_card(kind: Kind, count: int) -> torch.device:
+def select_card(kind: Kind, count: int) -> torch.device:
     """Take this process's card: the one with its number among the processes of this machine.
 
     Raises EnvironmentProblem like `refuse_hidden`, or if there are too few.
     """
     refuse_hidden(kind, count)
-    place = Place.of(os.environ)
+    place = RankInfo.from_environment(os.environ)
     if place.local_size > count:
         many = f"{place.local_size} processes on this machine want a card each"
         fewer = "launch.devices=1 parallelism=single" if count == 1 else f"launch.devices={count}"
         advice = f"type {fewer}, or let {kind.visible} list more"
         raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}\n  {advice}")
-    with starting(kind.name):
+    with translate_startup_errors(kind.name):
         torch.accelerator.set_device_index(place.local_rank)
     return torch.device(kind.name, place.local_rank)
 
 
-def use_deterministic(wanted: bool) -> None:
-    """Let torch use deterministic kernels only, or fail; without `wanted`, any. Memory that `torch.empty` gives is not
-    filled: nothing here reads what nobody wrote, and every gather would pay for it."""
+def set_deterministic(wanted: bool) -> None:
+    """Let torch use deterministic kernels only, or fail; without `wanted`, any kernel.
+
+    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and every gather would pay for it.
+    """
     # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
     torch.set_deterministic_debug_mode("error" if wanted else "default")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
@@ -98,11 +104,11 @@ class TorchDevice(Generic[Settings]):
     def __init__(self, config: Settings, torch_device: torch.device, decide: Decide) -> None:
         self.config, self._decide, self.torch_device = config, decide, torch_device
         self.backend = config.kind.backend
-        self.allocator = partial(allocator, torch_device)
+        self.allocator = partial(allocator_stats, torch_device)
 
     def prepare(self) -> None:
         """Choose determinism."""
-        use_deterministic(bool(self.config.deterministic))
+        set_deterministic(bool(self.config.deterministic))
 
     def synchronize(self) -> None:
         """Wait for the device, so that times mean something."""
@@ -116,11 +122,11 @@ class TorchDevice(Generic[Settings]):
         """As the options say."""
         return self.config.matmul_precision(str(dtype).removeprefix("torch."))
 
-    def lacks(self, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
         """Nothing."""
         return None
 
-    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+    def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """None: one call of torch's kernel per row, which is fastest on the processor."""
         return None
 
@@ -128,7 +134,7 @@ class TorchDevice(Generic[Settings]):
         """None: transformers calls torch's, which chooses among its own."""
         return None
 
-    def fuse(self, module: nn.Module) -> None:
+    def apply_fused_ops(self, module: nn.Module) -> None:
         """Nothing to exchange."""
 
 
@@ -138,30 +144,36 @@ PRODUCTS, SECONDS = 20, 0.05  # of measuring, in processor time: a busy machine 
 
 
 @dataclass(frozen=True, slots=True)
-class Peak:
+class PeakFlops:
     """flops: operations per second of matrix products; source: where the figure is from, in words."""
 
     flops: float
     source: str
 
 
-def peak(device: Device, dtype: torch.dtype, decide: Decide) -> Peak:
+def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
     """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
     precision = device.matmul_precision(dtype)
-    card = find_card(device.describe().get("card", ""))
+    card = None
+    if name := device.describe().get("card", ""):
+        from runner.device.cards import find_card  # reads the table of cards, which a CPU does not need
+
+        card = find_card(name)
     if card is not None and device.name == card.device and precision in card.flops:
-        found = Peak(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
+        found = PeakFlops(card.flops[precision], f"{card.name} in {precision}, from the table of cards")
     else:
-        found = Peak(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
+        found = PeakFlops(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
     if device.torch_device.type != "cpu":
-        decide.state("perf/mfu", f"a share of {found.flops / 1e12:.4g} TFLOP/s", found.source)
+        decide.record_fact("perf/mfu", f"a share of {found.flops / 1e12:.4g} TFLOP/s", found.source)
     return found
 
 
 @cache
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest of some products of random matrices; once in a process. Draws from a
-    generator of its own."""
+    """Operations per second of the fastest of some random matrix products; measured once in a process.
+
+    Uses a random generator of its own.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def matrix(size: int) -> torch.Tensor:

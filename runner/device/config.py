@@ -12,8 +12,8 @@ from pydantic import Field
 
 from runner.core.device_kinds import Kind
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import CPU, CUDA, NPU, listed, present
-from runner.device.presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine, ports
+from runner.device.device_kinds import CPU, CUDA, NPU, listed_cards, present_cards
+from runner.device.env_presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine_presets, hccl_port_presets
 from runner.spec.base import ComponentConfig, Dtype
 
 Attention = Literal["fused", "sdpa"]
@@ -64,14 +64,16 @@ class DeviceConfig(ComponentConfig):
         return 1
 
     @property
-    def fused_ops(self) -> tuple[str, ...]:
+    def fused_operators(self) -> tuple[str, ...]:
         """The operators of a model that the device's fused ones replace."""
         return ()
 
     def visible(self) -> tuple[str, ...] | None:
-        """The cards that a job of this process may use, by their names in its environment; None on the processor, which
-        any number of ranks share. Answers without torch. Raises EnvironmentProblem for a list that is none."""
-        return None if self.kind.nodes is None else present(self.kind)
+        """The cards that a job of this process may use, as its environment names them; None on the CPU.
+
+        Any number of ranks share a CPU. Does not import torch. Raises EnvironmentProblem for an invalid list.
+        """
+        return None if self.kind.nodes is None else present_cards(self.kind)
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem if the device cannot work; answers without importing torch."""
@@ -111,7 +113,7 @@ class CpuConfig(DeviceConfig):
         return self.threads
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        return engine(job, threads=self.threads)
+        return engine_presets(job, threads=self.threads)
 
 
 class CudaConfig(DeviceConfig):
@@ -140,15 +142,17 @@ class CudaConfig(DeviceConfig):
         return f"at most {reached} on an A100, H100 or H200, and no flash kernel"
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem naming everything that is missing. A GPU need not have a device file (WSL has none):
-        nvidia-smi will do."""
+        """Raise EnvironmentProblem naming everything that is missing.
+
+        A GPU need not have a device file (WSL has none): nvidia-smi is enough.
+        """
         torch = importlib.util.find_spec("torch")
         version = Path(torch.origin or "").with_name("version.py") if torch is not None else Path()
         built = version.read_text(encoding="utf-8") if version.is_file() else ""
         is_cpu_build = "\ncuda: Optional[str] = None" in built and "\nhip: Optional[str] = '" not in built
         is_here = glob.glob(str(CUDA.nodes)) or shutil.which("nvidia-smi")
         missing = [] if is_here else ["no GPU (/dev/nvidia*, nvidia-smi)"]
-        missing += [] if listed(CUDA) != () else [f"{CUDA.visible} is set and empty"]
+        missing += [] if listed_cards(CUDA) != () else [f"{CUDA.visible} is set and empty"]
         missing += ["this torch is a CPU build"] if is_cpu_build else []
         if missing:
             raise EnvironmentProblem(
@@ -157,7 +161,7 @@ class CudaConfig(DeviceConfig):
             )
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine(job))
+        return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine_presets(job))
 
 
 class NpuConfig(DeviceConfig):
@@ -171,19 +175,19 @@ class NpuConfig(DeviceConfig):
         default="fused",
         description="fused = npu_fusion_attention, of packed and of padded rows; sdpa = torch's, in buckets of rows.",
     )
-    fused: Annotated[tuple[Fused, ...], Field(strict=False)] = Field(
+    fused_ops: Annotated[tuple[Fused, ...], Field(strict=False)] = Field(
         default=("rms_norm", "rotary", "swiglu", "grouped_matmul"),
         description="Fused operators in models of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama; [] = none.",
     )
-    preset: Literal["train", "colocated_rl", "disaggregated_rl", "debug"] | None = Field(
+    env_preset: Literal["train", "colocated_rl", "disaggregated_rl", "debug"] | None = Field(
         default=None,
         description="Environment variables to start with; null = colocated_rl for a job that samples, disaggregated_rl "
         "with launch.samplers, else train.",
     )
 
     @property
-    def fused_ops(self) -> tuple[str, ...]:
-        return self.fused
+    def fused_operators(self) -> tuple[str, ...]:
+        return self.fused_ops
 
     @property
     def kind(self) -> Kind:
@@ -195,9 +199,9 @@ class NpuConfig(DeviceConfig):
 
     def environment(self, job: Any) -> Sequence[Preset]:
         sampling = "disaggregated_rl" if job.launch.samplers else "colocated_rl"
-        chosen = self.preset or (sampling if job.algorithm.samples else "train")
+        chosen = self.env_preset or (sampling if job.algorithm.needs_sampler else "train")
         names = (chosen, "deterministic") if self.deterministic else (chosen,)
-        return (*(PRESETS[name] for name in names), *ports(os.environ), *engine(job))
+        return (*(PRESETS[name] for name in names), *hccl_port_presets(os.environ), *engine_presets(job))
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem naming everything that is missing."""
@@ -210,11 +214,11 @@ class NpuConfig(DeviceConfig):
 
 def _npu_missing() -> list[str]:
     """What this machine lacks of an NPU, in the order in which to install it."""
-    from runner.device.ascend import HOME_VARIABLES, homes, parents
+    from runner.device.ascend import HOME_VARIABLES, install_folders, toolkit_folders
 
     needed = {
         "no card (/dev/davinci*)": bool(glob.glob(str(NPU.nodes))),
-        f"no CANN in {' or '.join(parents(os.environ))}": any(True for _ in homes(os.environ)),
+        f"no CANN in {' or '.join(install_folders(os.environ))}": any(True for _ in toolkit_folders(os.environ)),
         "CANN's environment is not loaded": any(os.environ.get(name) for name in HOME_VARIABLES),
         "no torch_npu": importlib.util.find_spec("torch_npu") is not None,
     }
@@ -232,30 +236,30 @@ class AutoConfig(DeviceConfig):
     @property
     def float32_peak(self) -> str | None:
         """That of the device that will probably be picked."""
-        return self._probable().float32_peak
+        return self._likely_device().float32_peak
 
     def matmul_precision(self, dtype: str) -> str:
         """That of the device that will probably be picked."""
-        return self._probable().matmul_precision(dtype)
+        return self._likely_device().matmul_precision(dtype)
 
     @property
     def kind(self) -> Kind:
-        """That of the device that will probably be picked: which one it is is known when torch has been imported."""
-        return self._probable().kind
+        """The kind of device that will probably be picked; the real one is known once torch is imported."""
+        return self._likely_device().kind
 
     def environment(self, job: Any) -> Sequence[Preset]:
         """Those of the device that will probably be picked."""
-        return self._probable().environment(job)
+        return self._likely_device().environment(job)
 
-    def _probable(self) -> DeviceConfig:
+    def _likely_device(self) -> DeviceConfig:
         if not _npu_missing():
-            return NpuConfig.model_validate(self.given)
+            return NpuConfig.model_validate(self.picked_options)
         if glob.glob(str(CUDA.nodes)):
-            return CudaConfig.model_validate(self.given)
-        return CpuConfig.model_validate(self.given)
+            return CudaConfig.model_validate(self.picked_options)
+        return CpuConfig.model_validate(self.picked_options)
 
     @property
-    def given(self) -> dict[str, bool]:
+    def picked_options(self) -> dict[str, bool]:
         """What is set of the device that is picked."""
         return {} if self.deterministic is None else {"deterministic": self.deterministic}
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from runner.device.activity import Reading, own_process
 from runner.device.base import TorchDevice
 from runner.device.config import CpuConfig
+from runner.device.device_stats import StatsReader, process_stats_reader
 from runner.interfaces import Decide
 
 
@@ -44,6 +44,6 @@ class Cpu(TorchDevice[CpuConfig]):
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         }
 
-    def readings(self) -> Sequence[Reading]:
+    def stats_readers(self) -> Sequence[StatsReader]:
         """Of this process."""
-        return (own_process(),)
+        return (process_stats_reader(),)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.activity import Reading, gpu
-from runner.device.base import TorchDevice, own_card
+from runner.device.base import TorchDevice, select_card
 from runner.device.config import CudaConfig
-from runner.device.cuda_attention import kernel
+from runner.device.cuda_attention import varlen_kernel
+from runner.device.device_stats import StatsReader, gpu_stats_reader
 from runner.interfaces import Decide, VarlenAttention
 
 
@@ -28,7 +28,7 @@ class Cuda(TorchDevice[CudaConfig]):
                 "  in order: 1. nvidia-smi must list a GPU  2. CUDA_VISIBLE_DEVICES must not be empty  "
                 "3. install a CUDA build of torch\n  or run it here: device=cpu"
             )
-        super().__init__(config, own_card(config.kind, torch.cuda.device_count()), decide)
+        super().__init__(config, select_card(config.kind, torch.cuda.device_count()), decide)
 
     def prepare(self) -> None:
         """Choose precision and determinism."""
@@ -40,20 +40,20 @@ class Cuda(TorchDevice[CudaConfig]):
         """What exactness depends on."""
         return {"device": "cuda", "card": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
 
-    def readings(self) -> Sequence[Reading]:
+    def stats_readers(self) -> Sequence[StatsReader]:
         """Of the card as nvidia-smi sees it, and of this process's allocator."""
         uuid = str(torch.cuda.get_device_properties(self.torch_device).uuid)
-        return gpu(uuid), self.allocator
+        return gpu_stats_reader(uuid), self.allocator
 
-    def lacks(self, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
         """Nothing: what an old card does not have, torch computes in float32, which is said."""
         major, minor = torch.cuda.get_device_capability(self.torch_device)
         if dtype == torch.bfloat16 and major < 8:
             text = f"{torch.cuda.get_device_name(self.torch_device)} has compute capability {major}.{minor}"
             text = f"{text}; bfloat16 in hardware needs 8.0, and emulation is slow; model.dtype=float32 may be faster"
-            self._decide.state("device", "bfloat16 is emulated", text)
+            self._decide.record_fact("device", "bfloat16 is emulated", text)
         return None
 
-    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+    def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """The flash kernel that is installed, for models that compute in float16 or bfloat16."""
-        return kernel(self.config, dtype, self._decide)
+        return varlen_kernel(self.config, dtype, self._decide)

@@ -1,4 +1,4 @@
-"""Attention of sequences end to end on NVIDIA GPUs: by the package flash-attn, or by the flash kernel in torch itself.
+"""Variable-length attention on NVIDIA GPUs: by the package flash-attn, or torch's own flash kernel.
 
 Both align queries with the last keys and take cumulative lengths, here with the leading 0, as int32 on the device.
 """
@@ -46,8 +46,8 @@ class FlashAttention:
             query,
             key,
             value,
-            edges(query_lengths, query.device),
-            edges(key_lengths, query.device),
+            cumulative_lengths(query_lengths, query.device),
+            cumulative_lengths(key_lengths, query.device),
             max(query_lengths),
             max(key_lengths),
             **self._options(window, dropout, scale, grouped=query.shape[1] != key.shape[1]),
@@ -82,21 +82,21 @@ class TorchFlashAttention(FlashAttention):
         return {"scale": scale, "window_size": (-1 if window is None else window - 1, 0), "enable_gqa": grouped}
 
 
-def kernel(config: CudaConfig, dtype: torch.dtype, decide: Decide) -> VarlenAttention | None:
-    """What `device.attention` asks for, as far as it is there for this type; None = torch's, in buckets of rows."""
+def varlen_kernel(config: CudaConfig, dtype: torch.dtype, decide: Decide) -> VarlenAttention | None:
+    """The kernel that `device.attention` asks for, if this dtype has it; None = torch's, padded buckets."""
     if config.attention == "sdpa":
         return None
     found: tuple[VarlenAttention, str] | str = f"flash kernels compute in float16 and bfloat16, the model in {dtype}"
     if dtype in FLASH_TYPES:
-        found = choose(config.deterministic)
+        found = installed_kernel(config.deterministic)
     if isinstance(found, str):
         decide("attention", "fused", "sdpa", found.replace("torch.", ""))
         return None
-    decide.state("attention", "fused", found[1])
+    decide.record_fact("attention", "fused", found[1])
     return found[0]
 
 
-def choose(deterministic: bool) -> tuple[VarlenAttention, str] | str:
+def installed_kernel(deterministic: bool) -> tuple[VarlenAttention, str] | str:
     """The best kernel that is installed, and its name; or why there is none."""
     if importlib.util.find_spec("flash_attn") is not None:
         try:
@@ -110,6 +110,6 @@ def choose(deterministic: bool) -> tuple[VarlenAttention, str] | str:
 
 
 @lru_cache(maxsize=8)  # every layer asks for the same
-def edges(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+def cumulative_lengths(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Where sequences begin and end: int32 [n + 1] on the device, which is not waited for."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from runner.core.errors import EnvironmentProblem
-from runner.device.activity import Reading, npu
-from runner.device.base import TorchDevice, own_card, refuse_hidden
+from runner.device.base import TorchDevice, refuse_hidden, select_card
 from runner.device.config import NpuConfig
-from runner.device.kinds import VARIABLES
+from runner.device.device_kinds import VARIABLES
+from runner.device.device_stats import StatsReader, npu_stats_reader
 from runner.device.npu_attention import DenseFusionAttention, FusionAttention
-from runner.device.npu_fused import fuse
+from runner.device.npu_fused import install_fused_ops
 from runner.interfaces import Decide, DenseAttention, VarlenAttention
 
 
@@ -37,7 +37,7 @@ class Npu(TorchDevice[NpuConfig]):
         if current is None or current.type != "npu":
             refuse_hidden(config.kind, 0)
             raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
-        super().__init__(config, own_card(config.kind, torch.accelerator.device_count()), decide)
+        super().__init__(config, select_card(config.kind, torch.accelerator.device_count()), decide)
         self._operators: Any = torch_npu
 
     def describe(self) -> dict[str, Any]:
@@ -45,28 +45,28 @@ class Npu(TorchDevice[NpuConfig]):
         npu = self._operators.npu
         return {"device": "npu", "card": npu.get_device_name(), "cann": npu.utils.get_cann_version()}
 
-    def readings(self) -> Sequence[Reading]:
+    def stats_readers(self) -> Sequence[StatsReader]:
         """Of the chip as npu-smi sees it, and of this process's allocator."""
         index = self.torch_device.index
-        return npu(index, os.environ.get(VARIABLES["npu"])), self.allocator
+        return npu_stats_reader(index, os.environ.get(VARIABLES["npu"])), self.allocator
 
-    def lacks(self, dtype: torch.dtype) -> str | None:
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None:
         """bfloat16, where the card is older than A2."""
         if dtype != torch.bfloat16 or self._operators.npu.is_bf16_supported():
             return None
         return f"an {self._operators.npu.get_device_name()} has no bfloat16"
 
-    def attention(self, dtype: torch.dtype) -> VarlenAttention | None:
+    def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:
         """npu_fusion_attention, which computes in float16, bfloat16 and float32."""
         if self.config.attention == "sdpa":
             return None
-        self._decide.state("attention", "fused", "npu_fusion_attention over rows end to end")
+        self._decide.record_fact("attention", "fused", "npu_fusion_attention over rows end to end")
         return FusionAttention(self._operators.npu_fusion_attention)
 
     def dense_attention(self) -> DenseAttention | None:
         """The same operator for rows side by side."""
         return None if self.config.attention == "sdpa" else DenseFusionAttention(self._operators.npu_fusion_attention)
 
-    def fuse(self, module: nn.Module) -> None:
+    def apply_fused_ops(self, module: nn.Module) -> None:
         """Exchange what of a transformers model has fused operators here."""
-        fuse(module, self.config.fused, self._operators, self._decide)
+        install_fused_ops(module, self.config.fused_ops, self._operators, self._decide)

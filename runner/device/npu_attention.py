@@ -1,5 +1,4 @@
-"""Attention by the fused operator of Ascend NPUs, `npu_fusion_attention`: of sequences end to end (layout TND), and of
-rows side by side (BNSD).
+"""Attention by `npu_fusion_attention` of Ascend NPUs: packed sequences (TND) and padded rows (BNSD).
 
     flash-attention          npu_fusion_attention
     softmax_scale            scale, which is 1 unless it is given
@@ -30,7 +29,7 @@ ROWS_WITHOUT_KEYS = 2  # of inner_precise
 
 
 class FusionAttention:
-    """`VarlenAttention` by `operator`, which has the signature and the meaning of `torch_npu.npu_fusion_attention`."""
+    """`VarlenAttention` by `operator`, which has the signature of `torch_npu.npu_fusion_attention`."""
 
     def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
         self._operator = operator

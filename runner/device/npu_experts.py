@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer by the grouped matrix product of Ascend NPUs, `npu_grouped_matmul`.
+"""The experts of an MoE layer by the grouped matrix product of Ascend NPUs, `npu_grouped_matmul`.
 
     [S, H] by expert ──grouped──▶ gate, up [S, 2·I] ──swiglu──▶ [S, I] ──grouped──▶ [S, H] ──weighted, summed──▶ [T, H]
 
@@ -18,14 +18,14 @@ GroupedMatmul = Callable[..., Sequence[Tensor]]  # as torch_npu.npu_grouped_matm
 ROWS, SUM = 0, 2  # the axis that is grouped: m, or k of [m, k] x [k, n]
 
 
-class _Grouped(torch.autograd.Function):
-    """x [S, K] times weight [E, K, N] of the group that each row is in → [S, N]; `ends` int64 [E] ends the groups."""
+class _GroupedMatmulFunction(torch.autograd.Function):
+    """x [S, K] times weight [E, K, N] of each row's group → [S, N]; `ends` int64 [E] ends the groups."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, operator: GroupedMatmul) -> Tensor:
         ctx.save_for_backward(x, weight, ends)
         ctx.operator = operator
-        return _product(operator, x, weight, ends, ROWS)
+        return _grouped_product(operator, x, weight, ends, ROWS)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -33,19 +33,19 @@ class _Grouped(torch.autograd.Function):
         grad = grads[0].contiguous()
         of_x, of_weight, *_ = ctx.needs_input_grad
         return (
-            _product(ctx.operator, grad, weight.transpose(1, 2), ends, ROWS) if of_x else None,
-            _product(ctx.operator, x.t(), grad, ends, SUM) if of_weight else None,
+            _grouped_product(ctx.operator, grad, weight.transpose(1, 2), ends, ROWS) if of_x else None,
+            _grouped_product(ctx.operator, x.t(), grad, ends, SUM) if of_weight else None,
             None,
             None,
         )
 
 
-def _product(operator: GroupedMatmul, x: Tensor, weight: Tensor, ends: Tensor, axis: int) -> Tensor:
+def _grouped_product(operator: GroupedMatmul, x: Tensor, weight: Tensor, ends: Tensor, axis: int) -> Tensor:
     # split_item 3: one tensor comes back; group_list_type 0: the list is cumulative
     return operator([x], [weight], group_list=ends, split_item=3, group_type=axis, group_list_type=0)[0]
 
 
-def mixed(
+def grouped_experts_forward(
     experts: nn.Module,
     hidden: Tensor,
     chosen: Tensor,
@@ -68,12 +68,12 @@ def mixed(
     ends = torch.searchsorted(of_expert, every, right=True)
     # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
     rows = hidden.to(dtype)[:, None].expand(-1, choices, -1).flatten(0, 1).index_select(0, order)
-    inner = swiglu(_apply(rows, gate_up, ends, dtype, grouped_matmul))
-    out = _apply(inner, down, ends, dtype, grouped_matmul)
+    inner = swiglu(_grouped_linear(rows, gate_up, ends, dtype, grouped_matmul))
+    out = _grouped_linear(inner, down, ends, dtype, grouped_matmul)
     out = out * weights.flatten().index_select(0, order)[:, None]
     return out.index_select(0, torch.argsort(order)).unflatten(0, (tokens, choices)).sum(1).to(hidden.dtype)
 
 
-def _apply(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: GroupedMatmul) -> Tensor:
-    out: Tensor = _Grouped.apply(x, weight.to(dtype).transpose(1, 2), ends, operator)
+def _grouped_linear(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: GroupedMatmul) -> Tensor:
+    out: Tensor = _GroupedMatmulFunction.apply(x, weight.to(dtype).transpose(1, 2), ends, operator)
     return out

@@ -1,4 +1,4 @@
-"""Fused operators of Ascend NPUs in transformers models: which part of a model takes which, each one tried first.
+"""Fused operators of Ascend NPUs in transformers models: which module takes which, each tried first.
 
     rms_norm        npu_rms_norm                    …RMSNorm      one rounding where transformers has two
     rotary          npu_rotary_mul, mode "half"     …Attention
@@ -19,8 +19,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from runner.core.tolerance import tolerance
-from runner.device.npu_experts import mixed
+from runner.core.tolerance import tolerance_of
+from runner.device.npu_experts import grouped_experts_forward
 from runner.interfaces import Decide
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
@@ -39,9 +39,8 @@ class Operators(Protocol):
     def npu_grouped_matmul(self, x: Sequence[Tensor], weight: Sequence[Tensor], **options: Any) -> Sequence[Tensor]: ...
 
 
-class Tried(NamedTuple):
-    """A module's output on a handful of numbers, the fused one, and the tensors whose gradients are held against each
-    other, too."""
+class FusedTrial(NamedTuple):
+    """A module's output on a few numbers, the fused output, and the tensors whose gradients are compared."""
 
     own: Tensor
     fused: Tensor
@@ -49,8 +48,8 @@ class Tried(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of module: how its class's name ends, its forward with fused operators, and what tries that out.
+class FusedModule:
+    """A kind of module: the end of its class name, its fused forward, and a function that tries it.
 
     objection: why a module is not of the kind that `forward` computes, or None.
     """
@@ -58,75 +57,77 @@ class Kind:
     ending: str
     objection: Callable[[Any], str | None]
     forward: Callable[[Any, Operators], Callable[..., Any]]
-    tried: Callable[[Any, Callable[..., Any], Operators], Tried]
+    trial: Callable[[Any, Callable[..., Any], Operators], FusedTrial]
 
 
-def fuse(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
-    """Exchange the forward of every module that a wanted operator fits; each kind is said, with its number.
+def install_fused_ops(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
+    """Replace the forward of every module that a wanted operator fits; prints each kind and its count.
 
     Experts that are left run one after the other: what transformers prefers is a grouped product that torch_npu lacks.
     """
-    _exchange(module, wanted, operators, decide)
+    _replace_forwards(module, wanted, operators, decide)
     left = [m for m in module.modules() if hasattr(m, "_is_expert_parallel") and "forward" not in vars(m)]
     if left:
         module.set_experts_implementation("eager")  # type: ignore[operator]
-        decide.state("experts", "one after the other", "torch_npu 2.13 has no grouped product under torch's name")
+        decide.record_fact("experts", "one after the other", "torch_npu 2.13 has no grouped product under torch's name")
 
 
-def _exchange(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
+def _replace_forwards(module: nn.Module, wanted: Sequence[str], operators: Operators, decide: Decide) -> None:
     config: Any = module.config
     if not wanted:
         return
     if config.model_type not in FAMILIES:
-        decide("device.fused", ", ".join(wanted), "none", f"{config.model_type} is none of {', '.join(FAMILIES)}")
+        decide("device.fused_ops", ", ".join(wanted), "none", f"{config.model_type} is none of {', '.join(FAMILIES)}")
         return
     home = f"transformers.models.{config.model_type}.modeling_{config.model_type}"
     for name in wanted:
-        kind = KINDS[name]
+        kind = FUSED_MODULES[name]
         parts = [m for m in module.modules() if type(m).__module__ == home and type(m).__name__.endswith(kind.ending)]
         if not parts:
             continue
         if reason := _objection(kind, parts[0], operators):
-            decide(f"device.fused.{name}", "fused", "transformers' own", reason)
+            decide(f"device.fused_ops.{name}", "fused", "transformers' own", reason)
             continue
         forward = kind.forward(parts[0], operators)
         for part in parts:
             part.forward = MethodType(forward, part)
-        decide.state(f"device.fused.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and its like")
+        decide.record_fact(
+            f"device.fused_ops.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and its like"
+        )
 
 
 @torch.enable_grad()
-def _objection(kind: Kind, part: Any, operators: Operators) -> str | None:
+def _objection(kind: FusedModule, part: Any, operators: Operators) -> str | None:
     """Why not: the module is of another kind, the operator is not there, or it gives something else."""
     if reason := kind.objection(part):
         return reason
     if next(part.parameters()).device.type == "meta":  # where nothing is computed, nothing can be tried
         return None
     try:
-        own, fused, given = kind.tried(part, kind.forward(part, operators), operators)
-        if not _agree(own.detach(), fused.detach()):
+        own, fused, given = kind.trial(part, kind.forward(part, operators), operators)
+        if not _is_close(own.detach(), fused.detach()):
             return "the operator does not give what the module gives"
-        learnt = [tensor for tensor in given if tensor.requires_grad]
+        trainable = [tensor for tensor in given if tensor.requires_grad]
         ramp = torch.linspace(-1, 1, own.numel(), device=own.device, dtype=own.dtype).view_as(own)
-        gradients = [torch.autograd.grad(out, learnt, ramp) for out in (own, fused)]
+        gradients = [torch.autograd.grad(out, trainable, ramp) for out in (own, fused)]
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"the operator says {str(error).strip().splitlines()[0]}"
-    if all(_agree(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):
+    if all(_is_close(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):
         return None
     return "the operator's gradient is not that of the module"
 
 
-def _agree(own: Tensor, fused: Tensor) -> bool:
-    limit = tolerance(str(own.dtype).removeprefix("torch.")).values * float(own.abs().max())
+def _is_close(own: Tensor, fused: Tensor) -> bool:
+    limit = tolerance_of(str(own.dtype).removeprefix("torch.")).values * float(own.abs().max())
     return own.dtype == fused.dtype and own.shape == fused.shape and float((own - fused).abs().max()) <= limit
 
 
-def _numbers(like: Tensor, *shape: int) -> Tensor:
+def _random_tensor(like: Tensor, *shape: int) -> Tensor:
     """Random numbers from a stream of their own, of the type and on the device of `like`."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(like.device, like.dtype)
 
 
-def _norm(part: Any, operators: Operators) -> Callable[..., Any]:
+def _norm_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         wide = torch.promote_types(hidden_states.dtype, weight.dtype)  # the operator wants one type
@@ -139,12 +140,12 @@ def _norm_objection(part: Any) -> str | None:
     return None if hasattr(part, "variance_epsilon") else "it does not show its epsilon"
 
 
-def _norm_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
-    x = (_numbers(part.weight, 3, len(part.weight)) * 3).requires_grad_()
-    return Tried(part(x), forward(part, x), (x, part._parameters["weight"]))
+def _norm_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+    x = (_random_tensor(part.weight, 3, len(part.weight)) * 3).requires_grad_()
+    return FusedTrial(part(x), forward(part, x), (x, part._parameters["weight"]))
 
 
-def _swiglu(part: Any, operators: Operators) -> Callable[..., Any]:
+def _swiglu_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(operators.npu_swiglu(torch.cat([self.gate_proj(x), self.up_proj(x)], -1), dim=-1))
         return out
@@ -158,12 +159,12 @@ def _silu_objection(part: Any) -> str | None:
     return None if is_silu else f"its activation is {type(part.act_fn).__name__}, not SiLU"
 
 
-def _mlp_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
-    x = _numbers(part.gate_proj.weight, 3, part.gate_proj.in_features).requires_grad_()
-    return Tried(part(x), forward(part, x), (x,))
+def _mlp_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+    x = _random_tensor(part.gate_proj.weight, 3, part.gate_proj.in_features).requires_grad_()
+    return FusedTrial(part(x), forward(part, x), (x,))
 
 
-def _rotated(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
+def _fused_rotary(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
     def apply(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, cos.dtype)
         cos, sin = (x.unsqueeze(unsqueeze_dim).to(wide) for x in (cos, sin))
@@ -173,10 +174,10 @@ def _rotated(operators: Operators) -> Callable[..., tuple[Tensor, Tensor]]:
     return apply
 
 
-def _attention(part: Any, operators: Operators) -> Callable[..., Any]:
+def _attention_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     """The module's own forward, in which one name stands for another function."""
     own = type(part).forward
-    names = {**own.__globals__, ROTARY: _rotated(operators)}
+    names = {**own.__globals__, ROTARY: _fused_rotary(operators)}
     bound = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     bound.__kwdefaults__ = own.__kwdefaults__
     return bound
@@ -188,19 +189,19 @@ def _attention_objection(part: Any) -> str | None:
     return None if calls else f"it does not call {ROTARY}"
 
 
-def _rotary_tried(part: Any, _: Callable[..., Any], operators: Operators) -> Tried:
+def _rotary_trial(part: Any, _: Callable[..., Any], operators: Operators) -> FusedTrial:
     weight = part.q_proj.weight
-    q, k = (_numbers(weight, 1, heads, 3, part.head_dim).requires_grad_() for heads in (4, 2))
+    q, k = (_random_tensor(weight, 1, heads, 3, part.head_dim).requires_grad_() for heads in (4, 2))
     angles = torch.arange(3.0)[:, None] + torch.arange(float(part.head_dim // 2))
     cos, sin = (torch.cat([x, x], -1)[None].to(weight) for x in (angles.cos(), angles.sin()))
     own = type(part).forward.__globals__[ROTARY](q, k, cos, sin)
-    fused = _rotated(operators)(q, k, cos, sin)
-    return Tried(torch.cat(own, 1), torch.cat(fused, 1), (q, k))
+    fused = _fused_rotary(operators)(q, k, cos, sin)
+    return FusedTrial(torch.cat(own, 1), torch.cat(fused, 1), (q, k))
 
 
-def _experts(part: Any, operators: Operators) -> Callable[..., Any]:
+def _experts_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return mixed(
+        return grouped_experts_forward(
             self,
             hidden_states,
             top_k_index,
@@ -219,18 +220,20 @@ def _experts_objection(part: Any) -> str | None:
     return _silu_objection(part)
 
 
-def _experts_tried(part: Any, forward: Callable[..., Any], _: Operators) -> Tried:
-    x = _numbers(part.down_proj, 5, part.hidden_dim).requires_grad_()
-    scores = _numbers(part.down_proj, 5, part.num_experts).float().softmax(-1)
+def _experts_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
+    x = _random_tensor(part.down_proj, 5, part.hidden_dim).requires_grad_()
+    scores = _random_tensor(part.down_proj, 5, part.num_experts).float().softmax(-1)
     weights, chosen = scores.topk(min(2, part.num_experts), -1)
     given = (x, chosen, weights.to(x.dtype))
     plain = getattr(type(part).forward, "__wrapped__", type(part).forward)  # what transformers would choose may not run
-    return Tried(plain(part, *given), forward(part, *given), (x, part.down_proj))  # of the two weights the smaller one
+    return FusedTrial(
+        plain(part, *given), forward(part, *given), (x, part.down_proj)
+    )  # of the two weights the smaller one
 
 
-KINDS = {
-    "rms_norm": Kind("RMSNorm", _norm_objection, _norm, _norm_tried),
-    "rotary": Kind("Attention", _attention_objection, _attention, _rotary_tried),
-    "swiglu": Kind("MLP", _silu_objection, _swiglu, _mlp_tried),
-    "grouped_matmul": Kind("Experts", _experts_objection, _experts, _experts_tried),
+FUSED_MODULES = {
+    "rms_norm": FusedModule("RMSNorm", _norm_objection, _norm_forward, _norm_trial),
+    "rotary": FusedModule("Attention", _attention_objection, _attention_forward, _rotary_trial),
+    "swiglu": FusedModule("MLP", _silu_objection, _swiglu_forward, _mlp_trial),
+    "grouped_matmul": FusedModule("Experts", _experts_objection, _experts_forward, _experts_trial),
 }

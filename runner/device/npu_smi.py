@@ -1,4 +1,4 @@
-"""Reads what `npu-smi` prints, by header and never by position, because its columns move from release to release.
+"""Parses the output of `npu-smi` by header, not by position, as columns move between releases.
 
     npu-smi info               ─▶ parse_info      a table of two-line records, then a table of processes
     npu-smi info -l            ─▶ parse_records   key : value
@@ -25,7 +25,7 @@ _MATRIX_NAME = re.compile(r"(?:NPU|Phy-ID)\d+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chip:
+class NpuChip:
     """One chip of `npu-smi info`; None where the product prints no such column, or no number in it."""
 
     card: int
@@ -36,13 +36,13 @@ class Chip:
     bus: str | None = None
     power_w: float | None = None
     temperature_c: float | None = None
-    busy_percent: float | None = None
+    utilization_percent: float | None = None
     memory_used_mb: int | None = None  # of the chip's main memory: HBM, or DDR where there is none
     memory_total_mb: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class NpuProcess:
     """A process that uses a chip."""
 
     card: int
@@ -53,15 +53,15 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Info:
+class NpuInfo:
     """The whole of `npu-smi info`."""
 
     version: str
-    chips: tuple[Chip, ...]
-    processes: tuple[Process, ...]
+    chips: tuple[NpuChip, ...]
+    processes: tuple[NpuProcess, ...]
 
 
-def parse_info(text: str) -> Info:
+def parse_info(text: str) -> NpuInfo:
     """`npu-smi info`. Raises ValueError where it reports a failure or holds no table."""
     if failed := FAILED.search(text):
         raise ValueError(failed.group().strip())
@@ -69,8 +69,8 @@ def parse_info(text: str) -> Info:
     top: list[list[str]] = []  # the two lines of the header, a list of columns per cell
     below: list[list[str]] = []
     pending: list[str] = []
-    chips: list[Chip] = []
-    processes: list[Process] = []
+    chips: list[NpuChip] = []
+    processes: list[NpuProcess] = []
     in_processes: list[list[str]] | None = None
     for cells in _rows(text):
         if any("Process id" in cell for cell in cells):
@@ -88,7 +88,7 @@ def parse_info(text: str) -> Info:
             pending = []
     if not chips:
         raise ValueError("no table of NPUs with a column Health in what npu-smi info printed")
-    return Info(version[1] if version else "unknown", tuple(chips), tuple(processes))
+    return NpuInfo(version[1] if version else "unknown", tuple(chips), tuple(processes))
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
@@ -102,7 +102,7 @@ def parse_records(text: str) -> list[dict[str, str]]:
 
 
 def parse_usages(text: str) -> dict[int, dict[str, int]]:
-    """Chip → what `-t usages` says of it as numbers (MB and %), keys in lower case without the unit's brackets."""
+    """Chip → numbers of `-t usages` (MB and %), keys in lower case without the unit's brackets."""
     found: dict[int, dict[str, int]] = {}
     current: dict[str, int] = {}
     for key, value in _pairs(text):
@@ -114,8 +114,8 @@ def parse_usages(text: str) -> dict[int, dict[str, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a chip stands: card and chip as npu-smi counts, the number programs use, and the one of /dev/davinciN."""
+class ChipLocation:
+    """A chip: card and chip as npu-smi counts, the number programs use, and that of /dev/davinciN."""
 
     card: int
     chip: int
@@ -124,7 +124,7 @@ class Place:
     name: str
 
 
-def parse_mapping(text: str) -> list[Place]:
+def parse_mapping(text: str) -> list[ChipLocation]:
     """`npu-smi info -m` without the management units. Raises ValueError where there is no such table."""
     lines = [re.split(r"\t+|\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
     header = next((index for index, row in enumerate(lines) if "Chip Logic ID" in row), None)
@@ -136,12 +136,14 @@ def parse_mapping(text: str) -> list[Place]:
         if row.get("Chip Logic ID", "-").isdecimal():  # an Mcu has "-"
             logical = int(row["Chip Logic ID"])
             physical = int(row.get("Chip Phy-ID", logical))
-            places.append(Place(int(row["NPU ID"]), int(row["Chip ID"]), logical, physical, row.get("Chip Name", "")))
+            places.append(
+                ChipLocation(int(row["NPU ID"]), int(row["Chip ID"]), logical, physical, row.get("Chip Name", ""))
+            )
     return places
 
 
 def parse_topology(text: str) -> dict[tuple[str, str], str]:
-    """`npu-smi info -t topo`: (from, to) → kind of link, without the diagonal. Raises ValueError without a matrix."""
+    """`npu-smi info -t topo`: (from, to) → kind of link, without the diagonal. Raises ValueError."""
     names: Sequence[str] = ()
     links: dict[tuple[str, str], str] = {}
     for line in text.splitlines():
@@ -170,7 +172,7 @@ def _pairs(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _values(header: Sequence[Sequence[str]], cells: Sequence[str]) -> dict[str, str]:
-    """Column → text. A cell holds as many values as its header has columns, `used / total` counting as one."""
+    """Column → text. A cell has as many values as its header has columns; `used / total` is one value."""
     values: dict[str, str] = {}
     for columns, cell in zip(header, cells, strict=False):
         words = _USED_OF.sub(r"\1/\2", cell).split()
@@ -178,11 +180,11 @@ def _values(header: Sequence[Sequence[str]], cells: Sequence[str]) -> dict[str, 
     return values
 
 
-def _chip(values: Mapping[str, str]) -> Chip:
+def _chip(values: Mapping[str, str]) -> NpuChip:
     hbm, ddr = _used_of(values.get("HBM-Usage(MB)")), _used_of(values.get("Memory-Usage(MB)"))
     used, total = hbm if hbm[1] else ddr
     physical = _number(values.get("Phy-ID", values.get("Device")))
-    return Chip(
+    return NpuChip(
         card=int(values.get("NPU", values.get("NPU ID", "0"))),
         chip=int(values.get("Chip") or values.get("Chip ID") or 0),
         name=values.get("Name", ""),
@@ -191,20 +193,22 @@ def _chip(values: Mapping[str, str]) -> Chip:
         bus=values.get("Bus-Id"),
         power_w=_number(values.get("Power(W)")),
         temperature_c=_number(values.get("Temp(C)")),
-        busy_percent=_number(values.get("AICore(%)", values.get("NPU Util(%)"))),
+        utilization_percent=_number(values.get("AICore(%)", values.get("NPU Util(%)"))),
         memory_used_mb=used,
         memory_total_mb=total,
     )
 
 
-def _process(header: Sequence[Sequence[str]], cells: Sequence[str]) -> list[Process]:
+def _process(header: Sequence[Sequence[str]], cells: Sequence[str]) -> list[NpuProcess]:
     values = _values(header, cells)
     pid = values.get("Process id", "")
     if not pid.isdecimal():  # "No running processes found in NPU 0"
         return []
     card, memory = values.get("NPU", values.get("NPU ID", "0")), _number(values.get("Process memory(MB)"))
     name = next((cell for columns, cell in zip(header, cells, strict=False) if "Process name" in columns), "")
-    return [Process(int(card), int(values.get("Chip", "0")), int(pid), name, None if memory is None else int(memory))]
+    return [
+        NpuProcess(int(card), int(values.get("Chip", "0")), int(pid), name, None if memory is None else int(memory))
+    ]
 
 
 def _used_of(text: str | None) -> tuple[int | None, int | None]:

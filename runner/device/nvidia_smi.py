@@ -18,7 +18,7 @@ class Gpu:
     uuid: str
     memory_used_mb: int
     memory_total_mb: int
-    busy_percent: float | None
+    utilization_percent: float | None
     temperature_c: float | None
     power_w: float | None
 
@@ -30,7 +30,7 @@ def parse_query(text: str) -> list[Gpu]:
 
 
 def links(text: str) -> dict[str, int]:
-    """`nvidia-smi topo -m`: kind of link (NV18, PIX, SYS, …) → how many pairs of GPUs; empty without a matrix."""
+    """`nvidia-smi topo -m`: kind of link (NV18, PIX, SYS, …) → number of GPU pairs; may be empty."""
     rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in text.splitlines()]
     gpus = [row for row in rows if row and row[0].startswith("GPU") and row[0][3:].isdecimal() and "X" in row]
     kinds = Counter(row[1 + column] for index, row in enumerate(gpus) for column in range(len(gpus)) if column > index)

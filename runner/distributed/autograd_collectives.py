@@ -12,27 +12,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed
 
-Rows = Sequence[int] | None
+SplitSizes = Sequence[int] | None
 
 
-def added(tensor: Tensor, group: Any) -> Tensor:
-    """The sum over the ranks of `group`, for what all of them go on to compute alike: the gradient of a summand is
-    that of the sum, which every rank finds. Collective forward only."""
-    made: Tensor = _Added.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return made
+def all_reduce(tensor: Tensor, group: Any) -> Tensor:
+    """The sum over the ranks of `group`; the gradient of a summand is that of the sum.
 
-
-def exchanged(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Tensor:
-    """What the ranks of `group` have for this one, as `tensor` [Σ there, F] is for them: the first rows for the first
-    one, and from it. Collective in both directions; the gradient goes the same way back.
-
-    there, here: how many rows go to each rank, and come from it; None = as many as to any other
+    Every rank computes that gradient itself, so only the forward pass is collective.
     """
-    made: Tensor = _Exchanged.apply(tensor, group, there, here)  # type: ignore[no-untyped-call]
+    made: Tensor = _AllReduce.apply(tensor, group)  # type: ignore[no-untyped-call]
     return made
 
 
-class _Added(torch.autograd.Function):
+def all_to_all_autograd(
+    tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None
+) -> Tensor:
+    """All-to-all of rows of `tensor` [Σ there, F] in the order of ranks; collective in both directions.
+
+    there, here: number of rows to and from each rank; None = the same number for all
+    """
+    made: Tensor = _AllToAll.apply(tensor, group, send_sizes, receive_sizes)  # type: ignore[no-untyped-call]
+    return made
+
+
+class _AllReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
         total = tensor.clone(memory_format=torch.contiguous_format)
@@ -44,9 +47,9 @@ class _Added(torch.autograd.Function):
         return grad, None
 
 
-class _Exchanged(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Any, there: Rows, here: Rows) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: Any, there: SplitSizes, here: SplitSizes) -> Tensor:
         ctx.group, ctx.there, ctx.here = group, there, here
         return all_to_all(tensor, group, there, here)
 
@@ -55,30 +58,35 @@ class _Exchanged(torch.autograd.Function):
         return all_to_all(grad, ctx.group, ctx.here, ctx.there), None, None, None
 
 
-class Post(NamedTuple):
+class AsyncAllToAll(NamedTuple):
     """Rows that are on their way."""
 
-    coming: Tensor
-    going: Tensor  # has to be there until it is gone
+    received_buffer: Tensor
+    sent_buffer: Tensor  # has to be there until it is gone
     dtype: torch.dtype
     work: Any
 
-    def arrived(self) -> Tensor:
+    def wait(self) -> Tensor:
         """What has come, [Σ here, F]."""
         self.work.wait()
-        return self.coming.view(self.dtype)
+        return self.received_buffer.view(self.dtype)
 
 
-def all_to_all(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Tensor:
-    """`exchanged` without a gradient, of any type."""
-    return posted(tensor, group, there, here).arrived()
+def all_to_all(tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None) -> Tensor:
+    """`all_to_all_autograd` without a gradient, of any type."""
+    return start_all_to_all(tensor, group, send_sizes, receive_sizes).wait()
 
 
-def posted(tensor: Tensor, group: Any, there: Rows = None, here: Rows = None) -> Post:
-    """The same, begun. Numbers of 16 and of 64 bits travel as of 32: HCCL documents all-to-all for float32 alone."""
+def start_all_to_all(
+    tensor: Tensor, group: Any, send_sizes: SplitSizes = None, receive_sizes: SplitSizes = None
+) -> AsyncAllToAll:
+    """Start an all-to-all.
+
+    16-bit and 64-bit numbers travel as 32-bit: HCCL documents all-to-all for float32 alone.
+    """
     tensor = tensor.contiguous()
     moved = tensor.view(torch.float32) if tensor.shape[-1] * tensor.itemsize % 4 == 0 else tensor
-    found = torch.empty_like(moved) if here is None else moved.new_empty(sum(here), *moved.shape[1:])
-    sizes = (None if here is None else list(here), None if there is None else list(there))
+    found = torch.empty_like(moved) if receive_sizes is None else moved.new_empty(sum(receive_sizes), *moved.shape[1:])
+    sizes = (None if receive_sizes is None else list(receive_sizes), None if send_sizes is None else list(send_sizes))
     work = distributed.all_to_all_single(found, moved, *sizes, group=group, async_op=True)
-    return Post(found, moved, tensor.dtype, work)
+    return AsyncAllToAll(found, moved, tensor.dtype, work)

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluate
 from runner.environment.config import CalculatorConfig
-from runner.interfaces import Environment, Environments, Observation, Prompt
+from runner.interfaces import Environment, EnvironmentFactory, Observation, Prompt
 
 CALL = "calc "
 
 
 class Calculator:
-    """One episode."""
+    """One episode; it answers in the role `role`."""
+
+    def __init__(self, role: str = "tool") -> None:
+        self._role = role
 
     def reset(self, prompt: Prompt) -> None:
         """Nothing to prepare: every call stands by itself."""
@@ -25,15 +28,15 @@ class Calculator:
         if not answer.startswith(CALL):
             return None
         try:
-            return Observation("tool", str(evaluated(answer.removeprefix(CALL))[0]))
+            return Observation(self._role, str(evaluate(answer.removeprefix(CALL))[0]))
         except NotArithmetic as error:
-            return Observation("tool", f"error: {error}")
+            return Observation(self._role, f"error: {error}")
 
 
-def build(config: CalculatorConfig, **_: Any) -> Environments:
+def build(config: CalculatorConfig, **_: Any) -> EnvironmentFactory:
     """A maker of calculators."""
 
     def make() -> Environment:
-        return Calculator()
+        return Calculator(config.role)
 
-    return Environments(make, config.max_turns)
+    return EnvironmentFactory(make, config.max_turns, roles=(config.role,))

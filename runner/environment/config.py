@@ -27,12 +27,16 @@ class NoEnvironmentConfig(EnvironmentConfig):
 
 
 class CalculatorConfig(EnvironmentConfig):
-    """A calculator: a turn `calc EXPRESSION` is answered with its value; any other turn is the final answer."""
+    """A calculator: a turn `calc EXPRESSION` gets its value; any other turn is the final answer."""
 
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"
     max_turns: int = Field(
         default=4, ge=2, description="Turns of the policy, the final answer included; one turn is environment=none."
+    )
+
+    role: Literal["tool", "user"] = Field(
+        default="tool", description="Role of its answers; user where the chat template does not write role tool."
     )
 
     def most_turns(self) -> int:

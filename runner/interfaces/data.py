@@ -10,16 +10,20 @@ from runner.run_dir.resume_compatibility import PromptStyle
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = learnt, 0 = context)."""
+class TokenizedExample:
+    """A tokenised row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
+
+    branches: where each of several continuations of the same beginning starts, in order; empty for one row
+    """
 
     ids: tuple[int, ...]
     weights: tuple[float, ...]
+    branches: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to one prompt, of which the first is preferred. `margin` says by how much, where the data knows.
+class PreferencePair:
+    """Two completions of one prompt, the first preferred. `margin`: by how much, where the data says so.
 
     A completion holds everything after the prompt, its end included; all of its tokens count.
     """
@@ -31,7 +35,7 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class LabeledCompletion:
     """One answer to a prompt, and whether it is a good one."""
 
     prompt: tuple[int, ...]
@@ -41,7 +45,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What is asked in a rollout. `columns` are the row's other columns (JSON-able), which the reward sees.
+    """A prompt of a rollout. `columns`: the row's other columns (JSON-able), which the reward receives.
 
     messages: the conversation so far, if the row has one; text: what `ids` say.
     """
@@ -53,19 +57,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class EvalQuestion:
     """A held-out item: its tokens, and, where it has an answer, what to ask and what to expect.
 
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
-    where the row has them; for an environment.
+    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item.
     """
 
-    item: Item
+    item: TokenizedExample
     prompt_ids: tuple[int, ...] = ()
     prompt: str = ""
     answer: str = ""
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
+    answer_ids: tuple[int, ...] = ()
 
 
 class Data(Protocol):
@@ -75,7 +80,7 @@ class Data(Protocol):
     def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
 
     @property
-    def style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
+    def prompt_style(self) -> PromptStyle: ...  # whether what is asked goes through the chat template
 
     @property
     def columns(self) -> Collection[str]: ...  # those that rewards see in any row
@@ -85,6 +90,6 @@ class Data(Protocol):
     # items step·count … of the endless seeded order; a round above 0 refills a step from an order of its own
     def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]: ...
 
-    def held_out(self) -> Sequence[Question]: ...  # what can be asked; empty if there is nothing
+    def held_out_questions(self) -> Sequence[EvalQuestion]: ...  # what can be asked; empty if there is nothing
 
     def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds

@@ -68,18 +68,22 @@ class Device(Protocol):
     def describe(self) -> dict[str, Any]: ...
 
     # each tells, by name, what the device is doing now: busy, temperature, memory; may take a second
-    def readings(self) -> Sequence[Callable[[], Mapping[str, float]]]: ...
+    def stats_readers(self) -> Sequence[Callable[[], Mapping[str, float]]]: ...
 
     # what matrix products of `dtype` are computed in: a data type, or tf32
     def matmul_precision(self, dtype: torch.dtype) -> str: ...
 
-    def lacks(self, dtype: torch.dtype) -> str | None: ...  # why it cannot compute with it; None where it can
+    def unsupported_reason(
+        self, dtype: torch.dtype
+    ) -> str | None: ...  # why it cannot compute with it; None where it can
 
-    def attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
+    def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
 
     def dense_attention(self) -> DenseAttention | None: ...  # None: the model's own, through transformers
 
-    def fuse(self, module: torch.nn.Module) -> None: ...  # exchange what of a transformers model has fused operators
+    def apply_fused_ops(
+        self, module: torch.nn.Module
+    ) -> None: ...  # exchange what of a transformers model has fused operators
 
 
 class Decide(Protocol):
@@ -90,4 +94,4 @@ class Decide(Protocol):
 
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None: ...
 
-    def state(self, feature: str, value: str, reason: str) -> None: ...
+    def record_fact(self, feature: str, value: str, reason: str) -> None: ...

@@ -6,7 +6,7 @@ Legend: N rows, T tokens, S of them (see `runner.core.batch`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
@@ -14,11 +14,14 @@ if TYPE_CHECKING:
 
     from runner.core.batch import Batch
     from runner.core.metrics import Metrics
+    from runner.interfaces.data import Data
+    from runner.interfaces.device import Decide
+    from runner.interfaces.sampling import EnvironmentFactory, ExtendConversation, Reward, Sampler
 
 T = TypeVar("T")
 
 
-class Turn(NamedTuple):
+class PipelineOp(NamedTuple):
     """A pass of micro-batch `micro` through run of layers `chunk` of this rank."""
 
     micro: int
@@ -26,7 +29,7 @@ class Turn(NamedTuple):
     backward: bool = False
 
 
-class Peers(Protocol):
+class RankCollectives(Protocol):
     """The data ranks of a job as one of them, `rank` of `size`, sees them.
 
     Every verb is collective: all ranks call the same ones in the same order. Each raises DeadlineExceeded where a rank
@@ -40,58 +43,58 @@ class Peers(Protocol):
     def size(self) -> int: ...
 
     # what each rank gave, in the order of the ranks: plain values, records of them, tensors on the CPU
-    def gather(self, value: T) -> list[T]: ...
+    def all_gather(self, value: T) -> list[T]: ...
 
     # the same of named tensors, which come back on the device they are on here
-    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]: ...
 
     # in place, on their device; all ranks give the same shapes and data types; half precision is added in float32
-    def sum_(self, tensors: Sequence[Tensor]) -> None: ...
+    def all_reduce_(self, tensors: Sequence[Tensor]) -> None: ...
 
     # in place, on its device: becomes the first rank's, byte for byte; all give the same shape and type, contiguous
-    def from_first_(self, tensor: Tensor) -> None: ...
+    def broadcast_(self, tensor: Tensor) -> None: ...
 
 
-class Gradients(Protocol):
-    """How what the ranks find of a model's gradients becomes that of one process. Both verbs are collective."""
+class GradientReducer(Protocol):
+    """Combines the ranks' gradients of a model into those of one process. Both methods are collective."""
 
     # add what other ranks found, in place, of the parameters that learn, in the same order on all ranks
-    def add(self, parameters: Sequence[nn.Parameter]) -> None: ...
+    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None: ...
 
     # the 2-norm of all gradients together, float32 [], equal on all ranks
-    def norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor: ...
 
 
-class Stage(Protocol):
-    """The layers of a model that lie on this rank, in one run or, interleaved with those of other ranks, in several."""
-
-    @property
-    def ends(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
+class PipelineStage(Protocol):
+    """The layers of a model on this rank: one run of layers or, interleaved, several."""
 
     @property
-    def depth(self) -> int: ...  # how many runs of layers come before it
+    def is_last(self) -> bool: ...  # whether the run of layers that is entered is the last, and the heads follow it
 
     @property
-    def stages(self) -> int: ...  # how many ranks a micro-batch passes through
+    def index(self) -> int: ...  # how many runs of layers come before it
 
     @property
-    def elsewhere(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
+    def num_stages(self) -> int: ...  # how many ranks a micro-batch passes through
+
+    @property
+    def absent_modules(self) -> frozenset[nn.Module | nn.Parameter]: ...  # layers and parameters that other ranks have
 
     # parameters that the first and the last rank both have, each with a part of the gradient
-    def tied(self) -> Sequence[Tensor]: ...
+    def tied_parameters(self) -> Sequence[Tensor]: ...
 
     # the passes of so many micro-batches, in the order in which no rank waits for ever
-    def turns(self, count: int) -> Sequence[Turn]: ...
+    def schedule(self, count: int) -> Sequence[PipelineOp]: ...
 
-    def flow(self, count: int) -> Sequence[Turn]: ...  # those of passes without gradient
+    def forward_schedule(self, count: int) -> Sequence[PipelineOp]: ...  # those of passes without gradient
 
-    def enter(self, turn: Turn) -> None: ...  # the next pass is this one
+    def begin_op(self, op: PipelineOp) -> None: ...  # the next pass is this one
 
     # all parameters that are here have their numbers, and will stay these objects
-    def settle(self) -> None: ...
+    def on_parameters_ready(self) -> None: ...
 
     # what `run` makes of a transformers model's forward, or of as much of it as lies here
-    def passed(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor: ...
+    def run_local(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor: ...
 
 
 LOGPROBS = frozenset({"logprobs"})  # what most losses need
@@ -127,25 +130,26 @@ class LinearLossFn(Protocol):
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss: ...
 
-    def coefficients(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
+    def grad_weights(self, batch: Batch) -> Tensor: ...  # float32 [T], constant
 
 
-# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is learnt
-Terms = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
+# logits [S, V] of some tokens, and those tokens' channels [S, …] → named terms [S], of which "loss" is trained on
+LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 
 @runtime_checkable
 class LogitsLossFn(LinearLossFn, Protocol):
-    """A loss of whole distributions: total = Σ coefficients · terms["loss"], where the terms are functions of a token's
-    logits. They are made, with their gradient, in the chunk that made the logits: [T, vocab] never exists at once.
+    """A loss of whole distributions: total = Σ coefficients · terms["loss"], terms computed from logits.
+
+    Terms and their gradient are computed in the chunk that made the logits: [T, vocab] never exists at once.
 
     needs   the names of terms, which stand where other losses have the model's outputs
     beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
     """
 
-    def terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+    def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
 
-    def beside(self, micro: Batch) -> Mapping[str, Tensor]: ...
+    def extra_channels(self, micro: Batch) -> Mapping[str, Tensor]: ...
 
 
 class Model(Protocol):
@@ -210,10 +214,10 @@ class Algorithm(Protocol):
 
 
 @dataclass(slots=True)
-class StepEnd:
+class StepResult:
     """A finished step on its way through the callbacks, which may add numbers.
 
-    step counts finished steps (1-based); samples are what the step learnt from, some of which are kept; `last` is
+    step counts finished steps (1-based); samples are what the step trained on, some of which are kept; `last` is
     true at the end of the run; `stopping` when a signal asked to end here, `saving` when one asked for a checkpoint.
     """
 
@@ -226,11 +230,11 @@ class StepEnd:
 
 
 class Callback(Protocol):
-    """Hangs on the loop: sees the start, each finished step and the end; may own state that is checkpointed."""
+    """Is called at the start, after each step and at the end; may own state that is checkpointed."""
 
     def on_start(self, step: int) -> None: ...
 
-    def on_step(self, end: StepEnd) -> None: ...
+    def on_step(self, end: StepResult) -> None: ...
 
     def on_end(self) -> None: ...
 
@@ -244,6 +248,62 @@ class Tracker(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
     def finish(self, status: str) -> list[str]: ...  # lines to print at the end, e.g. how to sync
+
+
+class HeadedModel(Model, Protocol):
+    """A frozen model, and its head by itself."""
+
+    def forward_local(
+        self, batch: Batch, needs: frozenset[str]
+    ) -> Outputs: ...  # of a micro-batch, which is one rank's own
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmInputs:
+    """What `build` gives to every algorithm; sampler, reward and environments may be None.
+
+    frozen_models: the models that only score, by role; extend: continues a conversation by an environment's message
+    """
+
+    data: Data
+    tokenizer: Any
+    seed: int
+    decide: Decide
+    sampler: Sampler | None = None
+    reward: Reward | None = None
+    environments: EnvironmentFactory | None = None
+    frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
+    extend: ExtendConversation | None = None
+
+
+class OfflineAlgorithm:
+    """The parts of the `Algorithm` protocol for algorithms without a sampler and without state."""
+
+    lag = 0
+
+    def describe(self, step: int, experience: Experience) -> tuple[Mapping[str, float], Sequence[Sample]]:
+        """Nothing: what is trained on is in the data."""
+        return {}, ()
+
+    def observe(self, step: int, values: Mapping[str, float]) -> None:
+        """Nothing adapts."""
+
+    def encode(self, experience: Experience) -> State:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def decode(self, state: State) -> Any:
+        """Never called: at lag 0 nothing is collected ahead."""
+        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+
+    def state_dict(self) -> State:
+        """Nothing: the position in the data is a function of the step."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """Nothing to restore."""

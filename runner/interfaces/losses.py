@@ -9,7 +9,7 @@ keyword-only parameter with a pydantic `Field` in its annotation is an option: i
 description become the option `algorithm.<name>`, which is null unless it is set; then the function gets its default.
 A keyword-only parameter without a `Field` is a constant.
 
-The value of `algorithm.objective`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
+The value of `algorithm.policy_loss`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
 registered name. A package lists the modules of its functions as entry points:
 
     [project.entry-points."runner.losses"]
@@ -77,6 +77,7 @@ INPUTS: dict[Kind, dict[str, str]] = {
         "logprobs": "log π of each token; carries the policy's gradient where the penalty is in the loss",
         "reference_logprobs": "log π_ref of each token; without gradient",
         "ratio": "importance ratio π / π_old of the token; 1 where the penalty is in the reward",
+        "max_log_ratio": "float: bound of a log-ratio that is exponentiated, on both sides of 0; None = none",
     },
     "preference_loss": {
         "chosen_log_ratios": "float [P]: Σ (log π − log π_ref) over the chosen answer's tokens",
@@ -107,7 +108,7 @@ INPUTS: dict[Kind, dict[str, str]] = {
 }
 
 
-class Correction(NamedTuple):
+class ImportanceWeights(NamedTuple):
     """weights: float [T], without gradient; affected: bool [T], where a bound truncated or masked."""
 
     weights: Tensor
@@ -115,7 +116,7 @@ class Correction(NamedTuple):
 
 
 class PreferenceLosses(NamedTuple):
-    """Float [P] each: the losses, and the implicit rewards of the chosen and of the rejected answers (for metrics)."""
+    """Float [P] each: losses, and implicit rewards of the chosen and the rejected completions (metrics)."""
 
     losses: Tensor
     chosen_rewards: Tensor
@@ -124,7 +125,7 @@ class PreferenceLosses(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a function: its type with bounds, its default (what null stands for) and its description."""
+    """One option of a function: its type with bounds, its default (null means it) and its description."""
 
     annotation: Any
     default: Any
@@ -156,7 +157,7 @@ if TYPE_CHECKING:
     PolicyLossFn = Callable[..., tuple[Tensor, Mapping[str, Tensor]]]
     TensorFn = Callable[..., Tensor]
     PreferenceLossFn = Callable[..., PreferenceLosses]
-    CorrectionFn = Callable[..., Correction]
+    CorrectionFn = Callable[..., ImportanceWeights]
 P = TypeVar("P", bound="PolicyLossFn")
 T = TypeVar("T", bound="TensorFn")
 D = TypeVar("D", bound="PreferenceLossFn")
@@ -164,11 +165,11 @@ C = TypeVar("C", bound="CorrectionFn")
 
 
 def policy_loss(name: str, *, paper: str, formula: str) -> Callable[[P], P]:
-    """Register a value of `algorithm.objective`: the policy's loss per token.
+    """Register a value of `algorithm.policy_loss`: the policy's loss per token.
 
     The function returns (loss [T], diagnostics). Each diagnostic is a tensor [T] by name, and its mean over the
-    trained tokens is the metric policy/<name>; `clipped_low`, `clipped_high` and `clipped_dual`, bool, mark where a
-    bound took effect and are 0 unless given. In the formula r is the ratio, A the advantage, π the policy.
+    trained tokens is the metric policy/<name>; `clip_frac_low`, `clip_frac_high` and `clip_frac_dual`, bool, mark
+    where a bound took effect and are 0 unless given. In the formula r is the ratio, A the advantage, π the policy.
     """
     return lambda function: _register(function, "policy_loss", name, paper, formula)
 
@@ -183,7 +184,7 @@ def advantage(name: str, *, paper: str, formula: str, per_token: bool = False) -
 
 
 def kl_estimator(name: str, *, paper: str, formula: str, kl_in: Literal["loss", "reward"] = "loss") -> Callable[[T], T]:
-    """Register a value of `algorithm.kl`: an estimate [T] of KL(policy ‖ reference) of each token.
+    """Register a value of `algorithm.kl_estimator`: estimates [T] of KL(policy ‖ reference) per token.
 
     kl_in: where the penalty may be added; one in the reward needs no gradient. In the formula d = log π − log π_ref.
     """
@@ -200,7 +201,7 @@ def preference_loss(name: str, *, paper: str, formula: str) -> Callable[[D], D]:
 
 
 def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
-    """Register a value of `algorithm.aggregation`: weights [T] such that the step's loss is Σ weight·loss.
+    """Register a value of `algorithm.loss_aggregation`: weights [T] such that loss is Σ weight·loss.
 
     The weights have the mask's dtype where that is floating, else torch's default. They carry the denominator of the
     whole optimizer step, so the loss does not depend on micro-batches or ranks.
@@ -209,8 +210,9 @@ def aggregation(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
 
 
 def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) -> Callable[[C], C]:
-    """Register a value of `algorithm.correction`: weights [T] of the policy's loss against the drift from sampler to
-    trainer, as `Correction`.
+    """Register a value of `algorithm.correction`: weights [T] of the policy loss, as `ImportanceWeights`.
+
+    They correct the difference between sampler and trainer.
 
     for_stale: whether it corrects samples that are several updates old, which lag above 1 needs. In the formula
     ρ = π_old / π_sampler.
@@ -219,8 +221,10 @@ def correction(name: str, *, paper: str, formula: str, for_stale: bool = False) 
 
 
 def divergence(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
-    """Register a value of `algorithm.divergence` of algorithm=distill: the divergence [S] of each trained token, in
-    nats. In the formula P is the teacher's distribution, Q the student's."""
+    """Register a value of `algorithm.divergence` of algorithm=distill: divergence [S] per token, in nats.
+
+    In the formula P is the teacher's distribution, Q the student's.
+    """
     return lambda function: _register(function, "divergence", name, paper, formula)
 
 
@@ -234,7 +238,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _register(function: F, kind: Kind, name: str, paper: str, formula: str, **traits: Any) -> F:
-    """The function itself with its `registration`. Raises RunnerError for an input that this kind does not have."""
+    """The function with its `registration`. Raises RunnerError for an input that this kind does not have."""
     parameters = inspect.signature(function).parameters.values()
     inputs = tuple(p.name for p in parameters if p.kind is not p.KEYWORD_ONLY)
     if unknown := [name for name in inputs if name not in INPUTS[kind]]:
@@ -249,7 +253,7 @@ def _register(function: F, kind: Kind, name: str, paper: str, formula: str, **tr
 
 
 def _options(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Option]:
-    """The keyword-only parameters whose annotation has a `Field`. Raises RunnerError for one without a default."""
+    """The keyword-only parameters annotated with a `Field`. Raises RunnerError for one without a default."""
     own = {name: function.__annotations__.get(name, Any) for name in keywords}  # inputs are not evaluated: no torch
     hints = get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__, include_extras=True)
     found = {}

@@ -11,37 +11,61 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 
 from runner.core.batch import Batch
 from runner.interfaces.device import Decide, VarlenAttention
-from runner.interfaces.learning import Stage, Terms
-from runner.interfaces.sampling import Bounds, Finish, Written
+from runner.interfaces.learning import LogitTermsFn, PipelineStage
+from runner.interfaces.sampling import GreedyOutput, ModelLimits, StopCriterion
 
 ContextParallelStyle = Literal["ulysses", "ring"]
-PublishedPart = Literal["all", "changed", "fixed", "base", "adapter"]  # see `runner.model.published`
+WeightSubset = Literal["all", "changed", "fixed", "base", "adapter"]  # see `runner.model.hf_state_dict`
 # logits [R, V] of R rows, and which rows these are → the next token of each; None ends the row
 Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
 
 
-class Writes(Protocol):
-    """Continues many prompts at once. longest: most tokens of prompt and answer together, and why; None = no limit."""
+class CachedDecoder(Protocol):
+    """Rows that grow, numbered 0 … B-1, with their keys and values kept; see `runner.model.kv_cache`."""
 
-    ends: frozenset[int]
-    vocabulary: int
-    longest: tuple[int, str] | None
+    admits_any_time: ClassVar[bool]  # whether rows may join while others live
 
-    def write(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+    def expect(self, prompts: Sequence[tuple[int, ...]]) -> None: ...  # that will join, in this order; before they do
+
+    def admit(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> Tensor: ...  # the first logits [n, V]
+
+    def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
+
+    def evict(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
+
+
+class BatchDecoder(Protocol):
+    """Continues many prompts at once.
+
+    length_limit: most tokens of prompt and answer together, and why; None = no limit
+    """
+
+    stop_token_ids: frozenset[int]
+    vocab_size: int
+    length_limit: tuple[int, str] | None
+
+    generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates
+
+    def decode(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+
+    def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
+
+    # The logits [n, V] after each of these ids, from the one at the yielded index on, `chunk` ids at a time
+    def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]: ...
 
 
 class ScoringModel(Protocol):
     """All that is needed to score a batch."""
 
     @property
-    def padded(self) -> bool: ...  # whether every row takes as many places as the longest
+    def is_padded(self) -> bool: ...  # whether every row takes as many places as the longest
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]: ...  # name → [T] or [N]
 
@@ -49,12 +73,12 @@ class ScoringModel(Protocol):
 class TrainableModel(ScoringModel, Protocol):
     """A transformers model, with an adapter around it or without, and its tokenizer.
 
-    module   what is saved, and whose parameters are trained: `inner`, or the peft model around it
-    inner    the transformers model. Its attributes differ from one architecture to the next: hence no type
-    whole    the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
-    seed     of its initial weights, adapters included
-    stage    which of its layers this rank has
-    longest  most tokens of a row, and why; None = no limit
+    module        what is saved, and whose parameters are trained: `inner`, or the peft model around it
+    inner         the transformers model. Its attributes differ from one architecture to the next: hence no type
+    whole         the module around all, which FSDP shards and every pass goes through (`runner.model.parameters`)
+    seed          of its initial weights, adapters included
+    stage         which of its layers this rank has
+    length_limit  most tokens of a row, and why; None = no limit
     """
 
     module: nn.Module
@@ -63,23 +87,25 @@ class TrainableModel(ScoringModel, Protocol):
     tokenizer: Any
     seed: int
     device: torch.device
-    stage: Stage
-    longest: tuple[int, str] | None
+    stage: PipelineStage
+    length_limit: tuple[int, str] | None
     layout: str  # packed or padded
-    own_attention: str  # what the transformers model attends with by itself
+    default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
-    source: Any  # where its first weights come from: runner.model.source.Source
+    weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property
-    def origin(self) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
+    def base_fingerprint(
+        self,
+    ) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
 
     @property
-    def compute_type(self) -> torch.dtype: ...  # of matrix products
+    def compute_dtype(self) -> torch.dtype: ...  # of matrix products
 
     # --- training ---
 
-    def linear(
-        self, batch: Batch, coefficients: Tensor, terms: Terms | None = None
+    def linear_loss(
+        self, batch: Batch, coefficients: Tensor, terms: LogitTermsFn | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
     def trainable(self) -> dict[str, nn.Parameter]: ...
@@ -90,39 +116,41 @@ class TrainableModel(ScoringModel, Protocol):
 
     def dropout_rate(self) -> float: ...  # the largest of model and adapter
 
-    def without_dropout(self) -> float: ...  # switches it off for good and returns what it was
+    def disable_dropout(self) -> float: ...  # switches it off for good and returns what it was
 
     def compile(self, decide: Decide) -> None: ...
 
     # --- how it is built ---
 
-    def wrapped(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
+    def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
 
-    def attend_with(self, kernel: VarlenAttention, *, decide: Decide) -> None: ...
+    def merge_adapter(self, *, decide: Decide) -> Self: ...  # the same model with its adapter in its weights
 
-    def attend_anew(self, exchange: Callable[[Any], None]) -> None: ...
+    def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None: ...
 
-    def merge(self) -> None: ...  # lets `save` write the adapter merged into its base
+    def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None: ...
+
+    def merge_on_save(self) -> None: ...  # lets `save` write the adapter merged into its base
 
     # --- parallelism ---
 
-    def blocks(self) -> list[nn.Module]: ...  # this rank's layers, first to last
+    def transformer_blocks(self) -> list[nn.Module]: ...  # this rank's layers, first to last
 
-    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_type is another
+    def float32_modules(self) -> list[nn.Module]: ...  # which compute in float32 where compute_dtype is another
 
-    def ends(self) -> list[Any]: ...  # embedding and LM head, where some rows of them serve some ids
+    def embedding_and_head(self) -> list[Any]: ...  # embedding and LM head, where some rows of them serve some ids
 
-    def gathered(self) -> AbstractContextManager[None]: ...  # with all parameters on this rank
+    def summon_full_params(self) -> AbstractContextManager[None]: ...  # with all parameters on this rank
 
-    def share_tokens(self, group: Any, style: ContextParallelStyle) -> None: ...  # context parallel
+    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None: ...  # context parallel
 
-    def found(self) -> dict[str, Any]: ...  # what was found out by computing, in plain values …
+    def export_probe(self) -> dict[str, Any]: ...  # what was found out by computing, in plain values …
 
-    def adopt(self, found: Mapping[str, Any]) -> None: ...  # … for the same model without weights
+    def import_probe(self, probe: Mapping[str, Any]) -> None: ...  # … for the same model without weights
 
-    def probed(self) -> Tensor: ...  # hidden states [T, H] of a handful of tokens
+    def probe_hidden(self) -> Tensor: ...  # hidden states [T, H] of a handful of tokens
 
-    def computes(self, wanted: Tensor) -> bool: ...  # whether `probed` still gives the same
+    def matches_probe(self, wanted: Tensor) -> bool: ...  # whether `probe_hidden` still gives the same
 
     # --- scoring ---
 
@@ -132,13 +160,13 @@ class TrainableModel(ScoringModel, Protocol):
 
     def save(self, folder: Path | None) -> None: ...
 
-    def published(
-        self, way: PublishedPart, *, keep: bool = True, dtype: torch.dtype | None = None
+    def hf_tensors(
+        self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]: ...
 
-    def published_bytes(self, way: PublishedPart) -> int: ...
+    def hf_tensor_bytes(self, subset: WeightSubset) -> int: ...
 
-    def blueprint(self, folder: Path) -> None: ...
+    def save_configs(self, folder: Path) -> None: ...
 
 
 class GreedyAnswerer(Protocol):
@@ -147,8 +175,12 @@ class GreedyAnswerer(Protocol):
     tokenizer: Any
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int | None = None, finish: Finish = ...
-    ) -> list[Written]: ...
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: int | None = None,
+        finish: StopCriterion = ...,
+    ) -> list[GreedyOutput]: ...
 
 
 class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
@@ -156,15 +188,11 @@ class GenerativeModel(TrainableModel, GreedyAnswerer, Protocol):
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # hidden states [S, H] → logits [S, V]
 
-    def stream(
-        self, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_p: float, seed: int
-    ) -> Iterator[str]: ...
+    def batch_decoder(self, *, decide: Decide, merge: bool = True) -> BatchDecoder: ...
 
-    def writer(self, *, decide: Decide) -> Writes: ...
-
-    def bounds(self) -> Bounds: ...
+    def limits(self) -> ModelLimits: ...
 
 
-def generative(model: TrainableModel) -> GenerativeModel | None:
+def as_generative(model: TrainableModel) -> GenerativeModel | None:
     """The same model, if it continues text; None for one that gives a number to a text."""
     return cast(GenerativeModel, model) if hasattr(type(model), "generate") else None

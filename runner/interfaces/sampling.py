@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from runner.interfaces.data import Prompt
@@ -17,7 +17,7 @@ class Request:
     """One answer to be sampled. Equal `group`s have the very same prompt, which is computed once.
 
     seed: of this request's own random stream, derived by the caller from (seed, step, prompt, sample, turn); raw: asks
-    for raw_logprobs, which cost a pass over the vocabulary for each token
+    for raw_logprobs, which under truncation cost a pass over the vocabulary for each token
     """
 
     prompt: tuple[int, ...]
@@ -32,8 +32,10 @@ class Rollout:
     """A sampled answer.
 
     ids: the new tokens, the end token included if it was drawn
-    logprobs: of the distribution really sampled from (tempered, truncated)
-    raw_logprobs: at temperature 1, untruncated; None unless the request asked for them
+    logprobs: of the distribution really sampled from (tempered, truncated); raw_logprobs again, where an engine reports
+    only those
+    raw_logprobs: at the sampling temperature, before truncation (top_k, top_p, min_p): what a ratio is taken to; None
+    unless the request asked for them, and where an engine cannot report them
     version: of the weights that drew it; finish: "stop" or "length"
     """
 
@@ -45,28 +47,28 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class ModelLimits:
     """What a model's answers are bounded by.
 
-    ends: every id that ends one; vocabulary: ids are below it; longest: most tokens of prompt and answer together, and
-    why; None = no limit
+    stop_token_ids: every id that ends one; vocab_size: ids are below it; length_limit: most tokens of prompt and answer
+    together, and why; None = no limit
     """
 
-    ends: frozenset[int]
-    vocabulary: int
-    longest: tuple[int, str] | None
+    stop_token_ids: frozenset[int]
+    vocab_size: int
+    length_limit: tuple[int, str] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A greedy answer: the new tokens up to but excluding the end of sequence, and why it ended: "stop" or "length"."""
+class GreedyOutput:
+    """A greedy answer: new tokens without the end token, and the finish reason: "stop" or "length"."""
 
     ids: tuple[int, ...]
     finish: str
 
 
-# The tokens of an answer so far, and the most that it may have → why it ends with the last of them, None if it goes on
-Finish = Callable[[Sequence[int], int], str | None]
+# Tokens of an answer so far, maximum number of tokens → why it ends with the last one, None if it continues
+StopCriterion = Callable[[Sequence[int], int], str | None]
 
 
 class Sampler(Protocol):
@@ -79,18 +81,20 @@ class Sampler(Protocol):
     def max_new_tokens(self) -> int: ...  # of one answer
 
     @property
-    def longest(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
+    def max_model_len(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...  # None: shares the trainer's own
+    def load_weights(
+        self, tensors: Mapping[str, Tensor] | None, version: int
+    ) -> None: ...  # None: shares the trainer's own
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
 
     # By each engine that it has, of each row, the log-probability at temperature 1 of all ids but the first
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
-    def measured(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
+    def pop_metrics(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
 
-    def release(self) -> None: ...  # what it can do without until it is next asked for something
+    def release_memory(self) -> None: ...  # what it can do without until it is next asked for something
 
     def close(self) -> None: ...  # what it has started ends
 
@@ -111,7 +115,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an environment says to a turn of the policy; context for the next turn, and never learnt."""
+    """What an environment says to a turn of the policy; context for the next turn, and never trained on."""
 
     role: str
     text: str
@@ -125,18 +129,27 @@ class Environment(Protocol):
     def step(self, answer: str) -> Observation | None: ...
 
 
+# The ids of a conversation that ends with the policy's turn, and a message → the ids that follow, up to the next turn.
+# Raises EnvironmentProblem if the chat template cannot write the message.
+ExtendConversation = Callable[[Sequence[int], Mapping[str, Any]], list[int]]
+
+
 @dataclass(frozen=True, slots=True)
-class Environments:
-    """Makes an environment for each episode, of at most `max_turns` turns of the policy."""
+class EnvironmentFactory:
+    """Makes an environment for each episode, of at most `max_turns` turns of the policy.
+
+    roles: those of its observations, as far as they are known before the first one
+    """
 
     make: Callable[[], Environment]
     max_turns: int
+    roles: tuple[str, ...] = field(default=(), kw_only=True)
 
-    def begin(self, prompts: Sequence[Prompt]) -> Partners:
+    def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
         """An environment for an episode of each prompt."""
-        return Partners({at: self.fresh(prompt) for at, prompt in enumerate(prompts)})
+        return EnvironmentBatch({at: self.start_episode(prompt) for at, prompt in enumerate(prompts)})
 
-    def fresh(self, prompt: Prompt) -> Environment:
+    def start_episode(self, prompt: Prompt) -> Environment:
         """An environment for one episode."""
         environment = self.make()
         environment.reset(prompt)
@@ -144,12 +157,12 @@ class Environments:
 
 
 @dataclass(frozen=True, slots=True)
-class Partners:
+class EnvironmentBatch:
     """The environments of several episodes, by the numbers of these."""
 
     environments: Mapping[int, Environment]
 
-    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+    def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
         """What each says to its episode's turn, given as (number, text)."""
         return [self.environments[at].step(text) for at, text in turns]
 
@@ -162,7 +175,7 @@ class Reward(Protocol):
     def close(self) -> None: ...
 
 
-class Around:
+class SamplerWrapper:
     """To be narrowed; see `Sampler`."""
 
     def __init__(self, sampler: Sampler) -> None:
@@ -179,13 +192,13 @@ class Around:
         return self._sampler.max_new_tokens
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """Tokens of prompt and answer together; None = no limit."""
-        return self._sampler.longest
+        return self._sampler.max_model_len
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Hand on a version of the weights."""
-        self._sampler.load(tensors, version)
+        self._sampler.load_weights(tensors, version)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order."""
@@ -195,13 +208,13 @@ class Around:
         """Log-probabilities of given rows, by each engine."""
         return self._sampler.score(rows)
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Numbers since this was last asked for."""
-        return self._sampler.measured()
+        return self._sampler.pop_metrics()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Do without what can be done without."""
-        self._sampler.release()
+        self._sampler.release_memory()
 
     def close(self) -> None:
         """End what was started."""

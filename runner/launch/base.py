@@ -1,4 +1,4 @@
-"""What every way to start a job's processes has in its config: on one machine, on several, on those that are told."""
+"""What all launchers share in their config."""
 
 import re
 import shlex
@@ -24,10 +24,10 @@ class LaunchConfig(ComponentConfig):
         default=0, ge=0, description="Devices beside those that only sample; 0 = the ranks sample on their own."
     )
     attempts: int = Field(
-        default=1, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+        default=1, ge=1, description="Times that the job may begin: after a lost process it restarts by itself."
     )
-    replacements: int | None = Field(
-        default=None, ge=0, description="Times that a sampler that is lost is started anew; null = 3."
+    max_worker_restarts: int | None = Field(
+        default=None, ge=0, description="Times that a sampler that is lost is restarted; null = 3."
     )
 
     def sweep_problem(self) -> tuple[str, str] | None:
@@ -36,7 +36,7 @@ class LaunchConfig(ComponentConfig):
 
     @property
     def here(self) -> bool:
-        """Whether the processes run on this machine, whose device is looked at before; else each looks at its own."""
+        """Whether the processes run on this machine, whose device is then checked before the start."""
         return True
 
     @property
@@ -69,30 +69,30 @@ class LaunchConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
-        if self.samplers and not job.algorithm.samples:
+        if self.samplers and not job.algorithm.needs_sampler:
             text = f"algorithm={job.algorithm.name} learns from given data and samples nothing; leave it out"
             found.append(("launch.samplers", text))
         if self.samplers % job.sampler.cards():
             text = f"{self.samplers} devices do not divide into samplers of {job.sampler.cards()} each"
-            found.append(("launch.samplers", f"{text} (sampler.tp); set a multiple of it"))
+            found.append(("launch.samplers", f"{text} (sampler.tensor_parallel_size); set a multiple of it"))
         waits = job.parallelism.deadline_s
         if (self.samplers or job.sampler.served) and waits is not None and job.sampler.patience_s >= waits:
             text = f"the ranks wait {waits:g} s for one another (parallelism.timeout_s), and rank 0 for samplers; less"
             found.append(("sampler.timeout_s", f"{text} than that is expected"))
-        if self.replacements is not None and not self.samplers:
+        if self.max_worker_restarts is not None and not self.samplers:
             text = "has no effect with launch.samplers=0; remove it, or set launch.samplers"
-            found.append(("launch.replacements", text))
+            found.append(("launch.max_worker_restarts", text))
         return found
 
 
-class MachinesConfig(LaunchConfig):
+class MultiNodeConfig(LaunchConfig):
     """What is typed on each of several machines."""
 
     nodes: int = Field(default=1, ge=1, description="Machines; the same command is typed on each, with its node.")
-    node: int | None = Field(
+    node_rank: int | None = Field(
         default=None, ge=0, description="This machine's number, from 0; given where nodes is above 1."
     )
-    address: str | None = Field(
+    rdzv_endpoint: str | None = Field(
         default=None, description="HOST:PORT at which machine 0 is found by the others; given where nodes is above 1."
     )
 
@@ -102,25 +102,21 @@ class MachinesConfig(LaunchConfig):
 
     @property
     def machine(self) -> int:
-        return self.node or 0
+        return self.node_rank or 0
 
     @property
     def meeting(self) -> tuple[str, int]:
-        found = ADDRESS.fullmatch(self.address or "")
+        found = ADDRESS.fullmatch(self.rdzv_endpoint or "")
         assert found is not None  # `problems` saw to it
         return found["host"].strip("[]"), int(found["port"])
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return super().problems(job) + self._about_machines(job)
+        return super().problems(job) + self._node_problems(job)
 
-    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
-        given = {"node": self.node, "address": self.address}
+    def _node_problems(self, job: Any) -> list[tuple[str, str]]:
+        given = {"node_rank": self.node_rank, "rdzv_endpoint": self.rdzv_endpoint}
         if self.nodes == 1:
             text = "is about several machines, and launch.nodes is 1; leave it out, or set launch.nodes"
-            if self.address == "auto":
-                return [("launch.address", "auto is a Ray cluster; type launch=ray, too")]
-            if is_web_address(self.address or ""):
-                return [("launch.address", submit_command(job))]
             return [(f"launch.{name}", text) for name, value in given.items() if value is not None]
         found = []
         text = (
@@ -128,29 +124,31 @@ class MachinesConfig(LaunchConfig):
         )
         given = {"samplers": self.samplers > 0, "attempts": self.attempts > 1}
         found += [(f"launch.{name}", text) for name, is_set in given.items() if is_set]
-        if self.node is None or self.node >= self.nodes:
+        if self.node_rank is None or self.node_rank >= self.nodes:
             text = f"the machines of launch.nodes={self.nodes} are 0 to {self.nodes - 1}; give each its number"
-            found.append(("launch.node", text))
-        named = ADDRESS.fullmatch(self.address or "")
+            found.append(("launch.node_rank", text))
+        named = ADDRESS.fullmatch(self.rdzv_endpoint or "")
         if named is None or not 0 < int(named["port"]) < 2**16:
-            found.append(("launch.address", "machine 0's HOST:PORT is expected, the same on each, e.g. 10.0.0.1:29400"))
+            found.append(
+                ("launch.rdzv_endpoint", "machine 0's HOST:PORT is expected, the same on each, e.g. 10.0.0.1:29400")
+            )
         return found
 
 
-class StartedConfig(MachinesConfig):
+class ExternalLaunchConfig(MultiNodeConfig):
     """What something else starts on each machine, and tells the machine's number and machine 0's address."""
 
     nodes: int = Field(default=1, ge=1, description="Machines; who starts the command on them says how many there are.")
-    node: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
-    address: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
+    node_rank: int | None = Field(default=None, ge=0, description="This machine's number; not to be set, it is told.")
+    rdzv_endpoint: str | None = Field(default=None, description="HOST:PORT of machine 0; not to be set, it is told.")
 
     def sweep_problem(self) -> tuple[str, str] | None:
         return "launch", f"{self.name}: the sweep starts its jobs; on Slurm with sweep.on=slurm and launch=local"
 
-    def _about_machines(self, job: Any) -> list[tuple[str, str]]:
-        told = self.node is not None or self.address is not None
-        later = () if told else ("launch.node", "launch.address")
-        return [(key, text) for key, text in super()._about_machines(job) if key not in later]
+    def _node_problems(self, job: Any) -> list[tuple[str, str]]:
+        told = self.node_rank is not None or self.rdzv_endpoint is not None
+        later = () if told else ("launch.node_rank", "launch.rdzv_endpoint")
+        return [(key, text) for key, text in super()._node_problems(job) if key not in later]
 
 
 def is_web_address(address: str) -> bool:
@@ -159,7 +157,7 @@ def is_web_address(address: str) -> bool:
 
 
 def submit_command(job: Any) -> str:
-    """What to type where launch.address is a web address: for a job `ray job submit` with the words of this command."""
+    """The `ray job submit` line for a job whose launch.address is a web address."""
     words = sys.argv[2:] if sys.argv[1:2] == ["run"] else sys.argv[1:]
     if words[:1] == ["plan"]:
         return "is a Ray cluster's web address; run plan needs no cluster, leave launch.address out"
@@ -167,8 +165,6 @@ def submit_command(job: Any) -> str:
     if not is_job or {"-m", "--multirun"} & set(words):
         return "is a Ray cluster's web address; type this command on a node of the cluster, with launch.address=auto"
     words = [word for word in words if not word.lstrip("+").startswith("launch.address=")]
-    if job.launch.name != "ray":
-        words = [*(word for word in words if not word.startswith("launch=")), "launch=ray"]
     if not any(word.partition("=")[0] == "--folder" for word in words):
         words += ["--folder", f"~/outputs/{job.name}"]  # Ray removes the folder that it runs in
     if unsafe := [word for word in words if SPACE.search(word) and IN_QUOTES.search(word)]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.base import ADDRESS, MachinesConfig, StartedConfig, is_web_address, submit_command
+from runner.launch.base import ADDRESS, ExternalLaunchConfig, MultiNodeConfig, is_web_address, submit_command
 from runner.launch.base import LaunchConfig as LaunchConfig
 
 
@@ -18,7 +18,7 @@ class RayConfig(LaunchConfig):
     factory: ClassVar[str] = "runner.launch.ray.attempt:attempt"
     name: Literal["ray"] = "ray"
     attempts: int = Field(
-        default=3, ge=1, description="Times that the job may begin: after a lost process it goes on by itself."
+        default=3, ge=1, description="Times that the job may begin: after a lost process it restarts by itself."
     )
     address: str | None = Field(
         default=None, description="Of the Ray cluster: auto or HOST:PORT; null = one on this machine for this job."
@@ -30,14 +30,14 @@ class RayConfig(LaunchConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where Ray is not installed, or its cluster not there."""
-        from runner.launch.ray.link import (
-            knock,  # here, because every command reads this module
-            need_ray,
+        from runner.launch.ray.driver_connection import (
+            check_reachable,  # here, because every command reads this module
+            require_ray,
         )
 
-        need_ray("launch=ray")
+        require_ray("launch=ray")
         if self.address is not None:
-            knock(self.address)
+            check_reachable(self.address)
 
     def sweep_problem(self) -> tuple[str, str] | None:
         if self.address is None:
@@ -91,7 +91,7 @@ def sbatch_problems(sbatch: Mapping[str, object], elsewhere: Mapping[str, str]) 
             yield f"{name}: false says nothing to sbatch; leave it out"
 
 
-class SlurmConfig(StartedConfig):
+class SlurmConfig(ExternalLaunchConfig):
     """The machines of a Slurm job: in one, the command joins it; on a login node, it is submitted."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
@@ -110,11 +110,11 @@ class SlurmConfig(StartedConfig):
     time: str | int | None = Field(
         default=None, description="Time limit as sbatch has it: 2:00:00, 1-12, minutes; null = the partition's."
     )
-    grace_s: int = Field(
+    preempt_notice_s: int = Field(
         default=120, ge=1, description="Seconds before that limit at which the job saves, and goes back into the queue."
     )
     sbatch: Sbatch = Field(default_factory=dict)
-    wait: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
+    follow: bool = Field(default=False, description="Follow a job that was submitted to its end, and end as it does.")
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where there is neither a Slurm job nor a command that submits one."""
@@ -130,14 +130,14 @@ class SlurmConfig(StartedConfig):
         return found
 
 
-class LocalConfig(MachinesConfig):
+class LocalConfig(MultiNodeConfig):
     """This process; for several devices, a process for each that this one starts and watches."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["local"] = "local"
 
 
-class TorchrunConfig(StartedConfig):
+class TorchrunConfig(ExternalLaunchConfig):
     """Ranks that torchrun has started: the command is typed behind it, and has its layout from it."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"

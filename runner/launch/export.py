@@ -1,4 +1,4 @@
-"""Writes an export with its model card: aside first, then renamed, so that its name has a whole one, old or new.
+"""Writes an export with its model card: first aside, then renamed, so that a reader never sees a part.
 
 model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .export.<hex>.old ─▶ gone
 """
@@ -8,53 +8,74 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import reason
-from runner.run_dir.folder import shown
+from runner.core.fsync_io import error_reason
+from runner.model.hub_access import is_hub_id
+from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base
+from runner.model.model_folder import is_adapter as is_adapter_folder
+from runner.run_dir.folder import display_path
+from runner.run_dir.resume_compatibility import PromptStyle
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
-CARD = "README.md"
+
+@dataclass(frozen=True, slots=True)
+class CardFacts:
+    """Facts of the model card beside the spec. values: metrics of the exported step; samples: evaluated."""
+
+    step: int
+    values: Mapping[str, float]
+    prompt_style: PromptStyle = "chat"
+    samples: Sequence[Mapping[str, Any]] = ()
 
 
-def write_export(model: TrainableModel, target: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
-    """Write `model` and its card, with the metrics `values` of `step`, as the folder `target`.
+CheckFolder = Callable[[Path], object]  # raises where the folder is not what it should be; its text goes into the card
 
-    Raises StorageError, with `target` as it was, where the disk refuses or something else than a folder is there.
+
+def write_export(
+    model: TrainableModel, target: Path, spec: JobSpec, facts: CardFacts, check: CheckFolder | None = None
+) -> object:
+    """Write `model` and its card as the folder `target`; returns what `check` found, None without it.
+
+    Raises StorageError where the disk refuses or something else than a folder is there, and what `check` does; `target`
+    is then as it was.
     """
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    with _worded(target):
+    with _translate_errors(target):
         if target.exists() and not target.is_dir():
-            raise StorageError(f"{shown(target)} is in the way: it is no folder; move it, then export again")
+            raise StorageError(f"{display_path(target)} is in the way: it is no folder; move it, then export again")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             model.save(staging)
-            write_card(staging, spec, step, values)
+            found = check(staging) if check is not None else None
+            write_card(staging, spec, facts, found)
             _open_to_readers(staging)
-            _put_in_place(staging, target)
+            _replace_target(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
+    return found
 
 
 def _open_to_readers(staging: Path) -> None:
-    """Give every file the mode that the user's umask gives the card: safetensors are written for their owner alone."""
-    mode = (staging / CARD).stat().st_mode
+    """Give every file the mode of the user's umask: safetensors are written for their owner alone."""
+    mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
 
 
-def _put_in_place(staging: Path, target: Path) -> None:
+def _replace_target(staging: Path, target: Path) -> None:
     old = staging.with_name(f"{staging.name}.old")
     if target.exists():
         os.rename(target, old)
@@ -64,34 +85,80 @@ def _put_in_place(staging: Path, target: Path) -> None:
 
 
 @contextmanager
-def _worded(target: Path) -> Iterator[None]:
+def _translate_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"cannot write the export {shown(target)}: {reason(error)}; the checkpoints are whole: make space or "
-            "mend the disk, then: run export"
+            f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are "
+            "whole: make space or "
+            "fix the disk, then: run export"
         ) from error
 
 
-def write_card(export: Path, spec: JobSpec, step: int, values: Mapping[str, float]) -> None:
-    """Write README.md into an export; `values` are the metrics of the exported step."""
-    base = spec.model.source
+def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = None) -> None:
+    """Write README.md into an export: how it was made and how to load it, with no path of this machine."""
+    is_adapter = (export / "adapter_config.json").is_file()
+    base = base_of(spec)
     head = {
-        "library_name": "peft" if (export / "adapter_config.json").is_file() else "transformers",
+        "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
-        **({"base_model": base} if base and not Path(base).is_absolute() else {}),  # a hub id: others can follow it
+        **({"base_model": base} if base and is_hub_id(base) else {}),  # others can follow it
+        **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
+    shown = sorted(name for name in facts.values if name.startswith(("eval/", "train/loss")))
     rows = [
-        ("base model", base or f"{spec.model.name}, from random weights"),
-        ("data", spec.data.source),
+        ("base model", _public_name(base) if base else f"{spec.model.name}, from random weights"),
+        ("data", ", ".join(map(_public_name, _sources(spec)))),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
-        ("step", f"{step} of {spec.steps}"),
-        *((name, f"{value:.4g}") for name, value in sorted(values.items()) if name.startswith(("eval/", "train/loss"))),
+        ("step", f"{facts.step} of {spec.steps}"),
+        *((name, f"{facts.values[name]:.4g}") for name in shown),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export, is_adapter)]
+    if facts.samples:
+        parts += ["## Samples", *map(_sample_text, facts.samples)]
+    if check is not None:
+        parts += ["## Check", f"This folder was compared with the run that it was written of: {check}."]
     front = yaml.safe_dump(head, sort_keys=False)
-    text = f"---\n{front}---\n\n# {spec.name}\n\n| | |\n| --- | --- |\n{table}\n"
-    (export / CARD).write_text(text, encoding="utf-8")
+    text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
+    (export / MODEL_CARD).write_text(text, encoding="utf-8")
+
+
+def base_of(spec: JobSpec) -> str | None:
+    """The folder or hub id of the model that training began with; that of an adapter is its base's."""
+    source = spec.model.source
+    return adapter_base(source) if source and is_adapter_folder(source) else source
+
+
+def _sources(spec: JobSpec) -> tuple[str, ...]:
+    source = spec.data.source
+    return (source,) if isinstance(source, str) else tuple(source)
+
+
+def _public_name(source: str) -> str:
+    """A source as others may know it: a folder or file of this machine by its name alone."""
+    return source if not Path(source).is_absolute() and not Path(source).exists() else f"{Path(source).name} (local)"
+
+
+def _loading_code(export: Path, is_adapter: bool) -> str:
+    """Python that loads a folder, by its kind."""
+    library, kind = ("peft", "AutoPeftModelForCausalLM") if is_adapter else ("transformers", "AutoModelForCausalLM")
+    if not is_adapter and "ForSequenceClassification" in (export / "config.json").read_text(encoding="utf-8"):
+        kind = "AutoModelForSequenceClassification"
+    lines = [
+        f"from {library} import {kind}",
+        "from transformers import AutoTokenizer",
+        "",
+        'folder = "."  # this folder, or its id on the hub',
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"model = {kind}.from_pretrained(folder)",
+    ]
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _sample_text(row: Mapping[str, Any]) -> str:
+    text = f"{str(row.get('prompt', '')).strip()}\n→ {str(row.get('answer', '')).strip()}"
+    return "\n".join(f"    {line}" for line in text.splitlines())  # indented: a fence could be in it

@@ -1,9 +1,9 @@
-"""Runs a job: starts it in a new folder or goes on in an old one, in as many attempts as it may have.
+"""Runs a job: starts it in a new folder or resumes it, with at most `launch.attempts` attempts.
 
                         ┌─ one device ───────────▶ Session, in this process
 start, resume ─▶ begin ─┤
-                        └─ several ──▶ Local ─▶ Team ──┬──▶ rank 0: Session, Records
-                                                       ├──▶ rank 1 …: Session, NoRecords
+                        └─ several ──▶ Supervisor ─────┬──▶ rank 0: Session, RunRecords
+                                                       ├──▶ rank 1 …: Session, NullRecords
                                                        └──▶ sampler 0 …
 """
 
@@ -19,31 +19,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
-from runner.core.rank_info import Place, alone
+from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
-from runner.launch.base import StartedConfig
-from runner.launch.preflight import preflights, refuse_unready
-from runner.launch.records import keep_evidence, status_of, write_yaml
-from runner.launch.secret_texts import mask_secrets
-from runner.launch.session import Session, called
-from runner.launch.stage import TRUSTED, is_stage
-from runner.run_dir.folder import RunFolder, claim, create, locked, point_latest, read_mapping, shown
-from runner.run_dir.manifest import redacted
-from runner.run_dir.resume_compatibility import frozen
+from runner.launch.preflight import mask_secrets, preflights, refuse_unready
+from runner.launch.run_records import (
+    TRUST_REMOTE_CODE,
+    archive_attempt,
+    is_upstream_run,
+    spec_to_write,
+    status_of,
+    write_spec,
+    write_yaml,
+)
+from runner.launch.session import Session, run_argument
+from runner.run_dir.folder import (
+    RunFolder,
+    claim_folder,
+    create_run_folder,
+    display_path,
+    hold_lock,
+    point_latest,
+    read_mapping,
+)
+from runner.run_dir.manifest import redact_values
+from runner.run_dir.resume_compatibility import immutable_fields
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line, print_text
 
 if TYPE_CHECKING:  # most jobs are one process, which needs nothing of what starts several
-    from runner.launch.machines import Machines
-    from runner.launch.member import Member, Order
+    from runner.launch.multi_node import PeerNodes
+    from runner.launch.worker_process import LocalWorker, WorkerSpec
 
 log = logging.getLogger("runner")
 
 
-def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where: Path | None = None) -> int:
+def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where: Path | None = None) -> int:
     """Run a new job. The run folder, spec.yaml and `latest` exist before torch is imported.
 
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
@@ -52,131 +65,116 @@ def start(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], where
     spec = mask_secrets(spec, origins)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
-        return join(spec, typed_job)
+        return join_run(spec, typed_job)
     if spec.launch.queued:
-        from runner.launch.slurm import submission, task
-    if later := spec.launch.queued and task.is_outside(spec):
-        spec = checked(spec)
-        submission.try_out(spec)
+        from runner.launch.slurm import srun_task, submission
+    if later := spec.launch.queued and srun_task.is_outside_slurm(spec):
+        spec = check_spec(spec)
+        submission.check_submission(spec)
     else:
-        spec = ready(spec)
-    folder = create(spec.name) if where is None else claim(where)
-    with locked(folder):
+        spec = prepare_spec(spec)
+    folder = create_run_folder(spec.name) if where is None else claim_folder(where)
+    with hold_lock(folder):
         write_spec(folder, spec)
         if spec.launch.queued and not later:
-            task.remember(folder)
-        write_yaml(folder.overrides, {"typed": redacted(typed), "set_by": dict(origins)})
+            srun_task.record_run_folder(folder)
+        write_yaml(folder.overrides, {"typed": redact_values(typed), "set_by": dict(origins)})
         if where is None:
             point_latest(folder)
         if not later:
-            return begin(spec, folder, 1, typed_job)
-        submission.put_off(folder)
-    return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUSTED])
+            return begin_attempt(spec, folder, 1, typed_job)
+        submission.mark_waiting(folder)
+    return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUST_REMOTE_CODE])
 
 
-def _obeying_slurm(spec: JobSpec) -> AbstractContextManager[None]:
+def _handle_slurm_signals(spec: JobSpec) -> AbstractContextManager[None]:
     """A block in which a job in Slurm's queue ends as Slurm wants it to."""
     if not spec.launch.queued:
         return nullcontext()
-    from runner.launch.slurm import task
+    from runner.launch.slurm import srun_task
 
-    return task.obeyed(spec)
+    return srun_task.handle_slurm_signals(spec)
 
 
-def begin(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
+def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
     """Make an attempt as `launch` says."""
     return int(default_registry().factory(spec.launch)(spec, folder, attempt, typed))
 
 
-def ready(spec: JobSpec) -> JobSpec:
+def prepare_spec(spec: JobSpec) -> JobSpec:
     """The spec with absolute paths, and weights that are there; everything is checked that needs no torch.
 
     Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """
-    spec = checked(spec, here=spec.launch.here)
-    if spec.init_from is None and not spec.algorithm.first_models():
+    spec = check_spec(spec, here=spec.launch.here)
+    if spec.init_from is None and not spec.algorithm.upstream_models():
         return spec
-    from runner.launch.stages import with_first_weights, with_other_models
+    from runner.launch.upstream_models import resolve_init_from, resolve_other_models
 
-    return with_other_models(with_first_weights(spec))
+    return resolve_other_models(resolve_init_from(spec))
 
 
-def checked(spec: JobSpec, *, here: bool = False) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that can be seen without torch: what any machine can see, and
-    `here`, where the job's processes run on this one, also its device and packages. Raises SpecError, DataError,
-    NotReady."""
-    local = {name: getattr(spec, name).absolute() for name in ("data", "model", "algorithm", "reward")}
-    spec = spec.model_copy(update=local)
+def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
+    """The spec with absolute paths, if nothing is wrong that can be seen without torch.
+
+    here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
+    DataError, NotReady.
+    """
+    parts = ("data", "chat", "model", "algorithm", "reward", "evaluation")
+    spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
     if spec.model.source is not None:
-        from runner.model.hub_access import check_path
+        from runner.inference.model_source import resolve_model_path
 
-        check_path(spec.model.source)
+        spec = spec.model_copy(update={"model": spec.model.with_resolved_source(resolve_model_path)})
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
 
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
-    """Go on where the run stopped; `spec` is `before` with overrides. A finished run says so and is left alone."""
+    """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
-    if status(folder).get("state") == "done" and spec.steps <= before.steps:
-        more = f"run resume {shown(folder.root)} steps={before.steps * 2}"
-        refuse_idle(before, as_written(spec), more)
-        print(f"{shown(folder.root)}: finished after {before.steps} steps; to continue: {more}")
+    if read_status(folder).get("state") == "done" and spec.steps <= before.steps and spec.epochs is None:
+        more = f"run resume {display_path(folder.root)} steps={before.steps * 2}"
+        refuse_ignored_changes(before, spec_to_write(spec), more)
+        print_text(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
         return 0
-    from runner.launch.slurm import submission, task
+    from runner.launch.slurm import srun_task, submission
 
     torchrun.refuse_misfit(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
-        return join(spec, typed_job)
-    if task.is_outside(spec):
-        submission.refuse_alive(folder)
-        submission.try_out(spec)
+        return join_run(spec, typed_job)
+    if srun_task.is_outside_slurm(spec):
+        submission.refuse_queued(folder)
+        submission.check_submission(spec)
         return submission.submit(spec, folder, typed)
-    if status(folder).get("state") == submission.WAITING:
-        return _begin_late(folder, spec, typed_job)
+    if read_status(folder).get("state") == submission.WAITING:
+        return _begin_queued(folder, spec, typed_job)
     if spec.launch.here:
         refuse_unready([spec.device.preflight])
-    _say_stretched(before, spec)
-    with locked(folder):
+    _note_longer_schedule(before, spec)
+    with hold_lock(folder):
         attempt = next_attempt(folder)
-        keep_evidence(folder, attempt, typed)
+        archive_attempt(folder, attempt, typed)
         if spec != before:
             write_spec(folder, spec)
-        return begin(spec, folder, attempt, typed_job)
+        return begin_attempt(spec, folder, attempt, typed_job)
 
 
-def _begin_late(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> int:
+def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Begin a run that was submitted, where it runs."""
-    with locked(folder):
-        spec = ready(spec)
+    with hold_lock(folder):
+        spec = prepare_spec(spec)
         write_spec(folder, spec)
-        return begin(spec, folder, 1, typed)
+        return begin_attempt(spec, folder, 1, typed)
 
 
-def _say_stretched(before: JobSpec, spec: JobSpec) -> None:
-    """A falling schedule falls towards the end of the run: with more steps the curve is not that of one longer run."""
+def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
+    """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
-        print(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
-
-
-def write_spec(folder: RunFolder, spec: JobSpec) -> None:
-    """Write spec.yaml: every value filled in, fit for `run --spec`."""
-    write_yaml(
-        folder.spec,
-        as_written(spec).model_dump(mode="json"),
-        head=f"# The resolved job spec. Run it again: run --spec {shown(folder.spec)}\n",
-    )
-
-
-def as_written(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told anew whenever they are started."""
-    if not isinstance(spec.launch, StartedConfig):
-        return spec
-    launch = spec.launch.model_copy(update={"node": None, "address": None})
-    return spec.model_copy(update={"launch": launch})
+        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
@@ -184,21 +182,21 @@ def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
     if spec.steps < before.steps:
         message = f"{spec.steps} is below the run's {before.steps}; a run can only get longer"
         raise SpecError([Problem("steps", message, COMMAND_LINE)])
-    began, now = frozen(before), frozen(spec)
+    began, now = immutable_fields(before), immutable_fields(spec)
     text = "was fixed when the run began; start a new run to change it"
     if changed := [name for name in now if began[name] != now[name]]:
         raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
 
-def refuse_idle(before: JobSpec, spec: JobSpec, more: str) -> None:
+def refuse_ignored_changes(before: JobSpec, spec: JobSpec, more: str) -> None:
     """Raise SpecError naming every override of a finished run that no step would see."""
     text = f"the run is finished, so this changes nothing; with more steps it does: {more}"
     if changed := [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]:
         raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
 
-def status(folder: RunFolder) -> dict[str, object]:
-    """status.json; empty where there is none, or none that can be read: the checkpoints tell how far a run is."""
+def read_status(folder: RunFolder) -> dict[str, object]:
+    """status.json; empty where it is missing or unreadable: the checkpoints tell how far a run is."""
     try:
         return read_mapping(folder.status)
     except EnvironmentProblem as error:
@@ -208,28 +206,27 @@ def status(folder: RunFolder) -> dict[str, object]:
 
 def next_attempt(folder: RunFolder) -> int:
     """One more than the last attempt that left a trace: status.json may be lost."""
-    last = status(folder).get("attempt")
+    last = read_status(folder).get("attempt")
     kept = [int(path.name) for path in folder.attempts.glob("*") if path.name.isdecimal()]
     return max([1, *kept, *([last] if isinstance(last, int) else [])]) + 1
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
-    """Make attempt `number` at a job in a folder that the caller has locked, and others as `attempts`; returns 0.
+    """Run attempt `number` in a folder that the caller has locked, and further attempts; returns 0.
 
     typed: the job as it was typed, which must be the same on all machines. Raises RunnerError.
     """
 
     def run(now: int) -> None:
-        with _obeying_slurm(spec):
+        with _handle_slurm_signals(spec):
             _run(spec, folder, now, typed)
 
-    attempts(spec, folder, number, run)
+    run_attempts(spec, folder, number, run)
     return 0
 
 
-def attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
-    """Make attempt `number` with `run`, and where it ends of what need not come again, the next one, which goes on from
-    the newest checkpoint: launch.attempts in all. Raises what the last one ends with."""
+def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int], None]) -> None:
+    """Run attempts from `number` on, at most launch.attempts in all; raises the error of the last one."""
     last = number + spec.launch.attempts - 1
     while True:
         try:
@@ -237,20 +234,20 @@ def attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[int],
                 run(number)
             return
         except Interrupted as error:
-            if is_stage():
+            if is_upstream_run():
                 raise
             raise Interrupted(
-                error.exit_code - 128, f"{error}\n{labeled('continue', f'run resume {called(folder)}')}"
+                error.exit_code - 128, f"{error}\n{labeled_line('continue', f'run resume {run_argument(folder)}')}"
             ) from error
         except RunnerError as error:
-            from runner.launch.verdict import is_final
+            from runner.launch.exit_cause import is_final
 
             if number >= last or is_final(error):
                 raise
             cause, *_ = str(error).splitlines()
         number += 1
-        keep_evidence(folder, number, ())
-        left = f"attempt {number} goes on from the newest checkpoint"
+        archive_attempt(folder, number, ())
+        left = f"attempt {number} continues from the newest checkpoint"
         more = f"{last - number} more after it" if last > number else "the last one"
         Console(folder.log).message(f"attempt {number - 1} ended: {cause}; {left} ({more})", "warning")
 
@@ -260,71 +257,71 @@ def is_other_machine(spec: JobSpec) -> bool:
     return bool(spec.launch.machine) and not torchrun.is_rank()
 
 
-def join(spec: JobSpec, typed: Mapping[str, Any]) -> int:
+def join_run(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
-    from runner.launch.machines import joined
+    from runner.launch.multi_node import join_node0
 
     refuse_unready([spec.device.preflight])
-    with _obeying_slurm(spec), joined(spec, typed) as (machines, folder, number):
-        _together(spec, folder, number, machines)
+    with _handle_slurm_signals(spec), join_node0(spec, typed) as (machines, folder, number):
+        _run_supervised(spec, folder, number, machines)
     return 0
 
 
 def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> None:
     if torchrun.is_rank():
-        torchrun.lead(spec, folder, number)
+        torchrun.run_rank0(spec, folder, number)
     elif spec.launch.machines > 1:
-        from runner.launch.machines import gathered
+        from runner.launch.multi_node import gather_nodes
 
-        with gathered(spec, folder, number, typed) as machines:
-            _together(spec, folder, number, machines)
+        with gather_nodes(spec, folder, number, typed) as machines:
+            _run_supervised(spec, folder, number, machines)
     elif spec.launch.alone and spec.launch.attempts == 1:
-        _here(spec, folder, number)
+        _run_in_process(spec, folder, number)
     else:
-        _together(spec, folder, number)
+        _run_supervised(spec, folder, number)
 
 
-def _here(spec: JobSpec, folder: RunFolder, number: int) -> None:
+def _run_in_process(spec: JobSpec, folder: RunFolder, number: int) -> None:
     """Run it in this process; what an engine leaves where that is killed is removed after it."""
     if not spec.sampler.engine:
         Session(spec, folder, number).run()
         return
-    from runner.core.fsync_io import temporary_of
-    from runner.launch.janitor import Janitor
+    from runner.core.fsync_io import temporary_folder
+    from runner.launch.cleanup_process import CleanupProcess
 
-    with closing(Janitor()) as janitor:
-        janitor.remove(folder.engine, temporary_of(folder.engine))
+    with closing(CleanupProcess()) as janitor:
+        janitor.remove(folder.engine, temporary_folder(folder.engine))
         Session(spec, folder, number).run()
 
 
-def _together(spec: JobSpec, folder: RunFolder, number: int, machines: Machines | None = None) -> None:
+def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: PeerNodes | None = None) -> None:
     """Start this machine's processes, and watch them to their end."""
-    from runner.launch.team import Team
+    from runner.launch.supervisor import Supervisor
 
-    with closing(Local(spec, machines)) as starter:
-        Team(spec, folder, number, starter, machines).run()
+    with closing(LocalLauncher(spec, machines)) as starter:
+        Supervisor(spec, folder, number, starter, machines).run()
 
 
-class Local:
-    """The `Starter` of launch=local; of several machines, that of this one."""
+class LocalLauncher:
+    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
 
-    def __init__(self, spec: JobSpec, machines: Machines | None = None) -> None:
+    def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
         """Raises EnvironmentProblem where devices are missing."""
-        from runner.launch.janitor import Janitor
-        from runner.launch.machines import LOOPBACK
+        from runner.launch.cleanup_process import CleanupProcess
+        from runner.launch.multi_node import LOOPBACK
 
         self._spec, self._machines = spec, machines
-        self._cards = _cards(spec)
+        self._cards = _local_cards(spec)
         self._own = None if machines is not None else socket.create_server((LOOPBACK, 0), backlog=512)
-        self._janitor = Janitor() if spec.algorithm.samples else None
+        self._janitor = CleanupProcess() if spec.algorithm.needs_sampler else None
 
-    def places(self) -> list[Place]:
+    def local_ranks(self) -> list[RankInfo]:
         """The ranks of this machine."""
         size = self._spec.launch.devices
         first = size * self._spec.launch.machine
-        return [Place(first + local, self._spec.launch.world, local, size) for local in range(size)]
+        return [RankInfo(first + local, self._spec.launch.world, local, size) for local in range(size)]
 
-    def meeting(self) -> tuple[str, int]:
+    def rendezvous_address(self) -> tuple[str, int]:
         """Where all ranks meet."""
         if self._machines is not None:
             return self._machines.store
@@ -332,16 +329,17 @@ class Local:
         host, port = self._own.getsockname()
         return host, port
 
-    def start(self, order: Order) -> Member:
+    def start(self, order: WorkerSpec) -> LocalWorker:
         """Start a process. Raises StorageError, EnvironmentProblem."""
-        from runner.launch.member import Member
+        from runner.launch.worker_process import LocalWorker
 
         listener = self._machines.listener if self._machines is not None else self._own
         handle = listener.fileno() if listener is not None and order.meets else None
         if self._janitor is not None:
             self._janitor.remove(*order.scratch)
-        own = {**alone(os.environ), **self._surroundings(), **self._seen(order), **order.environment}
-        member = Member.start(order, own, handle, self._janitor)
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
+        own |= order.environment
+        member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
             self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer
         return member
@@ -353,19 +351,19 @@ class Local:
         if self._janitor is not None:
             self._janitor.close()
 
-    def _surroundings(self) -> Mapping[str, str]:
+    def _common_environment(self) -> Mapping[str, str]:
         """What all processes of this machine have in their environment."""
-        from runner.launch.machines import LOOPBACK, address_towards, met_at
+        from runner.launch.multi_node import LOOPBACK, address_towards, gloo_interface
 
         processes = self._spec.launch.devices + self._spec.launch.samplers
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // processes, 1))
         if "GLOO_SOCKET_IFNAME" not in os.environ:  # a host's own name need not lead anywhere, as in many containers
-            found |= met_at(LOOPBACK if self._machines is None else address_towards(self._machines.store[0]))
+            found |= gloo_interface(LOOPBACK if self._machines is None else address_towards(self._machines.store[0]))
         return found
 
-    def _seen(self, order: Order) -> Mapping[str, str]:
+    def _visible_cards(self, order: WorkerSpec) -> Mapping[str, str]:
         """The cards that a process is to see: a rank sees all, and takes the one of its place."""
         variable = self._spec.device.kind.visible
         if order.role == "rank" or variable is None or self._cards is None:
@@ -373,15 +371,15 @@ class Local:
         return {variable: ",".join(self._cards[number] for number in order.cards)}
 
 
-def _cards(spec: JobSpec) -> tuple[str, ...] | None:
-    """The devices here, as a list of visible ones names them: where the user has no list, the driver counts from 0,
-    whatever the device files are called (a container may have some of them). None on the processor, and where no
-    sampler is to be given any. Raises EnvironmentProblem where ranks and samplers want more than there are.
+def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
+    """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
+
+    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers want more than there are.
     """
-    from runner.device.kinds import listed
+    from runner.device.device_kinds import listed_cards
 
     there = spec.device.visible() if spec.launch.samplers else None
-    if there is not None and listed(spec.device.kind) is None:
+    if there is not None and listed_cards(spec.device.kind) is None:
         there = tuple(map(str, range(len(there))))
     wanted = spec.launch.devices + spec.launch.samplers
     if there is not None and len(there) < wanted:

@@ -1,11 +1,21 @@
-"""What the parts of a job find missing on this machine, all of it before torch is imported."""
+"""Checks before a job starts, without torch: what this machine lacks, and secrets in the job's spec.
+
+Secrets are kept out of spec.yaml: in the texts of `tracker` (tags, notes) they are masked, elsewhere they are refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
-from runner.core.errors import EnvironmentProblem, NotReady, RunnerError
+from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, SecurityError
+from runner.run_dir.manifest import redact
+from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
+
+TEXTS = "tracker"
 
 
 def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -20,11 +30,13 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
     yield "parallelism", spec.parallelism.preflight
     yield "sampler", spec.sampler.preflight
     yield "reward", spec.reward.preflight
-    yield "data", lambda: spec.data.preflight(spec.algorithm.items)
+    yield "data", lambda: spec.data.preflight(spec.algorithm.item_kind)
+    yield "chat", spec.chat.preflight
+    yield "evaluation", spec.evaluation.preflight
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise NotReady with all that these checks find missing, or the first other RunnerError if nothing is missing."""
+    """Raise NotReady with everything that is missing, or the first other RunnerError if nothing is."""
     faults: list[RunnerError] = []
     for check in checks:
         try:
@@ -35,3 +47,48 @@ def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
             faults.append(error)
     if faults:
         raise NotReady(faults)
+
+
+def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | None = None) -> JobSpec:
+    """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere.
+
+    noted: options of which a note was printed before, for the jobs of a sweep
+    """
+    noted = set() if noted is None else noted
+    found = [key for key, text in _texts(spec.model_dump(mode="json"), "") if redact(text) != text]
+    for key in found:
+        if not key.startswith(f"{TEXTS}."):
+            who = origin_of(key, origins)
+            raise SecurityError(
+                f"{key} holds what looks like a secret, and spec.yaml would keep it\n  leave it out: libraries read "
+                f"theirs from the environment, and reward.env=[NAME] lets a reward see a variable"
+                f"{f'  [{who}]' if who else ''}"
+            )
+        if key not in noted:
+            print_text(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+        noted.add(key)
+    if not found:
+        return spec
+    masked = {name: _mask_value(value) for name, value in spec.tracker}
+    return spec.model_copy(update={TEXTS: spec.tracker.model_copy(update=masked)})
+
+
+def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
+    """(key, text) of every text below a value."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner, key)
+
+
+def _mask_value(value: Any) -> Any:
+    """The same kind of value, its texts masked."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {name: _mask_value(inner) for name, inner in value.items()}
+    return type(value)(map(_mask_value, value)) if isinstance(value, list | tuple) else value

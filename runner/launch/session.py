@@ -4,14 +4,13 @@ environment that the device wants, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
-Every rank of a job on several devices does the same; what is written, `Records` writes, of rank 0.
+Every rank of a job on several devices does the same; what is written, `RunRecords` writes, of rank 0.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,26 +18,32 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, EnvironmentProblem, OutOfMemory, RankLost
+from runner.core.errors import DeadlineExceeded, OutOfMemory, Problem, RankLost, SpecError
 from runner.core.imports import import_frozen
-from runner.core.rank_info import Place, tells_of_delay, tells_of_loss
+from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
-from runner.device.backend import leave_out
-from runner.device.kinds import NPU
-from runner.device.presets import npu_objection, resolve
-from runner.launch.export import write_export
-from runner.launch.records import NoRecords, Records
-from runner.launch.stage import is_stage
-from runner.launch.words import NO_EXAMPLE, Turn, amount, example, on_screen, plain_sample, ranks, title
-from runner.run_dir.folder import RunFolder, is_latest, shown
-from runner.run_dir.resume_compatibility import refuse_changed_spec
+from runner.device.process_setup import load_torch, set_environment
+from runner.launch.export import CardFacts, write_export
+from runner.launch.run_messages import (
+    NO_EXAMPLE,
+    ChatMarkers,
+    console_logging,
+    data_text,
+    example_prompt,
+    plain_sample,
+    ranks_text,
+    run_facts,
+)
+from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run, write_spec
+from runner.run_dir.folder import RunFolder, display_path, is_latest
+from runner.run_dir.resume_compatibility import check_spec_unchanged
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
-from runner.tracker.text import counted, labeled
+from runner.tracker.text import count_noun, labeled_line
 
 if TYPE_CHECKING:
-    from runner.build import Built
-    from runner.checkpoint.store import CheckpointStore, Loaded
+    from runner.build import BuiltJob
+    from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
 
 
 @dataclass(slots=True)
@@ -51,37 +56,37 @@ class Session:
     spec: JobSpec
     folder: RunFolder
     attempt: int
-    place: Place = field(default_factory=Place)
+    place: RankInfo = field(default_factory=RankInfo)
     progress: Callable[[int], None] = field(default=lambda step: None)  # so many steps are finished
     stop: StopSignal = field(default_factory=StopSignal)
     values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
-    turn: Turn | None = None  # what stands around a user's message, where the data are conversations
+    markers: ChatMarkers | None = None  # what stands around a user's message, where the data are conversations
     meet: Callable[[], object] = field(default=lambda: None)  # called with torch there; the result is held to the end
 
     def run(self) -> None:
         """Run to the end. Raises RunnerError for everything that is worded for the user."""
-        with on_screen(self.folder.log, silent=not self.place.leads) as console:
+        with console_logging(self.folder.log, silent=not self.place.is_rank0) as console:
             self.stop.install()
-            with lost_ranks(self.place):
+            with translate_rank_errors(self.place):
                 self._run(console)
 
     def _run(self, console: Console) -> None:
-        console.message(f"folder   {shown(self.folder.root)}")
+        console.message(f"folder   {display_path(self.folder.root)}")
         if self.place.size > 1:
-            console.message(ranks(self.spec, self.place, self.folder.root))
+            console.message(ranks_text(self.spec, self.place, self.folder.root))
         decide = Decisions(self.spec.strict)
-        with self.stop.at_once():
+        with self.stop.interrupt_immediately():
             set_environment(self.spec, decide)
             load_torch(self.spec.device.name)
             held = self.meet()
-        kind = Records if self.place.leads else NoRecords
+        kind = RunRecords if self.place.is_rank0 else NullRecords
         records = kind(self.spec, self.folder, self.attempt, decide)
         ending = "failed"
         try:
-            with self.stop.at_once(), memory_errors(self.spec):
+            with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
                 built, first = self._build(records, console)
-                records.describe(_device(built), _processes(built))
-            with memory_errors(self.spec):
+                records.describe(_device_facts(built), _process_facts(built))
+            with translate_memory_errors(self.spec):
                 seconds = self._loop(built, first, console)
             ending = "done"
         finally:
@@ -89,10 +94,10 @@ class Session:
         lines = [*self._ending(built, seconds), *tracker_lines]
         built.world.close()
         del held
-        console.stop(lines if self.place.leads else [])
+        console.stop(lines if self.place.is_rank0 else [])
 
-    def _build(self, records: Records, console: Console) -> tuple[Built, int]:
-        """The job, at the state of the newest checkpoint, and the step it goes on at; opens `records` on the way."""
+    def _build(self, records: RunRecords, console: Console) -> tuple[BuiltJob, int]:
+        """The job restored from the newest checkpoint, and its next step; opens `records` on the way."""
         import_frozen("runner.build")  # with torch and transformers: folder, spec and status exist by now
         from runner import build
 
@@ -100,110 +105,130 @@ class Session:
         loaded = self._load(store, records, console)
         first = 0 if loaded is None else loaded.step
         records.open(first, console)
-        outlets = self._outlets(build.Outlets, records, console)
+        outlets = self._sinks(build.OutputSinks, records, console)
         built = build.build(self.spec, self.folder, store, records.decide, self.stop, outlets, self.place)
-        build.refuse_different_steps(first, built.world.everyone)
+        build.refuse_different_steps(first, built.world.world_peers)
+        self._keep_resolved_steps(built.spec, first, records)
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
-        self.turn = Turn.of(built.model.tokenizer) if built.data.style == "chat" else None
+        if built.data.prompt_style == "chat":
+            self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer, self.spec.chat)
         return built, first
 
-    def _load(self, store: CheckpointStore, records: Records, console: Console) -> Loaded | None:
+    def _keep_resolved_steps(self, spec: JobSpec, first: int, records: RunRecords) -> None:
+        """Write the steps that `epochs` came to into spec.yaml, so that the run resumes with them."""
+        if self.spec.epochs is None:
+            return
+        if spec.steps < first:
+            text = f"{self.spec.epochs:g} come to {spec.steps} steps, and {first} are done; a run can only get longer"
+            raise SpecError([Problem("epochs", text)])
+        self.spec = records.spec = spec
+        if self.place.is_rank0:
+            write_spec(self.folder, spec)
+
+    def _load(self, store: CheckpointStore, records: RunRecords, console: Console) -> LoadedCheckpoint | None:
         """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""
         if self.attempt == 1:
             return None
         loaded = store.load(mapped=self.place.size > 1)  # of which a rank may need a part
         step = 0 if loaded is None else loaded.step
         if loaded is not None:
-            refuse_changed_spec(self.spec, loaded.state["identity"])
-        records.cut_back(step, console)
+            check_spec_unchanged(self.spec, loaded.state["identity"])
+        records.truncate_after(step, console)
         if loaded is None:
             console.message("resume   no checkpoint was written yet: starting at step 0")
         else:
             console.message(f"resume   after step {step} of {self.spec.steps}")
         return loaded
 
-    def _outlets(self, outlets: Any, records: Records, console: Console) -> Any:
+    def _sinks(self, outlets: Any, records: RunRecords, console: Console) -> Any:
         def samples(step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-            records.samples(step, rows)
+            records.log_samples(step, rows)
             for row in rows[:1]:
-                console.sample(plain_sample(row, self.turn))
+                console.sample(plain_sample(row, self.markers))
 
         def remember(step: int, values: Mapping[str, float]) -> None:
             self.values = dict(values)
             self.progress(step)
 
         sinks = (records.log, console.step, remember)
-        return outlets(step=sinks, samples=samples, rollouts=records.samples, say=console.message)
+        said = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
+        return outlets(step=sinks, log_first=records.log, **said)
 
-    def _loop(self, built: Built, first: int, console: Console) -> float:
-        from runner.trainer.loop import run
+    def _loop(self, built: BuiltJob, first: int, console: Console) -> float:
+        from runner.trainer.loop import run_loop
 
-        console.message(amount(self.spec, len(built.data)))
-        console.start(title(self.spec, built.model) | {"device": built.job.device.name}, self.spec.steps)
+        console.message(data_text(self.spec, len(built.data)))
+        console.start(run_facts(self.spec, built.model) | {"device": built.job.device.name}, self.spec.steps)
         self.progress(first)
         begin = time.perf_counter()
-        run(built.job, first)
+        run_loop(built.job, first)
         return time.perf_counter() - begin
 
-    def _ending(self, built: Built, seconds: float) -> list[str]:
-        lines = [labeled("done", f"{counted(self.spec.steps, 'step')} in {seconds:.0f} s")]
-        lines.append(labeled("report", shown(self.folder.report)))  # which whoever started the ranks writes at the end
-        if self.spec.checkpoint.export and not self.place.leads:
+    def _ending(self, built: BuiltJob, seconds: float) -> list[str]:
+        lines = [labeled_line("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
+        lines.append(
+            labeled_line("report", display_path(self.folder.report))
+        )  # which whoever started the ranks writes at the end
+        if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
-            write_export(built.model, self.folder.export, self.spec, self.spec.steps, self.values)
-            lines.append(labeled("model", shown(self.folder.export)))
-        if is_stage():
+            facts = CardFacts(self.spec.steps, self.values, built.data.prompt_style)
+            write_export(built.model, self.folder.export, self.spec, facts)
+            lines.append(labeled_line("model", display_path(self.folder.export)))
+        if is_upstream_run():
             return lines
-        lines.append(labeled("try it", self._try_it(built)))
-        lines.append(labeled("continue", f"run resume {called(self.folder)} steps={self.spec.steps * 2}"))
+        lines.append(labeled_line("try it", self._try_it(built)))
+        lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
         return lines
 
-    def _try_it(self, built: Built) -> str:
+    def _try_it(self, built: BuiltJob) -> str:
         """The command that uses what was made."""
-        if not hasattr(built.model, "stream"):
-            return f"as a reward: reward=model reward.path={shown(self.folder.export)} (with algorithm=grpo or ppo)"
-        own = self.spec.data.example()
-        given = example(built.data.take(0, 1), built.model.tokenizer, self.turn)
-        return f"run infer {called(self.folder)} {given if own == NO_EXAMPLE else own}"
+        from runner.interfaces import as_generative
+
+        if as_generative(built.model) is None:
+            return (
+                f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
+            )
+        own = self.spec.data.example_prompt()
+        given = example_prompt(built.data.take(0, 1), built.model.tokenizer, self.markers)
+        return f"run infer {run_argument(self.folder)} {given if own == NO_EXAMPLE else own}"
 
 
-def called(folder: RunFolder) -> str:
+def run_argument(folder: RunFolder) -> str:
     """How a run is called in a command."""
-    return "latest" if is_latest(folder) else shown(folder.root)
+    return "latest" if is_latest(folder) else display_path(folder.root)
 
 
 @contextmanager
-def lost_ranks(place: Place) -> Iterator[None]:
-    """Word what the libraries between ranks raise where another rank is gone, or does not answer. Raises RankLost,
-    DeadlineExceeded."""
+def translate_rank_errors(place: RankInfo) -> Iterator[None]:
+    """Reword errors of libraries when another rank has ended or hangs: RankLost, DeadlineExceeded."""
     try:
         yield
     except RuntimeError as error:
         first = (str(error).splitlines() or [""])[0]
-        if place.size > 1 and tells_of_loss(str(error)):
+        if place.size > 1 and is_connection_loss(str(error)):
             raise RankLost(f"{place} lost another rank: {first}") from error
-        if place.size > 1 and tells_of_delay(str(error)):
+        if place.size > 1 and is_timeout(str(error)):
             text = f"{place} waited for another rank longer than parallelism.timeout_s: {first}"
             raise DeadlineExceeded(text) from error
         raise
 
 
-def _processes(built: Built) -> dict[str, Any]:
+def _process_facts(built: BuiltJob) -> dict[str, Any]:
     """What the manifest says of the job's processes, rank by rank, which all of them are asked for."""
     own = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": built.world.place.local_rank}
-    return {"ranks": built.world.everyone.gather(own)}
+    return {"ranks": built.world.world_peers.all_gather(own)}
 
 
-def _device(built: Built) -> dict[str, Any]:
+def _device_facts(built: BuiltJob) -> dict[str, Any]:
     """What the manifest says of the device: the name that `device=` has, and what exactness depends on."""
     return {"name": built.job.device.name, **built.job.device.describe()}
 
 
 @contextmanager
-def memory_errors(spec: JobSpec) -> Iterator[None]:
+def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
     """Word an exhausted device memory."""
     import torch
 
@@ -215,37 +240,3 @@ def memory_errors(spec: JobSpec) -> Iterator[None]:
             f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
             "or set model.gradient_checkpointing=true"
         ) from error
-
-
-def set_environment(spec: JobSpec, decide: Decisions) -> None:
-    """Set what the device's presets ask for and the user has not set; the manifest keeps what is then in force.
-
-    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if the device cannot work and nobody could see that before, if torch_npu would refuse what
-    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
-    """
-    if not spec.launch.here:
-        spec.device.preflight()
-    presets = spec.device.environment(spec)
-    found = resolve(presets, dict(os.environ))
-    for name, (value, variable) in found.kept.items():
-        decide.state(f"environment.{name}", value, f"yours; not {variable.value}: {variable.reason}")
-    os.environ.update({name: variable.value for name, variable in found.set.items()})
-    if found.set:
-        late = "; too late for what torch reads at its import" if "torch" in sys.modules else ""
-        words = " ".join(f"{name}={variable.value}" for name, variable in found.set.items())
-        decide.state("environment", " + ".join(preset.name for preset in presets), words + late)
-    if left_out := leave_out(spec.device.name, spec.device.kind):
-        decide.state("environment.torch_npu", "left out of this process", left_out)
-    if spec.device.kind is NPU and (objection := npu_objection(os.environ)):
-        raise EnvironmentProblem(f"device={spec.device.name}: {objection}")
-    spec.device.enter()
-
-
-def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where that fails, as it does if torch_npu does not fit torch or CANN."""
-    try:
-        import_frozen("torch")
-    except (ImportError, OSError, RuntimeError) as error:
-        cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
-        raise EnvironmentProblem(f"import torch fails: {cause}\n  what is wrong: run doctor device={device}") from error

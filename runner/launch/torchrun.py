@@ -1,4 +1,4 @@
-"""Inside torchrun, or whatever sets its variables: this process is a rank, and others were started beside it.
+"""Inside torchrun, or whatever sets its variables: this process is a rank beside others.
 
 rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
 
@@ -21,54 +21,60 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem, RankLost, RunnerError
-from runner.core.rank_info import MEETING, VARIABLES, Place
-from runner.device.backend import AUTOLOAD
+from runner.core.rank_info import RENDEZVOUS_VARIABLES, VARIABLES, RankInfo
+from runner.device.torch_npu_import import AUTOLOAD
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 
 KEY = "job"
 PORT = 29500  # torchrun's own
-LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node", "address"))  # what torchrun says
+LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node_rank", "rdzv_endpoint"))  # what torchrun says
 LOOK = timedelta(seconds=1)  # between looks for a signal while rank 0 is waited for
 
 
 def is_rank() -> bool:
     """Whether somebody else started this process as one of several."""
-    return all(name in os.environ for name in (*VARIABLES, *MEETING)) and Place.of(os.environ).size > 1
+    return (
+        all(name in os.environ for name in (*VARIABLES, *RENDEZVOUS_VARIABLES))
+        and RankInfo.from_environment(os.environ).size > 1
+    )
 
 
-def take_part(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
-    """Begin a job with these words; inside torchrun as rank 0, with the layout that it says, or as another rank.
+def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
+    """Begin a job with these words; inside torchrun as rank 0 with its layout, or as another rank.
 
     Raises EnvironmentProblem where the words contradict torchrun, and whatever `begin` does.
     """
     if not is_rank():
         return begin(words)
-    from runner.launch.rank import leave
+    from runner.launch.rank_main import exit_process
 
-    place = Place.of(os.environ)
-    if not place.leads:
-        leave(_follow(place))
+    place = RankInfo.from_environment(os.environ)
+    if not place.is_rank0:
+        exit_process(_run_other_rank(place))
     code = RunnerError.exit_code
     try:
-        code = begin([*words, *layout(place, words)])
+        code = begin([*words, *torchrun_layout(place, words)])
     except RunnerError as error:
         code = error.exit_code
         raise
     finally:
         os.environ[AUTOLOAD] = "0"  # it may come to this before torch is imported, and nothing is computed any more
-        _tell({"ended": code})
-    leave(code)
+        _publish_job({"ended": code})
+    exit_process(code)
 
 
-def layout(place: Place, words: Sequence[str]) -> list[str]:
-    """What torchrun says of the job's processes, as overrides. Raises EnvironmentProblem for other `words` of it."""
+def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
+    """The layout of torchrun as overrides. Raises EnvironmentProblem for `words` that contradict it."""
     if place.size % place.local_size:
         raise EnvironmentProblem(f"{place.local_size} processes here and {place.size} in all; as many on each machine")
     nodes = place.size // place.local_size
     found: dict[str, Any] = {"devices": place.local_size, "nodes": nodes}
     if nodes > 1:
-        found |= {"node": place.node, "address": ":".join(os.environ[name] for name in MEETING)}
+        found |= {
+            "node_rank": place.node_rank,
+            "rdzv_endpoint": ":".join(os.environ[name] for name in RENDEZVOUS_VARIABLES),
+        }
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
@@ -83,7 +89,7 @@ def refuse_misfit(spec: JobSpec) -> None:
     own = spec.launch
     if own.name == "torchrun" and not is_rank() and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
         text = "launch=torchrun is for use inside torchrun, which starts the processes; type"
-        raise EnvironmentProblem(f"{text}\n  {command(own.devices, own.machines)}\n  or take launch=local")
+        raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or take launch=local")
     if is_rank() and own.name not in ("torchrun", "local"):
         raise EnvironmentProblem(f"launch={own.name}: torchrun has started this process already; leave it out")
     if is_rank() and own.samplers:
@@ -91,7 +97,7 @@ def refuse_misfit(spec: JobSpec) -> None:
         raise EnvironmentProblem(text)
 
 
-def command(devices: int, machines: int) -> str:
+def torchrun_command(devices: int, machines: int) -> str:
     """What is typed to have this command's job run inside torchrun."""
     words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(LAYOUT)]
     where = ["--standalone"]
@@ -102,7 +108,7 @@ def command(devices: int, machines: int) -> str:
     return shlex.join(started) + (each if machines > 1 else "")
 
 
-def lead(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
+def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     """Rank 0's part. Raises RunnerError."""
     from runner.launch.session import Session
 
@@ -110,27 +116,27 @@ def lead(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     stores: list[Any] = []  # none before the others were told
 
     def tell() -> None:
-        stores.append(_tell({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
+        stores.append(_publish_job({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
 
     try:
-        Session(spec, folder, attempt, Place.of(os.environ), meet=tell).run()
+        Session(spec, folder, attempt, RankInfo.from_environment(os.environ), meet=tell).run()
     except RunnerError as error:
         for store in stores:
             _is_first(store, str(error))
         raise
 
 
-def _follow(place: Place) -> int:
+def _run_other_rank(place: RankInfo) -> int:
     """Another rank's part: returns its exit code; what rank 0 says as well is said by that alone."""
-    from runner.launch.rank import read_spec
+    from runner.launch.rank_main import read_spec
     from runner.launch.session import Session
 
-    job = _heard()
+    job = _receive_job()
     if "ended" in job:
         return int(job["ended"])
     if job["argv"] != sys.argv[1:]:
         raise EnvironmentProblem(f"{place}: rank 0 was started with other words: {' '.join(job['argv'])}")
-    folder = RunFolder(Path(job["folder"])).of_rank(place.rank)
+    folder = RunFolder(Path(job["folder"])).for_rank(place.rank)
     if not folder.spec.is_file():
         raise EnvironmentProblem(f"{place}: {folder.root}, rank 0's folder, is not to be seen here; use a shared disk")
     stores: list[Any] = []
@@ -144,7 +150,7 @@ def _follow(place: Place) -> int:
     return 0
 
 
-def _heard() -> dict[str, Any]:
+def _receive_job() -> dict[str, Any]:
     """What rank 0 tells, heard by a process of its own. Raises RankLost if rank 0 is gone."""
     from runner.core.subprocess import with_pdeathsig
 
@@ -159,23 +165,23 @@ def _heard() -> dict[str, Any]:
     return said
 
 
-def listen() -> None:
+def print_job() -> None:
     """Print what rank 0 tells, or that it is gone."""
     try:
-        said = _awaited(_store())
+        said = _wait_for_job(_store())
     except RankLost as error:
         said = {"lost": str(error)}
     print(json.dumps(said))
 
 
-def _tell(job: Mapping[str, Any]) -> Any:
+def _publish_job(job: Mapping[str, Any]) -> Any:
     """Tell the other ranks of the job, or that it ended if they know of none; returns the store."""
     store = _store()
     store.compare_set(KEY, "", json.dumps(job))
     return store
 
 
-def _awaited(store: Any) -> dict[str, Any]:
+def _wait_for_job(store: Any) -> dict[str, Any]:
     """What rank 0 tells. Raises RankLost if it is gone; torchrun ends this process in that case, too."""
     from torch.distributed import DistNetworkError, DistStoreError
 
@@ -206,4 +212,4 @@ def _store() -> Any:
 
 
 if __name__ == "__main__":
-    listen()
+    print_job()

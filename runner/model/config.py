@@ -1,12 +1,14 @@
 """What a user can set of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
+
+ResolveSource = Callable[[str, str, str | None], str]
 
 
 class ModelConfig(ComponentConfig):
@@ -19,7 +21,12 @@ class ModelConfig(ComponentConfig):
         description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
         "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
     )
-    layout: Literal["packed", "padded"] = Field(
+    head_dtype: Literal["float32"] | None = Field(
+        default=None,
+        description="Data type of the LM head's matrix product and logits, in training and with sampler=torch; null = "
+        "model.dtype.",
+    )
+    batch_layout: Literal["packed", "padded"] = Field(
         default="packed",
         description="How a ragged batch runs: packed = end to end without padding; padded = the model's own attention.",
     )
@@ -36,7 +43,7 @@ class ModelConfig(ComponentConfig):
         default=False,
         description="Compile the parts of decoder layers (torch.compile): a slow first step, then faster ones.",
     )
-    head_chunk_tokens: int = Field(
+    lm_head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens whose logits exist at once in the chunked LM head."
     )
 
@@ -55,8 +62,15 @@ class ModelConfig(ComponentConfig):
         """`dtype`; of a config that no job was decoded with, and that leaves it out, that of the CPU."""
         return self.dtype or "float32"
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local folders made absolute."""
+        return self
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        """The same config with what `source` means as a folder or hub id.
+
+        `resolve` takes the value of an option, the option, and the base of an adapter.
+        """
         return self
 
     def preflight(self) -> None:
@@ -64,6 +78,7 @@ class ModelConfig(ComponentConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
+        found += self._head_dtype_problems(job)
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
@@ -71,6 +86,19 @@ class ModelConfig(ComponentConfig):
             text = "device=cpu keeps activations in the host's memory already; leave it out"
             found.append(("model.activation_offloading", text))
         return found
+
+    def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
+        """Where a float32 head beside bfloat16 layers has not been tried."""
+        if self.head_dtype is None or self.compute_dtype == "float32":
+            return
+        try:
+            mesh = job.parallelism.mesh(job.launch.world)
+        except SpecError:  # which the mesh says itself
+            return
+        cut = [name for name, size in mesh._asdict().items() if size > 1 and name != "dp_replicate"]
+        if cut or job.parallelism.shards or job.parallelism.deepspeed:
+            text = f"a float32 head is not tried with {'|'.join(cut) or job.parallelism.name}, which gathers or cuts it"
+            yield "model.head_dtype", f"{text} in bfloat16; leave it out, or type parallelism=ddp"
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Why not to compile the layers."""
@@ -90,8 +118,10 @@ class ModelConfig(ComponentConfig):
                 yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
     def sizes(self) -> dict[str, tuple[str, int]]:
-        """What parallelism divides (heads, kv_heads, features, layers, experts): the option that says it, and how many.
-        Empty where only the model's own folder says it."""
+        """Sizes that parallelism divides (heads, kv_heads, features, layers, experts): option and value.
+
+        Empty where only the model's folder has them.
+        """
         return {}
 
 
@@ -171,7 +201,13 @@ class HfConfig(ModelConfig):
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
     name: Literal["hf"] = "hf"
     path: str = Field(
-        min_length=1, description="Folder or hub id of the model, e.g. /models/Qwen3-0.6B or Qwen/Qwen3-0.6B."
+        min_length=1,
+        description="The model: a folder, a run, a PEFT adapter's folder, a hub id or modelscope:ID, e.g. "
+        "/models/Qwen3-0.6B or Qwen/Qwen3-0.6B.",
+    )
+    base: str | None = Field(
+        default=None,
+        description="Base of the adapter at model.path, a folder or hub id; null = the one that the adapter names.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; null = its default branch."
@@ -191,9 +227,12 @@ class HfConfig(ModelConfig):
     def draws_weights(self) -> bool:
         return self.from_scratch
 
-    def absolute(self) -> Self:
-        tokenizer = self.tokenizer and absolute_if_local(self.tokenizer)
-        return self.model_copy(update={"path": absolute_if_local(self.path), "tokenizer": tokenizer})
+    def with_absolute_paths(self) -> Self:
+        tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))
+        return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base)})
 
     def preflight(self) -> None:
         from runner.model.hub_access import check  # here, because every command reads this module

@@ -3,7 +3,7 @@
     shards on every rank ──tensor by tensor──▶ whole on rank 0's CPU, nowhere else ──▶ a module without shards
 
 Only an adapter, or a model that an adapter is merged into, is gathered like this; a whole sharded model is written
-tensor by tensor (`published`). While nothing is trained, LoRA may be merged into the weights: one matrix product
+tensor by tensor (`hf_state_dict`). While nothing is trained, LoRA may be merged into the weights: one matrix product
 instead of three.
 """
 
@@ -24,18 +24,18 @@ from torch import Tensor, nn
 
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_progress_bar
-from runner.distributed.dtensor_utils import whole
+from runner.distributed.dtensor_utils import full_tensor
 from runner.model.parameters import read_as_stored
 
 
-def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:
+def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool) -> None:
     """Write a transformers or peft module, which lies whole in this process.
 
     merged: the adapter in its base; used: the module itself is to stay as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if merged:  # in float32, or little of the adapter would stay
-        module = (deepcopy(module) if used else module).float()
+        module = (deepcopy(module) if keep_original else module).float()
         read_as_stored(module)
         module = module.merge_and_unload()
     # or peft would ask the hub whether the embedding was resized
@@ -44,36 +44,38 @@ def write(module: Any, folder: Path, *, merged: bool, used: bool) -> None:
         module.save_pretrained(folder, **options)
 
 
-def finish(folder: Path, tokenizer: Any, learnt: int) -> None:
-    """Put tokenizer and chat template beside a model that was written. Raises RunnerError if what was written cannot
-    hold as many numbers as have learnt, `learnt`."""
+def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -> None:
+    """Write tokenizer and chat template beside exported weights.
+
+    Raises RunnerError if the files hold fewer numbers than are trainable, `num_trained`.
+    """
     with no_progress_bar():
         tokenizer.save_pretrained(folder)
     found = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
             found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-    if found < learnt:
+    if found < num_trained:
         raise RunnerError(
-            f"{folder} holds {found} numbers, and {learnt} have learnt: the export is not whole. "
+            f"{folder} holds {found} numbers, and {num_trained} are trainable: the export is not whole. "
             "The checkpoints are untouched; report this with the model's name"
         )
 
 
-EXACT = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum
+MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum
 
 
 @contextmanager
-def folded(module: nn.Module) -> Iterator[None]:
-    """Inside the block `module` computes the same, up to rounding, without its adapters; outside, what it was.
+def merge_temporarily(module: nn.Module) -> Iterator[None]:
+    """Merge adapters into `module` inside the block; it computes the same, up to rounding.
 
     The adapted weights exist twice meanwhile, and the first ones come back bit for bit. Nothing happens to a module
     without adapters, or where folding is not the same: coarse weights, or weights that another layer shares.
     """
-    layers = _adapted(module)
+    layers = _adapted_layers(module)
     bases = [p for layer in layers for p in layer.get_base_layer().parameters()]
     shares = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    if not layers or any(p.dtype not in EXACT or shares[id(p)] > 1 for p in bases):
+    if not layers or any(p.dtype not in MERGEABLE_TYPES or shares[id(p)] > 1 for p in bases):
         yield
         return
     kept: list[Tensor] = [p.data for p in bases]
@@ -91,7 +93,7 @@ def folded(module: nn.Module) -> Iterator[None]:
             p.data = data
 
 
-def _adapted(module: nn.Module) -> list[Any]:
+def _adapted_layers(module: nn.Module) -> list[Any]:
     if not hasattr(module, "get_base_model"):
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -99,25 +101,27 @@ def _adapted(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
 
-def gathered_on_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
-    """All parameters and kept buffers of a peft model by name, tied ones as one tensor; empty where not `keep`; what is
-    no part of the adapter without values, on `meta`, if not `base`. Collective."""
+def gather_to_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
+    """All parameters and persistent buffers of a peft model by name; empty where not `keep`. Collective.
+
+    Tied tensors are one. Without `base`, tensors outside the adapter have no values, on `meta`.
+    """
     tensors = module.state_dict(keep_vars=True)
-    wanted = {id(tensor) for tensor in (tensors if base else adapter_of(module, tensors)).values()}
-    found = blanks(tensors) if keep else {}
+    wanted = {id(tensor) for tensor in (tensors if base else adapter_state_dict(module, tensors)).values()}
+    found = meta_tensors(tensors) if keep else {}
     known: dict[int, Tensor] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in wanted:
             continue
         if id(tensor) not in known:
-            full = whole(tensor)
+            full = full_tensor(tensor)
             known[id(tensor)] = full.cpu() if keep else full.new_empty(0)
         if keep:
             found[name] = known[id(tensor)]
     return found
 
 
-def adapter_of(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def adapter_state_dict(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those of a peft model's tensors that peft writes, under the names that it writes."""
     from peft import get_peft_model_state_dict
 
@@ -127,7 +131,7 @@ def adapter_of(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def blanks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def meta_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the same types and shapes on `meta`, tied ones as one; parameters as such."""
     made: dict[int, Tensor] = {}
     for tensor in tensors.values():
@@ -138,8 +142,8 @@ def blanks(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: made[id(tensor)] for name, tensor in tensors.items()}
 
 
-def rebuilt(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
-    """A module like `module`, which is the transformers model `inner` or a peft model around it, of these tensors."""
+def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
+    """A module like `module` (the transformers model `inner`, or peft around it) with these tensors."""
     with torch.device("meta"):
         made: Any = type(inner)(inner.config)
     made.generation_config = inner.generation_config

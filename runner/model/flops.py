@@ -1,4 +1,4 @@
-"""Floating-point operations of a model's update: the one count that a run's metrics, a plan and a benchmark share.
+"""Floating-point operations of a model's update, shared by metrics, `run plan` and `run bench`.
 
     matrix products   2 per weight and token, forward; as many for the gradient of what goes into it; as many for the
                       gradient of the weight, unless it is frozen
@@ -29,12 +29,12 @@ NOT_ATTENTION = (
     "conv",
     "recurrent",
 )  # how the kinds of layers begin that no pair of tokens meets in
-UNUSED = "original_module"  # what peft keeps of a module of which it trains a copy
+UNUSED_MODULE = "original_module"  # what peft keeps of a module of which it trains a copy
 
 
 @dataclass(frozen=True, slots=True)
 class MatmulWeights:
-    """Numbers of weights that a token is multiplied with, by whether they learn: the layers', and the head's."""
+    """Number of weights that a token is multiplied with, by trainable or frozen: of layers, of the head."""
 
     trained: float = 0
     frozen: float = 0
@@ -55,15 +55,20 @@ class MatmulWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """What the operations of one model's passes follow from. attention: of each window (None: every earlier token is
-    seen) the sum over its layers of heads · (d of keys + d of values)."""
+    """The numbers that determine the operations of a model's passes.
+
+    attention: for each window (None: every earlier token is visible) the sum over its layers of heads · (d of keys +
+    d of values)
+    """
 
     weights: MatmulWeights = MatmulWeights()
     attention: tuple[tuple[int | None, int], ...] = ()
 
     def update(self, tokens: float, predicted: float, pairs: Callable[[int | None], float]) -> float:
-        """A forward and backward pass over so many tokens, of which so many are predicted; pairs: by window, how many
-        pairs of tokens see each other."""
+        """Operations of a forward and backward pass over `tokens` tokens with `predicted` predictions.
+
+        pairs: by window, how many pairs of tokens attend to each other
+        """
         weights = self.weights
         layers = tokens * (4 * weights.frozen + 6 * weights.trained)
         head = predicted * (4 * weights.head_frozen + 6 * weights.head_trained)
@@ -90,7 +95,7 @@ def attention_pairs(length: int, window: int | None) -> int:
 
 
 def model_flops(module: nn.Module, inner: Any) -> ModelFlops:
-    """Those of a whole model, before it is sharded: `inner`, a transformers model, inside `module` with its adapter."""
+    """The count for a whole model before it is sharded: transformers model `inner` inside `module`."""
     return ModelFlops(matmul_weights(module, inner), attention_widths(inner.config))
 
 
@@ -103,7 +108,7 @@ def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
     share = active_expert_fraction(inner.config.get_text_config())
     found = MatmulWeights()
     for name, p in part.named_parameters():
-        if p.ndim < 2 or UNUSED in name.split("."):
+        if p.ndim < 2 or UNUSED_MODULE in name.split("."):
             continue
         if id(p) in head:
             found += MatmulWeights(**{"head_trained" if p.requires_grad else "head_frozen": p.numel()})
@@ -121,19 +126,23 @@ def is_expert(name: str) -> bool:
 def active_expert_fraction(config: Any) -> float:
     """The share of a layer's experts that a token goes through."""
     experts = next(
-        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _of(config, key))), 0
+        (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int_attribute(config, key))), 0
     )
-    return _of(config, "num_experts_per_tok") / experts if experts else 1.0
+    return _int_attribute(config, "num_experts_per_tok") / experts if experts else 1.0
 
 
 def attention_widths(config: Any) -> tuple[tuple[int | None, int], ...]:
     """See `ModelFlops`; of a transformers config."""
     inner = config.get_text_config()
-    if not _of(inner, "num_attention_heads"):  # a state-space model
+    if not _int_attribute(inner, "num_attention_heads"):  # a state-space model
         return ()
     size = head_size(inner)
-    latent = _of(inner, "qk_nope_head_dim") + _of(inner, "qk_rope_head_dim")  # of multi-head latent attention
-    width = _of(inner, "num_attention_heads") * ((latent or size) + (_of(inner, "v_head_dim") or size))
+    latent = _int_attribute(inner, "qk_nope_head_dim") + _int_attribute(
+        inner, "qk_rope_head_dim"
+    )  # of multi-head latent attention
+    width = _int_attribute(inner, "num_attention_heads") * (
+        (latent or size) + (_int_attribute(inner, "v_head_dim") or size)
+    )
     window = getattr(inner, "sliding_window", None)
     kinds = getattr(inner, "layer_types", None)
     windows = [window] * inner.num_hidden_layers
@@ -150,5 +159,5 @@ def head_size(inner: Any) -> int:
     return int(getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads)
 
 
-def _of(config: Any, name: str) -> int:
+def _int_attribute(config: Any, name: str) -> int:
     return int(getattr(config, name, None) or 0)

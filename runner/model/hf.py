@@ -1,30 +1,57 @@
-"""Any Hugging Face causal LM, by folder or hub id. Weights come from safetensors only; no code of the model's runs
-unless model.trust_remote_code says so."""
+"""Any Hugging Face causal LM, by folder or hub id; weights come from safetensors only.
+
+The model's own code runs only with model.trust_remote_code.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Decide
-from runner.model.build import DTYPES, HEADS, Admit, Fit, Source, drawn, placed
-from runner.model.causal import class_with
+from runner.model.batch_layout import check_row_length, max_row_length
+from runner.model.causal_lm import model_class_for_head
 from runner.model.config import HfConfig
-from runner.model.layout import check_rows, longest_row
-from runner.model.ragged import RaggedModel
+from runner.model.initial_weights import (
+    DTYPES,
+    HEADS,
+    CheckArchitecture,
+    InstallFusedOps,
+    WeightsSource,
+    init_with_seed,
+    place_on_device,
+    refuse_nonfinite_weights,
+)
+from runner.model.model_folder import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    TOKENIZERS,
+    adapter_base,
+    check_model_folder,
+    has_tokenizer,
+    is_adapter,
+    read_adapter_config,
+    read_header,
+)
+from runner.model.peft_adapter import attach_adapter
+from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+MEDIA = re.compile(r"visual|vision|image|audio|speech")  # in the names of tensors
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -34,9 +61,19 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
     Raises EnvironmentProblem if it cannot be had, SecurityRefusal if it is code.
     """
     path = config.tokenizer or config.path
-    path = _checked(path, "model.tokenizer" if config.tokenizer else key)
+    path = _check_path(path, "model.tokenizer" if config.tokenizer else key)
     revision = None if config.tokenizer else config.revision
-    with _worded(path, key):
+    if not config.tokenizer:
+        weights = find_weights(config, key)
+        own = weights.adapter is not None and has_tokenizer(weights.adapter)
+        path, revision = (str(weights.adapter), None) if own else (weights.path, weights.revision)
+    if Path(path).is_dir() and not has_tokenizer(path):  # of which transformers would make an empty one
+        option = key if key != "model.path" else "model.tokenizer"
+        raise EnvironmentProblem(
+            f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
+            f"  copy the one it was trained with there, or give it: {option}=FOLDER"
+        )
+    with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
 
 
@@ -51,11 +88,11 @@ def build(
     init_from: str | None = None,
     longest: int = 0,
     key: str = "model.path",
-    fit: Fit | None = None,
-    admit: Admit | None = None,
+    fit: InstallFusedOps | None = None,
+    admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
-) -> RaggedModel:
-    """The model with its own weights, those of the folder `init_from`, or, with from_scratch, drawn from `seed`.
+) -> TransformersModel:
+    """The model with its own weights, those of `init_from`, or, with from_scratch, random from `seed`.
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
@@ -65,45 +102,89 @@ def build(
     fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
     """
     key = key if init_from is None else "init_from"
-    path = _checked(init_from or config.path, key)
     kept = DTYPES[stored or config.compute_dtype]
-    auto, scratch = _AUTO[head], config.from_scratch and init_from is None
-    with _worded(path, key):
-        source = _source(path, key, config.revision, f"from seed {seed}" if scratch else None)
-        config = config.model_copy(
-            update={"revision": source.commit or config.revision}
-        )  # one commit for config and weights
+    weights = find_weights(config, key, init_from)
+    path, auto, scratch = weights.path, _AUTO[head], config.from_scratch and init_from is None
+    if scratch and weights.adapter is not None:
+        raise EnvironmentProblem(
+            f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
+        )
+    with _translate_errors(path, key):
+        source = _weights_source(weights, f"from seed {seed}" if scratch else None)
+        # one commit for config and weights
+        config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
-        check_rows(longest, longest_row(architecture))
+        check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
         if scratch or device.type == "meta":
             dtype = torch.float32 if scratch else kept
-            module = drawn(lambda: _from_scratch(auto, config, architecture, dtype), seed)
+            module = init_with_seed(lambda: _init_random(auto, config, architecture, dtype), seed)
         else:
-            module = drawn(lambda: _pretrained(auto, path, key, config, architecture, kept, decide), seed)
+            module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
+            source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
-        _mend_generation_config(path, module.generation_config, decide)
-    made = class_with(head)
-    module = placed(module, kept, device, fit, DTYPES[config.compute_dtype])
-    return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
+        _fix_generation_config(path, module.generation_config, decide)
+    module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype])
+    if weights.adapter is not None:
+        module = attach_adapter(module, weights.adapter, head=head)
+    return model_class_for_head(head)(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _source(path: str, key: str, revision: str | None, drawn: str | None) -> Source:
-    """The folder, or the hub's commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
-    if find_adapter_config_file(path, revision=revision) is not None:
-        raise _adapter(path, key)
+@dataclass(frozen=True, slots=True)
+class WeightsLocation:
+    """The folder or hub id of a model's weights, and the folder of an adapter that is put on it."""
+
+    path: str
+    revision: str | None = None
+    adapter: Path | None = None
+
+
+def find_weights(config: HfConfig, key: str = "model.path", init_from: str | None = None) -> WeightsLocation:
+    """Where `config`, or the folder `init_from`, has its weights.
+
+    An adapter's base is model.base, or the one that the adapter names; that of an adapter in `init_from` is the
+    model's. Raises EnvironmentProblem, CheckpointError or SecurityError for a folder that cannot be used, naming `key`.
+    """
+    adapter, path = _find_adapter(init_from or config.path, key, None if init_from else config.revision)
+    if init_from is not None and adapter is not None:
+        return replace(find_weights(config), adapter=adapter)
+    if adapter is not None:
+        base = _check_path(config.base or adapter_base(adapter), "model.base" if config.base else key)
+        return WeightsLocation(base, read_adapter_config(adapter).get("revision"), adapter)
+    if config.base is not None and init_from is None:
+        raise EnvironmentProblem(f"model.base={config.base} is for an adapter, and {key}={path} is none; leave it out")
+    return WeightsLocation(path, None if init_from else config.revision)
+
+
+def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | None, str]:
+    """The adapter's folder, downloaded where it is on the hub, or None; and the path that was checked."""
+    path = _check_path(path, key)
     if Path(path).exists():
-        return Source(folder=Path(path), drawn=drawn)
-    return Source(commit=extract_commit_hash(cached_file(path, "config.json", revision=revision), None), drawn=drawn)
+        return (Path(path) if is_adapter(path) else None), path
+    with _translate_errors(path, key):
+        if find_adapter_config_file(path, revision=revision) is None:
+            return None, path
+        if cached_file(path, "config.json", revision=revision, _raise_exceptions_for_missing_entries=False):
+            raise _both_error(path, key)
+        with no_progress_bar():
+            files = [ADAPTER_CONFIG, ADAPTER_WEIGHTS, *TOKENIZERS, "*.jinja", "*.json"]
+            return Path(snapshot_download(path, revision=revision, allow_patterns=files)), path
 
 
-def _adapter(path: str, key: str) -> EnvironmentProblem:
+def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
+    """The folder, or the commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
+    if Path(weights.path).exists():
+        return WeightsSource(folder=Path(weights.path), drawn=drawn, adapter=weights.adapter)
+    config = cached_file(weights.path, "config.json", revision=weights.revision)
+    return WeightsSource(commit=extract_commit_hash(config, None), drawn=drawn, adapter=weights.adapter)
+
+
+def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"{key}={path} holds a PEFT adapter (adapter_config.json), which would be loaded, trained and saved unasked\n"
-        "  give the folder of its base model, or merge the two first, in Python: "
-        "AutoPeftModelForCausalLM.from_pretrained(…).merge_and_unload().save_pretrained(…)"
+        f"{key}={path} holds a model (config.json) and a PEFT adapter (adapter_config.json), which transformers would "
+        "load into it unasked\n  move one of them into a folder of its own, and give the one that is meant"
     )
 
 
@@ -115,26 +196,26 @@ _AUTO: dict[Head, Any] = {
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
-    """The model's config, without what in it could fetch code or pickles: attention kernels, odd weight files."""
+    """The model's config without entries that fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
     found._attn_implementation = None  # transformers then takes the best of its own
     if head == "scalar":
         found.num_labels = 1
     weights = getattr(found, "transformers_weights", None)
     if weights and not str(weights).endswith(SAFE_ENDINGS):
-        raise SecurityRefusal(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
+        raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
 
 
-def _from_scratch(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
+def _init_random(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
     return auto.from_config(architecture, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
-def _pretrained(
+def _load_pretrained(
     auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
 ) -> Any:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    with no_progress_bar():
+    with no_progress_bar(), _no_load_report():
         loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
@@ -143,11 +224,15 @@ def _pretrained(
             use_safetensors=True,
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
         )
     module, info = loaded
-    absent = sorted(set(info["missing_keys"]) - {"score.weight"}) + [
-        str(key) for key in info.get("mismatched_keys", ())
-    ]
+    for name, stored, expected in sorted(info.get("mismatched_keys", ())):
+        raise CheckpointError(
+            f"{key}={path}: {name} has shape {list(stored)}, and by config.json {list(expected)}: weights and config "
+            "are of different models, or the tensor was transposed\n  copy or download both again"
+        )
+    absent = sorted(set(info["missing_keys"]) - {"score.weight"})
     if absent:
         raise EnvironmentProblem(
             f"{key}={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
@@ -157,41 +242,63 @@ def _pretrained(
     if unused:
         reason = f"the architecture has no place for {unused[0]} and its like"
         decide(key, "all weights", f"{len(unused)} left out", reason)
+    refuse_nonfinite_weights(module, f"{key}={path}")
     return module
 
 
-def _mend_generation_config(path: str, config: Any, decide: Decide) -> None:
-    """Some published models carry sampling options without do_sample, which transformers loads but refuses to save:
-    found here, and not when the trained model is written."""
+def _image_tensors(path: str, revision: str | None, module: Any) -> int:
+    """Number of image or sound tensors that transformers skips silently in the text part of a model."""
+    patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
+    folder = (
+        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent
+    )
+    names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
+    return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
+
+
+@contextmanager
+def _no_load_report() -> Iterator[None]:
+    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)
+
+
+def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
+    """Remove sampling options without do_sample, which transformers loads but refuses to save.
+
+    Found here, and not when the trained model is written.
+    """
     try:
         config.validate(strict=True)
     except ValueError as error:
         decide("generation_config", "as published", "do_sample=true", " ".join(str(error).split())[:200])
         config.do_sample = True
-    with _worded(path):
+    with _translate_errors(path):
         config.validate(strict=True)
 
 
-def _checked(path: str, key: str) -> str:
-    """The folder or hub id; raises for a local path that is not there, is no model folder, or holds pickles only."""
+def _check_path(path: str, key: str) -> str:
+    """The folder or hub id; raises for a local path that is missing, no model folder, or has only pickles."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
             raise EnvironmentProblem(f"{key}={path}: no such folder; give a model folder or a hub id (owner/name)")
         return path
-    if key != "model.tokenizer" and (folder / "adapter_config.json").exists():
-        raise _adapter(path, key)
-    pickles = sorted(found.name for pattern in PICKLES for found in folder.glob(pattern))
-    if key != "model.tokenizer" and pickles and not list(folder.glob("*.safetensors")):
-        raise SecurityRefusal(
-            f"{key}={path} has its weights as pickles ({pickles[0]}), which can run code when loaded, so they are not\n"
-            "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
-        )
+    if key == "model.tokenizer":
+        return str(folder)
+    if is_adapter(folder) and (folder / "config.json").exists():
+        raise _both_error(path, key)
+    check_model_folder(folder, key)
     return str(folder)
 
 
 @contextmanager
-def _worded(path: str, key: str = "model.path") -> Iterator[None]:
+def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
     """Turn what transformers raises about a model it cannot get into errors that say what to type."""
     try:
         yield
@@ -204,7 +311,7 @@ def _worded(path: str, key: str = "model.path") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             ours = key.startswith("model.") or key == "init_from"
             hint = "if you have read that code: model.trust_remote_code=true" if ours else f"choose another {key}"
-            raise SecurityRefusal(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
+            raise SecurityError(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
 
 

@@ -1,9 +1,10 @@
-"""How a model's parameters are stored and read: in which data type, and, of a model in pieces, gathered when.
+"""How a model's parameters are stored, cast when read, and gathered when sharded.
 
                           stored                            computes in
     frozen                compute type                      compute type
     trainable             float32                           compute type
     routers, score heads  float32                           float32
+    LM head               as the others                     compute type, or model.head_dtype
 
 A parameter that is stored in another type than it computes in is cast each time a module reads it (`module.weight`),
 differentiably; its gradient comes back in the type that it is stored in. Nothing keeps the cast beyond the operator
@@ -39,8 +40,10 @@ HEADS = ("score", "value_head")  # of one number
 
 
 def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
-    """Let the modules of `module` compute in `compute`, whatever their parameters are stored in; in float32 those of
-    `float32_modules`. A module that has been given this before is looked at afresh."""
+    """Let the modules of `module` compute in `compute`, whatever type their parameters are stored in.
+
+    `float32_modules` compute in float32. A module that was prepared before is examined again.
+    """
     wide = {id(inner) for part in float32_modules(module) for inner in part.modules()}
     for part in module.modules():
         names = tuple(name for name, p in part._parameters.items() if p is not None and p.is_floating_point())
@@ -54,10 +57,10 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
             part._compute_type = dtype  # type: ignore[assignment]
         else:
             kind: Any = original_class(part)
-            part.__class__ = _casting(kind, names, dtype)
+            part.__class__ = _casting_class(kind, names, dtype)
     for part in float32_modules(module):
-        if not any(hook is _cast_to_float32 for hook in part._forward_pre_hooks.values()):
-            part.register_forward_pre_hook(_cast_to_float32)
+        if not any(hook is cast_inputs_to_float32 for hook in part._forward_pre_hooks.values()):
+            part.register_forward_pre_hook(cast_inputs_to_float32)
     for name, part in module.named_modules():
         # peft casts what goes into an adapter's matrices to what these are stored in where they are sharded
         matrices = part.children() if name.endswith((".lora_A", ".lora_B")) else ()
@@ -68,13 +71,16 @@ def cast_on_read(module: nn.Module, compute: torch.dtype) -> None:
 
 
 def float32_modules(module: nn.Module) -> list[nn.Module]:
-    """What computes in float32 in every model: the routers of mixtures of experts and heads of one number."""
+    """The modules that compute in float32: MoE routers, heads of one number, and marked ones.
+
+    Marked with `computes_in_float32`, as an LM head is by `model.head_dtype`.
+    """
     found: list[nn.Module] = []
     for part in module.modules():
         children = part._modules
         names = [*(ROUTERS if "experts" in children else ()), *HEADS]
         found += [child for name in names if (child := children.get(name)) is not None]
-    return found
+    return [*found, *(part for part in module.modules() if getattr(part, "computes_in_float32", False))]
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -101,8 +107,7 @@ def is_tied(one: nn.Module | None, other: nn.Module) -> bool:
 
 @contextmanager
 def cache_casts(module: nn.Module) -> Iterator[None]:
-    """Keep what is cast for as long as the block lasts: for many passes without gradient between which no parameter
-    changes."""
+    """Keep casts inside the block: for many passes without gradient between which no parameter changes."""
     casting = [part for part in module.modules() if hasattr(type(part), "_original_class")]
     with torch.no_grad():
         for part in casting:
@@ -115,14 +120,14 @@ def cache_casts(module: nn.Module) -> Iterator[None]:
 
 
 @cache
-def _casting(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+def _casting_class(kind: Any, names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     """A class like `kind` whose parameters `names` are read in `dtype`."""
-    members: dict[str, Any] = {name: _reader(name, dtype) for name in names}
+    members: dict[str, Any] = {name: _casting_property(name, dtype) for name in names}
     members |= {"__module__": kind.__module__, "_original_class": kind, "_cast_names": names}
     return type(kind.__name__, (kind,), members)
 
 
-def _reader(name: str, dtype: torch.dtype) -> property:
+def _casting_property(name: str, dtype: torch.dtype) -> property:
     def read(module: nn.Module) -> Tensor | None:
         if (kept := module.__dict__.get("_casts")) is not None:
             found: Tensor | None = kept[name]
@@ -140,14 +145,16 @@ def _cast_rows(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:
     return rows.to(dtype)
 
 
-def _cast_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def cast_inputs_to_float32(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     """Inputs of floating-point numbers in float32."""
     return tuple(one.float() if isinstance(one, Tensor) and one.is_floating_point() else one for one in inputs)
 
 
 def _cast_input(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hidden states, the first input, in the compute type: some families weigh what goes into experts with the router's
-    scores before."""
+    """Cast the first input, hidden states, to the compute type.
+
+    Some families weigh what goes into experts with the router's scores before.
+    """
     dtype: Any = part._compute_type
     return (inputs[0].to(dtype), *inputs[1:]) if inputs else inputs
 
@@ -155,18 +162,22 @@ def _cast_input(part: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 T = TypeVar("T")
 
 
-class Whole(nn.Module):
+class FsdpRoot(nn.Module):
     """The module, and what learns beside it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self.frees = True  # whether a sharded layer's weights are freed between its forward and its backward pass
-        self.joined: Callable[[], AbstractContextManager[None]] = nullcontext  # undoes for a while what cuts the layers
+        self.reshard_after_forward = (
+            True  # whether a sharded layer's weights are freed between its forward and its backward pass
+        )
+        self.join_context: Callable[[], AbstractContextManager[None]] = (
+            nullcontext  # undoes for a while what cuts the layers
+        )
         self._inside = 0
 
     @property
-    def sharded(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether each rank holds a part of it only."""
         return any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in self.parameters())
 
@@ -181,18 +192,20 @@ class Whole(nn.Module):
         """
         made: T = self(work)
         if not (self._inside or torch.is_grad_enabled()):  # else the backward pass needs what is gathered, and frees it
-            self._forget()
+            self._reset_fsdp_iteration()
         return made
 
-    def _forget(self) -> None:
+    def _reset_fsdp_iteration(self) -> None:
         if isinstance(self, FSDPModule):
             torch_compat.reset_iteration_state(self)
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
-        """The whole model on every rank for as long as the block lasts, for passes without gradient of which ranks
-        may run different numbers. Collective on both ends; a block inside another one changes nothing."""
-        parts, joined = ([], nullcontext) if self._inside else (self._parts(), self.joined)
+    def summon_full_params(self) -> Iterator[None]:
+        """The whole model on every rank inside the block, for passes without gradient.
+
+        Ranks may run different numbers of passes. Collective on both ends; a block inside another changes nothing.
+        """
+        parts, joined = ([], nullcontext) if self._inside else (self._fsdp_modules(), self.join_context)
         self._inside += 1
         try:
             for part in parts:
@@ -203,9 +216,9 @@ class Whole(nn.Module):
         finally:
             self._inside -= 1
             if parts:
-                self._forget()
+                self._reset_fsdp_iteration()
             for part in parts:
-                torch_compat.reshard_after_forward(part, self.frees and not isinstance(part, Whole))
+                torch_compat.reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
 
-    def _parts(self) -> list[FSDPModule]:
+    def _fsdp_modules(self) -> list[FSDPModule]:
         return [part for part in self.modules() if isinstance(part, FSDPModule)]

@@ -1,4 +1,4 @@
-"""A teacher: another model, with weights of its own, that only scores; the same ids mean the same to it."""
+"""A teacher: another frozen model for which the same ids have the same meaning."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
 from runner.model import hf
-from runner.model.build import Admit, Fit
 from runner.model.config import HfConfig, ModelConfig
-from runner.model.ragged import RaggedModel
+from runner.model.initial_weights import CheckArchitecture, InstallFusedOps
+from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype
 
 
@@ -27,15 +27,13 @@ def build(
     longest: int,
     key: str,
     dtype: Dtype | None = None,
-    fit: Fit | None = None,
-    admit: Admit | None = None,
-) -> RaggedModel:
-    """The model at `path`, a folder or hub id, which runs (matrix products, layout, chunks) like the student's config
-    `like` says; none of its parameters learns.
+    fit: InstallFusedOps | None = None,
+    admit: CheckArchitecture | None = None,
+) -> TransformersModel:
+    """The frozen model at `path`, a folder or hub id, computed like the student (config `like`).
 
-    tokenizer: the student's; key: the option that says the path; dtype: that it computes in and
-    is stored in, None = that the student computes in. Raises what `hf.build` does, and
-    EnvironmentProblem for another vocabulary.
+    tokenizer: the student's; key: the option that has the path; dtype: to compute and store in, None = the student's.
+    Raises what `hf.build` does, and EnvironmentProblem for another vocabulary.
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
     how |= {"gradient_checkpointing": False, "activation_offloading": False, "compile": False}
@@ -49,8 +47,10 @@ def build(
 
 
 def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -> None:
-    """Raise EnvironmentProblem unless each id of the student's tokenizer means the same to the teacher's, which may
-    have more of them, and answers end alike."""
+    """Raise EnvironmentProblem unless both tokenizers agree on the student's ids and on the end token.
+
+    The teacher's may have more ids.
+    """
     theirs, ours = ({i: token for token, i in one.get_vocab().items()} for one in (teachers, students))
     differing = sorted(i for i in ours if theirs.get(i) != ours[i])
     if differing:

@@ -4,7 +4,7 @@ Their tokenizer: one token per byte, three special ones, a ChatML template; buil
 
     text ──UTF-8──▶ bytes ──▶ ids 0 … 255        <|pad|> 256   <|im_start|> 257   <|im_end|> 258
 
-No merges are learnt, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
+It has no merges, so any UTF-8 text survives encode and decode, and no file has to be shipped. Of an export,
 AutoTokenizer takes the class of the model's architecture: the same ids, but it first composes accents that stand apart.
 """
 
@@ -20,11 +20,19 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSeq
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
 from runner.interfaces import Decide
-from runner.model.build import DTYPES, Admit, Fit, Source, drawn, load_folder, placed
-from runner.model.causal import class_with
+from runner.model.batch_layout import check_row_length, max_row_length
+from runner.model.causal_lm import model_class_for_head
 from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig
-from runner.model.layout import check_rows, longest_row
-from runner.model.ragged import RaggedModel
+from runner.model.initial_weights import (
+    DTYPES,
+    CheckArchitecture,
+    InstallFusedOps,
+    WeightsSource,
+    init_with_seed,
+    load_folder,
+    place_on_device,
+)
+from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
@@ -118,34 +126,34 @@ def build(
     head: Head = "lm",
     init_from: str | None = None,
     longest: int = 0,
-    fit: Fit | None = None,
-    admit: Admit | None = None,
+    fit: InstallFusedOps | None = None,
+    admit: CheckArchitecture | None = None,
     stored: Dtype | None = None,
-) -> RaggedModel:
-    """The model with weights drawn from `seed`, or those of the folder `init_from`; head="scalar" scores rows,
-    head="lm+value" is a language model with a value head beside it. `fit` sees the module first (see `placed`),
-    `admit` its config before that; `stored` is the data type of its weights, None = that it computes in.
+) -> TransformersModel:
+    """The model with weights from `seed`, or those of the folder `init_from`.
 
-    Raises SpecError if rows of `longest` tokens are too long for it.
+    head="scalar" scores rows, head="lm+value" has a value head beside the LM head. `fit` gets the module first (see
+    `place_on_device`), `admit` its config before that; `stored` is the data type of its weights, None = the one it
+    computes in. Raises SpecError if rows of `longest` tokens are too long for it.
     """
     shape = architecture(config, tokenizer)
     if head == "scalar":
         shape.num_labels = 1
-    check_rows(longest, longest_row(shape))
+    check_row_length(longest, max_row_length(shape))
     if admit is not None:
         admit(shape)
-    kind, made = _KINDS[type(shape)][head == "scalar"], class_with(head)
-    module: Any = drawn(lambda: kind(shape), seed)
-    source = Source(drawn=f"from seed {seed} for {_shape(config)}")
+    kind, made = _KINDS[type(shape)][head == "scalar"], model_class_for_head(head)
+    module: Any = init_with_seed(lambda: kind(shape), seed)
+    source = WeightsSource(drawn=f"from seed {seed} for {_architecture_text(config)}")
     if init_from is not None:
         load_folder(module, init_from)
-        source = Source(folder=Path(init_from))
+        source = WeightsSource(folder=Path(init_from))
     compute = DTYPES[config.compute_dtype]
-    module = placed(module, DTYPES[stored] if stored else compute, device, fit, compute)
+    module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 
-def _shape(config: SmallConfig) -> str:
+def _architecture_text(config: SmallConfig) -> str:
     """What random weights depend on beside their seed."""
     own = config.model_dump(exclude=set(ModelConfig.model_fields))
     return " ".join(f"{name}={value}" for name, value in own.items())

@@ -20,21 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.batch import Batch
-from runner.core.errors import EnvironmentProblem, UnfitModel
+from runner.core.errors import EnvironmentProblem, UnsupportedModelError
 from runner.interfaces import Decide
-from runner.model.causal import CausalLM
-from runner.model.layout import Tokens
-from runner.model.ragged import RaggedModel
+from runner.model.batch_layout import BatchTokens
+from runner.model.causal_lm import CausalLM
+from runner.model.transformers_model import TransformersModel
 
 
-class ScalarModel(RaggedModel):
-    """A transformers sequence classifier with one label (`num_labels=1`), as `AutoModelForSequenceClassification`
-    saves and loads it."""
+class ScalarHeadModel(TransformersModel):
+    """A transformers sequence classifier with one label (`num_labels=1`).
 
-    made = frozenset({"scores", "values"})
+    Saved and loaded as by `AutoModelForSequenceClassification`.
+    """
+
+    supported_outputs = frozenset({"scores", "values"})
 
     def __init__(self, module: nn.Module, *arguments: Any, **options: Any) -> None:
-        """See `RaggedModel`. Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`."""
+        """See `TransformersModel`.
+
+        Raises EnvironmentProblem for a classifier whose head is not one linear layer `score`.
+        """
         super().__init__(module, *arguments, **options)
         found = [m for name, m in self.inner.named_modules() if name == "score"]
         if not found:
@@ -50,48 +55,48 @@ class ScalarModel(RaggedModel):
         scores: [N], of the whole row; values: [T], V(state before ids[t]), 0 at roots; float32 or better. Raises
         SpecError for an unknown name.
         """
-        self._refuse_unknown(needs)
+        self._refuse_unknown_outputs(needs)
         if not needs:
             return {}
-        if not self.stage.ends:
-            return dict.fromkeys(needs, self._handed_on(batch))
+        if not self.stage.is_last:
+            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
 
-        tokens = self.tokens_of(batch)
+        tokens = self.shard_tokens(batch)
 
         def work() -> dict[str, Tensor]:
             hidden = self._backbone(tokens)
             out: dict[str, Tensor] = {}
             if "scores" in needs:
-                rows, ends = tokens.ended()
-                out["scores"] = tokens.filled(self._read(tokens, hidden, ends), rows, batch.num_rows)
+                rows, ends = tokens.row_ends()
+                out["scores"] = tokens.scatter_and_sum(self._head_values(tokens, hidden, ends), rows, batch.num_rows)
             if "values" in needs:
-                places = tokens.predicted()
-                values = self._read(tokens, hidden, batch.tokens["parent"][places])
-                out["values"] = tokens.filled(values, places, batch.num_tokens)
+                places = tokens.predicted_positions()
+                values = self._head_values(tokens, hidden, batch.tokens["parent"][places])
+                out["values"] = tokens.scatter_and_sum(values, places, batch.num_tokens)
             return out
 
-        return self._pass(work)
+        return self._run_pass(work)
 
-    def _read(self, tokens: Tokens, hidden: Tensor, places: Tensor) -> Tensor:
+    def _head_values(self, tokens: BatchTokens, hidden: Tensor, places: Tensor) -> Tensor:
         head: Any = self.head  # beside an adapter it learns in float32 whatever the backbone's type
-        values: Tensor = head(tokens.read(hidden, places).to(head.weight.dtype))[:, 0]
+        values: Tensor = head(tokens.values_at(hidden, places).to(head.weight.dtype))[:, 0]
         return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-class ValuedLM(CausalLM):
+class PolicyWithValueHead(CausalLM):
     """A causal LM that also says V(state before ids[t]) of every token."""
 
-    made = CausalLM.made | {"values"}
+    supported_outputs = CausalLM.supported_outputs | {"values"}
 
     def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
-        """See `RaggedModel`. The value head starts at zero: so do the values, and what they send into the backbone.
+        """See `TransformersModel`. The value head starts at zero, and so do values and their gradient.
 
         Raises UnfitModel for one whose hidden states cannot be had.
         """
         super().__init__(module, *arguments, decide=decide, **options)
         if self.causal.base_model is self.causal:
             text = f"values beside a language model need one that shows its backbone: {type(self.causal).__name__}"
-            raise UnfitModel(f"{text} does not")
+            raise UnsupportedModelError(f"{text} does not")
         size = self.causal.config.get_text_config().hidden_size
         self.whole.register_module("value_head", ValueHead(size, self.device))
 
@@ -106,29 +111,31 @@ class ValuedLM(CausalLM):
         return {**super().trainable(), "value_head": self.value_head}
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """As `CausalLM.outputs`, from one pass of the backbone with values: [T], read at each token's parent, in units
-        of the reward, float32 or better, 0 at roots. `temperature` changes no value; without logprobs and entropy
-        the LM head does not run."""
+        """Outputs of `CausalLM.outputs` and values [T], from one pass of the backbone.
+
+        Values are read at each token's parent, in units of the reward, float32 or better, 0 at roots. `temperature`
+        changes no value; without logprobs and entropy the LM head does not run.
+        """
         if "values" not in needs:
             return super().outputs(batch, needs)
-        self._refuse_unknown(needs)
-        if not self.stage.ends:
-            return dict.fromkeys(needs, self._handed_on(batch))
-        tokens, scored = self.tokens_of(batch), bool(needs & {"logprobs", "entropy"})
-        places = tokens.predicted()
+        self._refuse_unknown_outputs(needs)
+        if not self.stage.is_last:
+            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
+        tokens, scored = self.shard_tokens(batch), bool(needs & {"logprobs", "entropy"})
+        places = tokens.predicted_positions()
 
         def work() -> dict[str, Tensor]:
             hidden, made = self._hidden(tokens, scored)
-            states = tokens.read(hidden, batch.tokens["parent"][places])
+            states = tokens.values_at(hidden, batch.tokens["parent"][places])
             found = {"hidden": states, "values": self._values(states)}
             if scored:
                 found |= zip(("logprobs", "entropy"), self._score(tokens, places, made), strict=True)
-            return {name: tokens.filled(found[name], places, batch.num_tokens) for name in sorted(needs)}
+            return {name: tokens.scatter_and_sum(found[name], places, batch.num_tokens) for name in sorted(needs)}
 
-        return self._pass(work)
+        return self._run_pass(work)
 
-    def _hidden(self, tokens: Tokens, scored: bool) -> tuple[Tensor, Tensor]:
-        """Hidden states [W, H], and what `_score` starts from: they, or logits [W, V] where the LM head is not cut."""
+    def _hidden(self, tokens: BatchTokens, scored: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states [W, H], and the input of `_score`: those, or logits [W, V] where the head is not cut."""
         if self.chunked or not scored:
             hidden = self._backbone(tokens)
             return hidden, hidden
@@ -144,7 +151,7 @@ class ValuedLM(CausalLM):
                 handle.remove()
             return torch.cat([kept.pop().to(logits.dtype), logits], -1)
 
-        both = self._run(forward, tokens)
+        both = self._forward_tokens(forward, tokens)
         size = len(self.value_head)
         return both[:, :size], both[:, size:]
 

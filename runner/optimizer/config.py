@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem
-from runner.spec.base import ComponentConfig, Dtype, Pair
+from runner.spec.base import ComponentConfig, Dtype, FloatPair
 
 
 class OptimizerConfig(ComponentConfig):
@@ -43,7 +43,7 @@ class AdamWConfig(OptimizerConfig):
     factory: ClassVar[str] = "runner.optimizer.optimizers:build_adamw"
     low_bit: ClassVar[str | None] = "adamw8bit"
     name: Literal["adamw"] = "adamw"
-    betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
+    betas: Annotated[FloatPair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     fused: bool = Field(default=True, description="Use torch's fused kernel where the device has one.")
 
@@ -82,12 +82,12 @@ class UnshardedOptimizerConfig(OptimizerConfig):
 
 
 class AdamW8bitConfig(UnshardedOptimizerConfig):
-    """AdamW with moments in 8 bits (Dettmers et al., 2110.02861; torchao), for all weights of a model on one card."""
+    """AdamW with 8-bit moments (Dettmers et al., 2110.02861; torchao), for a model on one card."""
 
     low_bit: ClassVar[str | None] = "adamw8bit"
     factory: ClassVar[str] = "runner.optimizer.optimizers:build"
     name: Literal["adamw8bit"] = "adamw8bit"
-    betas: Annotated[Pair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
+    betas: Annotated[FloatPair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     stochastic_rounding: bool = Field(
         default=False,
@@ -136,7 +136,10 @@ class MuonConfig(UnshardedOptimizerConfig):
         description="How the rate follows a matrix's shape: match_rms_adamw = updates as large as AdamW's "
         "(2502.16982), so that its rates fit; original = Jordan's.",
     )
-    betas: Annotated[Pair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (0.9, 0.95)
+    betas: Annotated[FloatPair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (
+        0.9,
+        0.95,
+    )
     eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the root of the second moment.")
 
     def preflight(self) -> None:

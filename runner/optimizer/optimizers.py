@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem
-from runner.core.rng import derive
+from runner.core.rng import derive_seed
 from runner.interfaces import Decide
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SgdConfig
 
@@ -74,11 +74,11 @@ ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # in names of 
 
 
 def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
-    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem for a torch without Muon."""
+    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem if torch has no Muon."""
     config.preflight()
     matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and not any(end in name for end in ENDS)}
     others = {name: p for name, p in parameters.items() if name not in matrices}
-    decide.state("optimizer", f"Muon for {len(matrices)} matrices", f"AdamW for {len(others)} other parameters")
+    decide.record_fact("optimizer", f"Muon for {len(matrices)} matrices", f"AdamW for {len(others)} other parameters")
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         options: dict[str, Any] = {"momentum": config.momentum, "adjust_lr_fn": config.adjust_lr_fn}
@@ -123,7 +123,10 @@ CODES, SCALE = "codes", "scale"
 
 
 def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
-    """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem where torchao fails on import."""
+    """The optimizer over `parameters` (name → parameter).
+
+    Raises EnvironmentProblem where torchao fails on import.
+    """
     kind = _optimizer_class()
     found: torch.optim.Optimizer = kind(
         decay_groups(parameters, config.weight_decay),
@@ -174,7 +177,7 @@ def _optimizer_class() -> Any:
                 yield
                 return
             steps = [int(entry["step"]) for entry in self.state.values()]
-            seed = derive(self.seed, "stochastic rounding", max(steps, default=0))
+            seed = derive_seed(self.seed, "stochastic rounding", max(steps, default=0))
             device = self.param_groups[0]["params"][0].device  # of all of them
             cards = [] if device.type == "cpu" else [device]
             with torch.random.fork_rng(cards, device_type=device.type):

@@ -1,4 +1,4 @@
-"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, then FSDP.
+"""Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, FSDP.
 
 weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
 
@@ -16,45 +16,46 @@ import torch
 from torch import Tensor, distributed
 
 from runner.core.errors import Problem, SpecError
-from runner.core.rank_info import tells_of_loss
-from runner.distributed.work_partition import on_first
-from runner.interfaces import ContextParallelStyle, Decide, Device, Peers, TrainableModel
+from runner.core.rank_info import is_connection_loss
+from runner.distributed.work_partition import run_on_rank0
+from runner.interfaces import ContextParallelStyle, Decide, Device, RankCollectives, TrainableModel
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.process_groups import Groups
-from runner.parallelism.weight_scatter import Weights, slots
+from runner.parallelism.process_groups import MeshGroups
+from runner.parallelism.weight_scatter import WeightScatter, tensor_slots
 
 
-def refuse_another(
-    model: TrainableModel, wanted: Tensor, everyone: Peers, refusal: Callable[[str], SpecError], how: str
+def refuse_changed_model(
+    model: TrainableModel, wanted: Tensor, world_peers: RankCollectives, refusal: Callable[[str], SpecError], how: str
 ) -> None:
-    """Raise what `refusal` makes of the reason for a model that is another one now: on all ranks where it computes
-    something else on one of them; where it cannot compute, on the ranks that cannot.
+    """Raise `refusal(reason)` if the model computes something else than before, on all ranks.
+
+    Where it cannot compute at all, the ranks that cannot raise.
 
     wanted: what it once computed; how: what was done to it, in words. Collective over everyone. Memory that is
     exhausted and ranks that are lost are no fault of the model.
     """
     name = type(model.inner).__name__
     try:
-        alike = model.computes(wanted)
+        alike = model.matches_probe(wanted)
     except torch.OutOfMemoryError:
         raise
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of whatever kind it is
-        if tells_of_loss(str(error)):
+        if is_connection_loss(str(error)):
             raise
         said = (str(error).splitlines() or [""])[0]
         raise refusal(f"{name} cannot compute {how} ({said})") from error
-    if not all(everyone.gather(alike)):
+    if not all(world_peers.all_gather(alike)):
         raise refusal(f"{name} computes something else {how}")
 
 
 def apply_context_parallel(
     model: TrainableModel,
     group: Any,
-    everyone: Peers,
+    world_peers: RankCollectives,
     *,
     style: ContextParallelStyle | None,
-    slices: int,
+    tp_size: int,
     decide: Decide,
 ) -> None:
     """Let each rank of `group` compute its tokens of every batch from now on. Collective over everyone.
@@ -63,25 +64,32 @@ def apply_context_parallel(
     layers are cut. Raises SpecError, on all ranks, for a model that cannot, or is another one then.
     """
     name = type(model.inner).__name__
-    if model.padded:
-        raise context_parallel_error(f"{name} runs padded rows (model.layout), of which no rank can have a part")
-    wanted, style = model.probed(), _choose_cp_style(model, distributed.get_world_size(group), style, slices, decide)
-    model.share_tokens(group, style)
-    refuse_another(model, wanted, everyone, context_parallel_error, "from some tokens of a row, beside its attention")
+    if model.is_padded:
+        raise context_parallel_error(f"{name} runs padded rows (model.batch_layout), of which no rank can have a part")
+    wanted, style = (
+        model.probe_hidden(),
+        _choose_cp_style(model, distributed.get_world_size(group), style, tp_size, decide),
+    )
+    model.enable_context_parallel(group, style)
+    refuse_changed_model(
+        model, wanted, world_peers, context_parallel_error, "from some tokens of a row, beside its attention"
+    )
 
 
 def _choose_cp_style(
-    model: TrainableModel, ranks: int, style: ContextParallelStyle | None, slices: int, decide: Decide
+    model: TrainableModel, ranks: int, style: ContextParallelStyle | None, tp_size: int, decide: Decide
 ) -> ContextParallelStyle:
-    heads = model.inner.config.get_text_config().num_attention_heads // slices
+    heads = model.inner.config.get_text_config().num_attention_heads // tp_size
     fits = heads % ranks == 0
     if style == "ulysses" and not fits:
         most = gcd(heads, ranks)
-        text = f"cp={ranks} does not divide the {heads} heads of a slice; type parallelism.cp_style=ring"
+        text = f"cp={ranks} does not divide the {heads} heads of a slice; type parallelism.cp_backend=ring"
         raise SpecError([Problem("parallelism.cp", f"{text}, or parallelism.cp={most}" if most > 1 else text)])
     if style is None:
         style = "ulysses" if fits else "ring"
-        decide.state("parallelism.cp_style", style, f"cp={ranks}, and {heads} heads{' of a slice' * (slices > 1)}")
+        decide.record_fact(
+            "parallelism.cp_backend", style, f"cp={ranks}, and {heads} heads{' of a slice' * (tp_size > 1)}"
+        )
     return style
 
 
@@ -90,72 +98,72 @@ def context_parallel_error(why: str) -> SpecError:
 
 
 @dataclass(frozen=True, slots=True)
-class Spreading:
+class ParallelismPlan:
     """Where models go: `groups` is None where each rank has all of them; everyone: all ranks."""
 
     config: ParallelismConfig
     mesh: Mesh
-    groups: Groups | None
-    everyone: Peers
+    groups: MeshGroups | None
+    world_peers: RankCollectives
     device: Device
     decide: Decide
 
-    def spread(self, model: TrainableModel) -> None:
-        """Spread `model` in place, before it has an optimizer. Collective; raises SpecError where that cannot be."""
+    def apply(self, model: TrainableModel) -> None:
+        """Apply the plan to `model` in place, before it has an optimizer. Collective; raises SpecError."""
         device = self.device.torch_device
         offload = self.config.offloads
-        wanted = on_first(self.everyone, model.probed) if self.mesh.parts > 1 else None
-        weights = Weights(model.whole, self.everyone, device)
-        kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.blocks())}
-        with weights.lent(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
-            self.device.fuse(model.inner)
+        wanted = run_on_rank0(self.world_peers, model.probe_hidden) if self.mesh.model_parallel_size > 1 else None
+        weights = WeightScatter(model.whole, self.world_peers, device)
+        kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.transformer_blocks())}
+        with weights.materialize(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
+            self.device.apply_fused_ops(model.inner)
         if self.groups is not None:
-            self._in_pieces(model, self.groups)
-        absent = [name for name, slot in slots(model.whole) if slot.tensor in model.stage.elsewhere]
-        weights.hand_out(model.whole, torch.device("cpu") if offload else device, absent)
+            self._shard_parameters(model, self.groups)
+        absent = [name for name, slot in tensor_slots(model.whole) if slot.tensor in model.stage.absent_modules]
+        weights.scatter(model.whole, torch.device("cpu") if offload else device, absent)
         model.device = device
         with torch.no_grad():
             model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
-        model.stage.settle()
+        model.stage.on_parameters_ready()
         if wanted is not None:
-            refuse_another(model, wanted, self.everyone, *self._refusal())
+            refuse_changed_model(model, wanted, self.world_peers, *self._error_factory())
         if self.groups is not None and self.mesh.cp > 1:
             self._share_tokens(model, self.groups)
 
-    def _refusal(self) -> tuple[Callable[[str], SpecError], str]:
+    def _error_factory(self) -> tuple[Callable[[str], SpecError], str]:
         """What refuses a model that is another one now, and what was done to it."""
         if self.mesh.pp > 1:
             from runner.parallelism import pipeline_parallel as stages
 
-            return stages.refused, "in stages"
+            return stages.pipeline_parallel_error, "in stages"
         if self.mesh.tp > 1:
             from runner.parallelism import tensor_parallel as tensor
 
-            return tensor.refused, "when its layers are cut"
+            return tensor.tensor_parallel_error, "when its layers are cut"
         from runner.parallelism import expert_parallel as experts
 
-        return experts.refused, "when its experts lie apart"
+        return experts.expert_parallel_error, "when its experts lie apart"
 
-    def _in_pieces(self, model: TrainableModel, groups: Groups) -> None:
+    def _shard_parameters(self, model: TrainableModel, groups: MeshGroups) -> None:
         """Make of each parameter what this rank holds of it, while there are no numbers."""
         if self.mesh.tp > 1:
-            from runner.parallelism.tensor_parallel import cut
+            from runner.parallelism.tensor_parallel import apply_tensor_parallel
 
-            cut(model, groups.weights["tp"], decide=self.decide)
+            apply_tensor_parallel(model, groups.weights["tp"], decide=self.decide)
         if self.mesh.ep > 1:
             from runner.parallelism import expert_parallel as experts
 
             alone = self.mesh.tp == 1 and not self.config.shards
-            experts.spread(model, groups.experts["ep"], alone=alone, decide=self.decide)
-        if isinstance(self.config, MeshConfig) and groups.borders is not None:
-            from runner.parallelism.pipeline_parallel import divide
+            experts.apply_expert_parallel(model, groups.experts["ep"], alone=alone, decide=self.decide)
+        if isinstance(self.config, MeshConfig) and groups.stage_links is not None:
+            from runner.parallelism.pipeline_parallel import apply_pipeline_parallel
 
-            chunks, device = self.config.pp_chunks, self.device.torch_device
-            divide(model, groups.borders, groups.of["pp"], chunks=chunks, device=device)
+            chunks, device = self.config.pp_virtual_stages, self.device.torch_device
+            apply_pipeline_parallel(model, groups.stage_links, groups.by_name["pp"], chunks=chunks, device=device)
         if isinstance(self.config, ShardedConfig):
-            from runner.parallelism.fsdp import shard
+            from runner.parallelism.fsdp import apply_fsdp
 
-            shard(
+            apply_fsdp(
                 model,
                 groups.weights,
                 groups.experts if self.mesh.ep > 1 else None,
@@ -165,12 +173,12 @@ class Spreading:
                 decide=self.decide,
             )
 
-    def _share_tokens(self, model: TrainableModel, groups: Groups) -> None:
+    def _share_tokens(self, model: TrainableModel, groups: MeshGroups) -> None:
         apply_context_parallel(
             model,
-            groups.of["cp"],
-            self.everyone,
+            groups.by_name["cp"],
+            self.world_peers,
             style=self.config.context_style,
-            slices=self.mesh.tp,
+            tp_size=self.mesh.tp,
             decide=self.decide,
         )

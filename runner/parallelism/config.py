@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.parallelism.mesh import Mesh, Sizes, fitted, misfits
+from runner.parallelism.mesh import Mesh, Sizes, divisibility_problems, fit_mesh
 from runner.spec.base import ComponentConfig
 
 
@@ -14,7 +14,7 @@ class ParallelismConfig(ComponentConfig):
     """The device mesh of the trainer."""
 
     group: ClassVar[str] = "parallelism"
-    factory: ClassVar[str] = "runner.parallelism.world:build"
+    factory: ClassVar[str] = "runner.parallelism.parallel_context:build"
     deepspeed: ClassVar[bool] = False  # whether DeepSpeed keeps gradients and optimizer state
     shards: ClassVar[bool] = False  # whether weights lie in pieces on several devices
 
@@ -43,7 +43,7 @@ class ParallelismConfig(ComponentConfig):
         """Whether a layer's gathered weights are freed after its forward pass."""
         return False
 
-    def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
+    def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
         """What of a model does not divide as the mesh needs it, with what would fit."""
         return []
 
@@ -74,7 +74,7 @@ class SingleConfig(ParallelismConfig):
         raise SpecError([Problem("launch.devices", text)])
 
 
-class SeveralConfig(ParallelismConfig):
+class MultiProcessConfig(ParallelismConfig):
     """Several processes, one per device."""
 
     timeout_s: float = Field(
@@ -85,14 +85,14 @@ class SeveralConfig(ParallelismConfig):
     def deadline_s(self) -> float | None:
         return self.timeout_s
 
-    def _refuse_one(self, world: int) -> None:
+    def _refuse_single_process(self, world: int) -> None:
         if world == 1:
             own = f"parallelism={self.name}"
             text = f"{own} shares the work out, and there is one process; type parallelism=single for one device, or "
             raise SpecError([Problem("launch.devices", f"{text}launch.devices=N for N (on the CPU as you like)")])
 
 
-class MeshConfig(SeveralConfig):
+class MeshConfig(MultiProcessConfig):
     """Several processes, one per device, on a grid of pp × dp_replicate × dp_shard × cp × tp."""
 
     pp: int = Field(
@@ -125,12 +125,12 @@ class MeshConfig(SeveralConfig):
         description="Over how many of the data-parallel and cp ranks the experts of a layer lie, to which tokens "
         "travel (expert parallelism); -1 = all of them.",
     )
-    cp_style: Literal["ulysses", "ring"] | None = Field(
+    cp_backend: Literal["ulysses", "ring"] | None = Field(
         default=None,
         description="How cp ranks attend: each to some heads of all tokens (ulysses), or each for its own tokens as "
         "keys and values go round (ring); null = ulysses where cp divides the heads of a slice.",
     )
-    pp_chunks: int = Field(
+    pp_virtual_stages: int = Field(
         default=1,
         ge=1,
         description="Runs of layers on each pp rank; more than one are interleaved: less waiting, more messages.",
@@ -138,11 +138,11 @@ class MeshConfig(SeveralConfig):
 
     @property
     def context_style(self) -> Literal["ulysses", "ring"] | None:
-        return self.cp_style
+        return self.cp_backend
 
     @property
     def stage_chunks(self) -> int:
-        return self.pp_chunks
+        return self.pp_virtual_stages
 
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`."""
@@ -150,8 +150,8 @@ class MeshConfig(SeveralConfig):
         if self.dp_shard != 1 and not self.shards:
             text = f"{own} keeps whole copies; type parallelism=fsdp, or hsdp, for parts of them"
             raise SpecError([Problem("parallelism.dp_shard", text)])
-        self._refuse_one(world)
-        return fitted(self._sizes(), world, own)
+        self._refuse_single_process(world)
+        return fit_mesh(self._sizes(), world, own)
 
     def _sizes(self) -> dict[str, int]:
         grid = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
@@ -164,29 +164,31 @@ class MeshConfig(SeveralConfig):
         if mesh.tp > 1 and (option := job.adapter.needs_whole_layers):
             text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
             found.append((option, text))
-        if mesh.cp > 1 and job.model.layout == "padded":
+        if mesh.cp > 1 and job.model.batch_layout == "padded":
             text = f"the rows that parallelism.cp={mesh.cp} shares out lie end to end; leave it out"
-            found.append(("model.layout", text))
-        found += self._unused(mesh) + self._crossing(job)
-        return found + [(p.key, p.message) for p in self.uneven(mesh, job.model.sizes())]
+            found.append(("model.batch_layout", text))
+        found += self._unused_options(mesh) + self._teacher_conflicts(job)
+        return found + [(p.key, p.message) for p in self.divisibility_problems(mesh, job.model.sizes())]
 
-    def _unused(self, mesh: Mesh) -> list[tuple[str, str]]:
+    def _unused_options(self, mesh: Mesh) -> list[tuple[str, str]]:
         """Options that mean nothing on this mesh."""
         found = []
-        if self.cp_style is not None and mesh.cp == 1:
-            found.append(("parallelism.cp_style", "there is one cp rank; type parallelism.cp=N, or leave it out"))
-        if self.pp_chunks > 1 and mesh.pp == 1:
-            found.append(("parallelism.pp_chunks", "there is one stage; type parallelism.pp=N, or leave it out"))
+        if self.cp_backend is not None and mesh.cp == 1:
+            found.append(("parallelism.cp_backend", "there is one cp rank; type parallelism.cp=N, or leave it out"))
+        if self.pp_virtual_stages > 1 and mesh.pp == 1:
+            found.append(
+                ("parallelism.pp_virtual_stages", "there is one stage; type parallelism.pp=N, or leave it out")
+            )
         return found
 
-    def _crossing(self, job: Any) -> list[tuple[str, str]]:
-        """A teacher's passes within the learner's own, whose order through several runs of layers is another one."""
-        if self.pp_chunks > 1 and job.algorithm.scores_within_passes:
-            return [("parallelism.pp_chunks", "distill asks its teacher between its own passes; leave it out")]
+    def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
+        """Problems of a teacher's passes with interleaved pipeline stages, whose order of passes differs."""
+        if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:
+            return [("parallelism.pp_virtual_stages", "distill asks its teacher between its own passes; leave it out")]
         return []
 
-    def uneven(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
-        return misfits(mesh, sizes, chunks=self.pp_chunks, ulysses=self.cp_style == "ulysses")
+    def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
+        return divisibility_problems(mesh, sizes, chunks=self.pp_virtual_stages, ulysses=self.cp_backend == "ulysses")
 
 
 class DdpConfig(MeshConfig):
@@ -197,7 +199,7 @@ class DdpConfig(MeshConfig):
 
 
 class ShardedConfig(MeshConfig):
-    """Weights, gradients and optimizer state lie in parts on several devices; layers are gathered for their turn."""
+    """FSDP: weights, gradients and optimizer state are sharded; layers are gathered when they compute."""
 
     shards: ClassVar[bool] = True
 
@@ -223,13 +225,13 @@ class ShardedConfig(MeshConfig):
         found = super().problems(job)
         if self.cpu_offload and job.device.is_cpu:
             found.append(("parallelism.cpu_offload", "device=cpu computes in the host's memory already; leave it out"))
-        elif self.cpu_offload and not found and _whole_experts(self.mesh(job.launch.world)):
+        elif self.cpu_offload and not found and _has_whole_experts(self.mesh(job.launch.world)):
             text = "experts that are in no pieces stay on their device; leave it out, or type a smaller parallelism.ep"
             found.append(("parallelism.cpu_offload", text))
         return found
 
 
-def _whole_experts(mesh: Mesh) -> bool:
+def _has_whole_experts(mesh: Mesh) -> bool:
     """Whether there is nothing left over which a rank's experts could lie in pieces."""
     return mesh.ep > 1 and mesh.expert_grid["dp_shard"] == 1
 
@@ -271,14 +273,14 @@ class PpConfig(MeshConfig):
 
 
 class EpConfig(MeshConfig):
-    """Every device has some of each layer's experts and all of everything else, and does its share of each step."""
+    """Expert parallel: each device has some experts of each layer, and a replica of everything else."""
 
     name: Literal["ep"] = "ep"
     dp_replicate: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)
     ep: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["ep"].description)
 
 
-class ZeroConfig(SeveralConfig):
+class ZeroConfig(MultiProcessConfig):
     """DeepSpeed's ZeRO, from an extra."""
 
     deepspeed: ClassVar[bool] = True
@@ -286,7 +288,7 @@ class ZeroConfig(SeveralConfig):
 
     def mesh(self, world: int) -> Mesh:
         """See `ParallelismConfig`: how DeepSpeed spreads what it keeps is its own."""
-        self._refuse_one(world)
+        self._refuse_single_process(world)
         return Mesh(dp_replicate=world)
 
     def preflight(self) -> None:
@@ -303,7 +305,7 @@ class ZeroConfig(SeveralConfig):
         if self.stage == 3 and job.model.dtype == "bfloat16" and not job.adapter.trains_base:
             text = f"{own} finds other gradients beside a base in bfloat16; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
-        if self.stage == 2 and len(job.algorithm.learners()) > 1:
+        if self.stage == 2 and len(job.algorithm.trained_models()) > 1:
             text = f"two models that learn did not end under {own}; type parallelism=ddp, or deepspeed_zero3"
             found.append(("algorithm.name", text))
         if job.model.compile:

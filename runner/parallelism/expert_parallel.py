@@ -1,5 +1,6 @@
-"""A mixture of experts whose experts lie on several devices, to which tokens travel (expert parallelism; Lepikhin et
-al., 2006.16668, section 3; but for the bound on an expert's tokens: none is dropped, none is padded).
+"""Expert parallel: experts are distributed over devices, and tokens are sent to them.
+
+Lepikhin et al., 2006.16668, section 3, without the limit on an expert's tokens: none is dropped or padded.
 
     tokens, their experts ──by expert──▶ rows ──all-to-all──▶ rows of own experts ──the layer's own forward──▶ rows
                                      tokens ◀──weighed, added── rows ◀──all-to-all──────────────────────────────┘
@@ -25,79 +26,81 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from runner.core.errors import Problem, SpecError
-from runner.distributed.autograd_collectives import all_to_all, exchanged
+from runner.distributed.autograd_collectives import all_to_all, all_to_all_autograd
 from runner.interfaces import Decide, TrainableModel
-from runner.parallelism.tensor_parallel import Slices, Use, distribute
+from runner.parallelism.tensor_parallel import LocalParameterHooks, TensorParallelGroup, distribute_parameters
 
 
-def layers(module: nn.Module) -> list[Any]:
+def expert_layers(module: nn.Module) -> list[Any]:
     """The experts of each layer that has some: modules that transformers marks as such."""
     return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
 
 
-def spread(model: TrainableModel, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
+def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
     """Make of every layer's experts, on the meta device (see `weights`), those that this rank holds.
 
     mesh: of one dimension; alone: whether nothing else lies in pieces or slices, so that every other parameter becomes
     a replica on the same mesh: an optimizer takes tensors of one kind. The model's parameters are other objects
     afterwards. Raises SpecError, on all ranks, for a model that has no experts, or others than these.
     """
-    found = layers(model.inner)
+    found = expert_layers(model.inner)
     if not found:
-        raise refused(f"{type(model.inner).__name__} has no experts that transformers can exchange")
-    _refuse_unlike(model.whole, found, mesh.size(), alone)
-    slices = Slices(mesh)
+        raise expert_parallel_error(f"{type(model.inner).__name__} has no experts that transformers can exchange")
+    _refuse_uneven_experts(model.whole, found, mesh.size(), alone)
+    slices = TensorParallelGroup(mesh)
     used = [part for part in model.whole.modules() if part._parameters] if alone else found
     for part in used:
         if not any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):  # else it has them
-            Use(part, slices)
-    distribute(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
+            LocalParameterHooks(part, slices)
+    distribute_parameters(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
     for part in found:
-        part.forward = Exchange(part, slices)
-    model.whole.joined = partial(_joined, model.whole.joined, slices, model.whole)
+        part.forward = TokenDispatcher(part, slices)
+    model.whole.join_context = partial(_with_all_experts, model.whole.join_context, slices, model.whole)
     text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers on each"
-    decide.state("parallelism.ep", text, f"tokens travel between {mesh.size()} ranks")
+    decide.record_fact("parallelism.ep", text, f"tokens travel between {mesh.size()} ranks")
 
 
-def refused(why: str, instead: str = "parallelism.ep=1") -> SpecError:
+def expert_parallel_error(why: str, instead: str = "parallelism.ep=1") -> SpecError:
     """For what cannot be spread; instead: what to type."""
     return SpecError([Problem("parallelism.ep", f"{why}; type {instead}")])
 
 
-def _refuse_unlike(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
-    """Raise SpecError for experts that are not rows of their layer's own parameters, or not as many on each rank."""
+def _refuse_uneven_experts(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
+    """Raise SpecError for experts that are not rows of their layer's parameters, or uneven over ranks."""
     for part in found:
         name = type(part).__name__
         if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
-            raise refused(f"{name}.{odd[0]} has not one row for each expert")
+            raise expert_parallel_error(f"{name}.{odd[0]} has not one row for each expert")
         if part.num_experts % size:
-            raise refused(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
+            raise expert_parallel_error(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
     refuse_adapters(module)
     for part in module.modules():
         if alone and isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise refused(f"{type(part).__name__} of parameters that no module computes with alone")
+            raise expert_parallel_error(f"{type(part).__name__} of parameters that no module computes with alone")
 
 
 def refuse_adapters(module: nn.Module) -> None:
     """Raise SpecError for a model with adapters on its experts."""
     if any(isinstance(part, ParamWrapper) for part in module.modules()):
         text = "adapters on weights that no linear layer has (experts, routers) cannot be spread"
-        raise refused(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
+        raise expert_parallel_error(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
 
 
 @contextmanager
-def _joined(outer: Callable[[], AbstractContextManager[None]], slices: Slices, module: nn.Module) -> Iterator[None]:
+def _with_all_experts(
+    outer: Callable[[], AbstractContextManager[None]], slices: TensorParallelGroup, module: nn.Module
+) -> Iterator[None]:
     """All experts on every rank, of a model that is whole for a while but for them."""
-    with outer(), slices.whole(module):
+    with outer(), slices.summon_full_params(module):
         yield
 
 
-class Exchange:
+class TokenDispatcher:
     """The forward of a layer's experts, of which this rank has a run: a drop-in for the module's own."""
 
-    def __init__(self, part: Any, slices: Slices) -> None:
+    def __init__(self, part: Any, slices: TensorParallelGroup) -> None:
         self._part, self._slices = part, slices
-        self._own: Callable[..., Tensor] = part.forward
+        self._local_forward: Callable[..., Tensor] = part.forward
         self._experts: int = part.num_experts
 
     def __call__(self, *given: Tensor, **named: Tensor) -> Tensor:
@@ -106,20 +109,22 @@ class Exchange:
         hidden [n, H], chosen int64 [n, k], weights [n, k], in this order; n may differ between the ranks, and be 0.
         """
         hidden, chosen, weights = (*given, *named.values())
-        if self._slices.undone:
-            return self._own(hidden, chosen, weights)
+        if self._slices.is_whole:
+            return self._local_forward(hidden, chosen, weights)
         of_expert, order = torch.sort(chosen.flatten(), stable=True)
-        there, here, experts = self._met(of_expert)
+        there, here, experts = self._exchange_counts(of_expert)
         # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
         rows = hidden[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1).index_select(0, order)
-        rows = exchanged(rows, self._group, there, here)
-        made = exchanged(self._computed(rows, experts, weights), self._group, here, there)
+        rows = all_to_all_autograd(rows, self._group, there, here)
+        made = all_to_all_autograd(self._run_local_experts(rows, experts, weights), self._group, here, there)
         made = made.index_select(0, torch.argsort(order)).unflatten(0, chosen.shape)
         return (made * weights[..., None]).sum(1).to(hidden.dtype)
 
-    def _met(self, of_expert: Tensor) -> tuple[list[int], list[int], Tensor]:
-        """How many rows go to each rank and come from each, and the own expert of every row that comes; of_expert:
-        those of this rank's rows, in order."""
+    def _exchange_counts(self, of_expert: Tensor) -> tuple[list[int], list[int], Tensor]:
+        """Number of rows to each rank and from each, and the local expert of every row that arrives.
+
+        of_expert: the experts of this rank's rows, in order
+        """
         every = torch.arange(self._experts + 1, device=of_expert.device)
         counts = torch.searchsorted(of_expert, every).diff()
         met = all_to_all(counts, self._group)
@@ -128,14 +133,14 @@ class Exchange:
         own = every[: self._experts // size].repeat(size)
         return there, here, own.repeat_interleave(met, output_size=sum(here))
 
-    def _computed(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _run_local_experts(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """What this rank's experts make of rows [R, H], that of `experts` [R] of each."""
         part = self._part
         if not len(rows):  # as differentiable as on the other ranks, or these would wait for a gradient
             return rows + sum(p[:0].sum() for p in part._parameters.values() if p is not None and p.requires_grad)
         part.num_experts = self._experts // self._slices.size
         try:
-            return self._own(rows, experts[:, None], weights.new_ones(len(rows), 1))
+            return self._local_forward(rows, experts[:, None], weights.new_ones(len(rows), 1))
         finally:
             part.num_experts = self._experts
 

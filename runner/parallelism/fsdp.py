@@ -21,12 +21,12 @@ from torch.distributed.tensor import Shard
 
 from runner.core import torch_compat
 from runner.core.device_kinds import find_kind
-from runner.distributed.dtensor_utils import local
+from runner.distributed.dtensor_utils import local_tensor
 from runner.interfaces import Decide, TrainableModel
-from runner.parallelism.expert_parallel import layers as spread_layers
+from runner.parallelism.expert_parallel import expert_layers as spread_layers
 
 
-def shard(
+def apply_fsdp(
     model: TrainableModel,
     mesh: DeviceMesh,
     experts: DeviceMesh | None = None,
@@ -36,44 +36,44 @@ def shard(
     offload: bool,
     decide: Decide,
 ) -> None:
-    """Make of every parameter of `model`, on the meta device (see `weights`), the piece of it that this rank holds.
+    """Replace every parameter of `model`, on the meta device, by this rank's shard (see `weight_scatter`).
 
     mesh: dp_replicate, dp_shard, and what the model is cut over by now; experts: the same for experts that are spread,
     see `Mesh.expert_grid`; device: where it computes; reshard: whether a layer is gathered again for the backward pass;
     offload: whether pieces will lie on the CPU. The model's parameters are other objects afterwards. Raises
     EnvironmentProblem for a torch whose fully_shard lacks what is used.
     """
-    blocks = model.blocks()
+    blocks = model.transformer_blocks()
     if not blocks:
         name = type(model.inner).__name__
         decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
     policy: dict[str, Any] = {
-        "mp_policy": _precision(model.compute_type),
+        "mp_policy": _mixed_precision_policy(model.compute_dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=find_kind(device.type).pins_offload)
         if offload
         else OffloadPolicy(),
     }
-    policy["ignored_params"] = {one for one in model.stage.elsewhere if isinstance(one, nn.Parameter)}
+    policy["ignored_params"] = {one for one in model.stage.absent_modules if isinstance(one, nn.Parameter)}
     if experts is not None:
         policy["ignored_params"] |= _shard_experts(model, experts, reshard, policy, decide)
-    if model.compute_type == torch.bfloat16:
+    if model.compute_dtype == torch.bfloat16:
         for part in model.float32_modules():
             if policy["ignored_params"].isdisjoint(part.parameters()):
-                wide = policy | {"mp_policy": _precision(torch.float32)}
-                fully_shard(part, mesh=_data(mesh), reshard_after_forward=reshard, **wide)
+                wide = policy | {"mp_policy": _mixed_precision_policy(torch.float32)}
+                fully_shard(part, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **wide)
     for block in blocks:
-        fully_shard(block, mesh=_data(mesh), reshard_after_forward=reshard, **policy)
-    fully_shard(model.whole, mesh=_data(mesh), reshard_after_forward=False, **policy)
-    model.whole.frees = reshard
+        fully_shard(block, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **policy)
+    fully_shard(model.whole, mesh=_gradient_mesh(mesh), reshard_after_forward=False, **policy)
+    model.whole.reshard_after_forward = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
             torch_compat.set_gradient_sum_reduction(part)
     where = "on the host" if offload else "on the device"
     reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
-    decide.state("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
+    decide.record_fact("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
 
 
-def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
+def _mixed_precision_policy(compute: torch.dtype) -> MixedPrecisionPolicy:
     """Gather in what a model computes in, bfloat16 or what is stored, and sum gradients in float32."""
     low = compute if compute == torch.bfloat16 else None
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -82,25 +82,29 @@ def _precision(compute: torch.dtype) -> MixedPrecisionPolicy:
 def _shard_experts(
     model: TrainableModel, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
 ) -> set[nn.Parameter]:
-    """Take each layer's experts to pieces over the ranks that have the same ones; those that stay as they are."""
+    """Shard each layer's experts over the ranks that have the same ones; returns those left as they are."""
     layers = [part for part in spread_layers(model.inner) if policy["ignored_params"].isdisjoint(part.parameters())]
     every = {p for part in layers for p in part.parameters()}
     pieces = mesh["dp_shard"].size()
     if pieces == 1:
         return every
-    fits = (dim for dim in (0, 1) if all(local(p).shape[dim] % pieces == 0 for p in every))
+    fits = (dim for dim in (0, 1) if all(local_tensor(p).shape[dim] % pieces == 0 for p in every))
     if (dim := next(fits, None)) is None:
         text = f"neither the experts of a rank nor their features divide into {pieces}"
         decide("parallelism.ep", "experts in pieces", "whole on the ranks that have them", text)
         return every
     for part in layers:
         fully_shard(
-            part, mesh=_data(mesh), reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(dim), **policy
+            part,
+            mesh=_gradient_mesh(mesh),
+            reshard_after_forward=reshard,
+            shard_placement_fn=lambda _: Shard(dim),
+            **policy,
         )
     return set()
 
 
-def _data(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions over which gradients are added: those of copies, if there are any, and those of pieces."""
+def _gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The dimensions over which gradients are summed: replicas, if there are any, and shards."""
     copies = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
     return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]

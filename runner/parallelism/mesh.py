@@ -1,4 +1,4 @@
-"""The ranks of a job as a grid (device mesh), and whether the grid fits the processes and divides the model.
+"""The ranks of a job as a grid (device mesh), and whether it fits the processes and the model.
 
 rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      ranks of the last dimension are neighbours
 
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from runner.core.errors import Problem, SpecError
 
-DATA = ("dp_replicate", "dp_shard")  # the dimensions between whose ranks the work is dealt out
-COPIES = (*DATA, "cp")  # those whose ranks find parts of the same weights' gradients
-Family = tuple[int, ...]  # ranks that belong together, in order
+DATA_DIMS = ("dp_replicate", "dp_shard")  # the dimensions between whose ranks the work is dealt out
+REPLICA_DIMS = (*DATA_DIMS, "cp")  # those whose ranks find parts of the same weights' gradients
+RankGroup = tuple[int, ...]  # ranks that belong together, in order
 
 
 class Mesh(NamedTuple):
@@ -40,67 +40,74 @@ class Mesh(NamedTuple):
         return {name: size for name, size in self._asdict().items() if name != "ep"}
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """All ranks."""
         return prod(self.dims.values())
 
     @property
-    def data(self) -> int:
+    def dp_size(self) -> int:
         """Between how many ranks the work is dealt out: those that differ otherwise do the same work together."""
         return self.dp_replicate * self.dp_shard
 
     @property
-    def pieces(self) -> int:
+    def dp_shard_cp_size(self) -> int:
         """In how many pieces a sharded copy's weights lie: cp ranks hold some, too."""
         return self.dp_shard * self.cp
 
     @property
-    def parts(self) -> int:
-        """In how many parts of its own kind a model's structure lies: more than one makes another module of it."""
+    def model_parallel_size(self) -> int:
+        """In how many parts the model's structure is split; above one, modules differ between ranks."""
         return self.pp * self.tp * self.ep
 
     @property
-    def copies(self) -> int:
+    def dp_cp_size(self) -> int:
         """How many ranks find parts of the same weights' gradients."""
-        return self.data * self.cp
+        return self.dp_size * self.cp
 
-    def families(self, *names: str) -> list[Family]:
-        """All sets of ranks that differ in the dimensions of these names only; in each, in the order of the ranks."""
+    def rank_groups(self, *names: str) -> list[RankGroup]:
+        """All sets of ranks that differ only in the dimensions of these names, each in the order of ranks."""
         free = [range(size) if name in names else [0] for name, size in self.dims.items()]
         bound = [[0] if name in names else range(size) for name, size in self.dims.items()]
         offsets = [self._rank(place) for place in product(*free)]
         return [tuple(self._rank(place) + offset for offset in offsets) for place in product(*bound)]
 
-    def experts(self) -> list[Family]:
+    def expert_groups(self) -> list[RankGroup]:
         """All sets of ranks over which a layer's experts lie."""
-        return [copies[at : at + self.ep] for copies in self.families(*COPIES) for at in range(0, len(copies), self.ep)]
+        return [
+            copies[at : at + self.ep]
+            for copies in self.rank_groups(*REPLICA_DIMS)
+            for at in range(0, len(copies), self.ep)
+        ]
 
-    def expert_copies(self) -> list[Family]:
+    def expert_replica_groups(self) -> list[RankGroup]:
         """All sets of ranks that hold the same experts."""
-        return [copies[at :: self.ep] for copies in self.families(*COPIES) for at in range(self.ep)]
+        return [copies[at :: self.ep] for copies in self.rank_groups(*REPLICA_DIMS) for at in range(self.ep)]
 
     @property
     def expert_grid(self) -> dict[str, int]:
-        """How the ranks of `copies` stand to a layer's experts, outermost first: copies of them, if a copy of the model
-        is in pieces, pieces of each expert (`dp_shard`), and the ranks over which they lie."""
-        copies = {"dp_replicate": self.dp_replicate} if self.dp_shard > 1 < self.dp_replicate else {}
-        return {**copies, "dp_shard": self.copies // prod(copies.values()) // self.ep, "ep": self.ep}
+        """The grid of `copies` for a layer's experts, outermost first.
 
-    def expert_pieces(self) -> list[Family]:
+        Replicas of the experts, if a replica of the model is sharded; shards of each expert (`dp_shard`); and the ranks
+        over which the experts are distributed.
+        """
+        copies = {"dp_replicate": self.dp_replicate} if self.dp_shard > 1 < self.dp_replicate else {}
+        return {**copies, "dp_shard": self.dp_cp_size // prod(copies.values()) // self.ep, "ep": self.ep}
+
+    def expert_shard_groups(self) -> list[RankGroup]:
         """All sets of ranks that hold pieces of the same experts."""
         size = self.expert_grid["dp_shard"]
-        return [held[at : at + size] for held in self.expert_copies() for at in range(0, len(held), size)]
+        return [held[at : at + size] for held in self.expert_replica_groups() for at in range(0, len(held), size)]
 
-    def groups(self) -> dict[str, list[Family]]:
+    def groups(self) -> dict[str, list[RankGroup]]:
         """The sets of ranks that work together, by what they share: `data`, `copies`, experts, each dimension."""
         return {
-            "data": self.families(*DATA),
-            "copies": self.families(*COPIES),
-            "expert_copies": self.expert_copies(),
-            "expert_pieces": self.expert_pieces(),
-            "ep": self.experts(),
-            "dp_shard": self.families("dp_shard", "cp"),
-            **{name: self.families(name) for name in ("pp", "dp_replicate", "cp", "tp")},
+            "data": self.rank_groups(*DATA_DIMS),
+            "copies": self.rank_groups(*REPLICA_DIMS),
+            "expert_copies": self.expert_replica_groups(),
+            "expert_pieces": self.expert_shard_groups(),
+            "ep": self.expert_groups(),
+            "dp_shard": self.rank_groups("dp_shard", "cp"),
+            **{name: self.rank_groups(name) for name in ("pp", "dp_replicate", "cp", "tp")},
         }
 
     def _rank(self, place: Sequence[int]) -> int:
@@ -114,72 +121,74 @@ class Mesh(NamedTuple):
         return " × ".join(said) or "one process"
 
 
-def family(families: Sequence[Family], rank: int) -> Family:
+def group_of_rank(families: Sequence[RankGroup], rank: int) -> RankGroup:
     """The one that `rank` is in."""
     return next(one for one in families if rank in one)
 
 
 Sizes = Mapping[str, tuple[str, int]]  # heads, kv_heads, features, layers, experts → what says it, and how many
-SLICED = ("heads", "kv_heads", "features")  # what slices of a layer divide
-PROPOSALS = 6  # at most, so that a line can be read
-NAMES = {  # transformers' own, of what is divided
+TP_SIZES = ("heads", "kv_heads", "features")  # what slices of a layer divide
+MAX_SUGGESTIONS = 6  # at most, so that a line can be read
+CONFIG_NAMES = {  # transformers' own, of what is divided
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "features": "intermediate_size",
     "layers": "num_hidden_layers",
 }
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # which of them it is differs
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # which of them it is differs
 
 
-def sizes_of(architecture: Any) -> Sizes:
+def model_sizes(architecture: Any) -> Sizes:
     """What a transformers config says of these, as far as it does."""
     text = architecture.get_text_config()
-    names = NAMES | {"experts": next((name for name in EXPERTS if getattr(text, name, None)), EXPERTS[0])}
+    names = CONFIG_NAMES | {
+        "experts": next((name for name in EXPERT_COUNT_NAMES if getattr(text, name, None)), EXPERT_COUNT_NAMES[0])
+    }
     named = {kind: (name, getattr(text, name, None)) for kind, name in names.items()}
     return {kind: (name, size) for kind, (name, size) in named.items() if size}
 
 
-def fitted(said: Mapping[str, int], world: int, own: str) -> Mesh:
-    """The mesh of these sizes (see `Mesh`) with `world` ranks; own: the word that asked for it. Raises SpecError."""
-    dims = {name: size for name, size in said.items() if name != "ep"}
-    if 0 in said.values() or list(dims.values()).count(-1) > 1:
-        text = f"{own} with {_product(said, ', ')}; give sizes from 1, and at most one -1"
+def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
+    """The mesh of these sizes (see `Mesh`) with `world` ranks. Raises SpecError that names `option`."""
+    dims = {name: size for name, size in sizes.items() if name != "ep"}
+    if 0 in sizes.values() or list(dims.values()).count(-1) > 1:
+        text = f"{option} with {_product(sizes, ', ')}; give sizes from 1, and at most one -1"
         raise SpecError([Problem("parallelism", text)])
     known = prod(size for size in dims.values() if size != -1)
     if world % known or (-1 not in dims.values() and world != known):
-        text = f"{_product(dims)} does not make {world} processes (launch); what fits: {_proposals(dims, world)}"
+        text = f"{_product(dims)} does not make {world} processes (launch); what fits: {_suggestions(dims, world)}"
         raise SpecError([Problem("parallelism", text)])
     mesh = Mesh(**{name: world // known if size == -1 else size for name, size in dims.items()})
-    return mesh._replace(ep=_experts(said["ep"], mesh))
+    return mesh._replace(ep=_ep_size(sizes["ep"], mesh))
 
 
-def _experts(said: int, mesh: Mesh) -> int:
-    """Over how many ranks experts lie: where a copy is in pieces, among those that have the pieces of one copy."""
-    most = _expert_ranks(mesh)
+def _ep_size(said: int, mesh: Mesh) -> int:
+    """Over how many ranks experts are distributed: with a sharded replica, over the ranks of one replica."""
+    most = _max_ep_size(mesh)
     if said == -1:
         return most
     if most % said:
         where = "dp_shard × cp" if mesh.dp_shard > 1 else "dp_replicate × cp"
-        text = f"ep={said} does not divide the {most} ranks of {where}; what fits: {_listed(_divisors(most))}"
+        text = f"ep={said} does not divide the {most} ranks of {where}; what fits: {_comma_list(_divisors(most))}"
         raise SpecError([Problem("parallelism.ep", text)])
     return said
 
 
-def _expert_ranks(mesh: Mesh) -> int:
-    return mesh.pieces if mesh.dp_shard > 1 else mesh.copies
+def _max_ep_size(mesh: Mesh) -> int:
+    return mesh.dp_shard_cp_size if mesh.dp_shard > 1 else mesh.dp_cp_size
 
 
 def _product(sizes: Mapping[str, int], between: str = " × ") -> str:
     return between.join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "one process"
 
 
-def _proposals(said: Mapping[str, int], world: int) -> str:
+def _suggestions(said: Mapping[str, int], world: int) -> str:
     """Meshes of so many ranks; what is 1 stays so if it can."""
     grids = list(_grids(len(said), world))
     for at, size in enumerate(said.values()):
         grids = [grid for grid in grids if size != 1 or grid[at] == 1] or grids
-    shown = [_product(dict(zip(said, grid, strict=True))) for grid in grids[:PROPOSALS]]
-    return "; ".join([*shown, "…"] if len(grids) > PROPOSALS else shown)
+    shown = [_product(dict(zip(said, grid, strict=True))) for grid in grids[:MAX_SUGGESTIONS]]
+    return "; ".join([*shown, "…"] if len(grids) > MAX_SUGGESTIONS else shown)
 
 
 def _grids(dims: int, world: int) -> Iterator[tuple[int, ...]]:
@@ -191,43 +200,43 @@ def _grids(dims: int, world: int) -> Iterator[tuple[int, ...]]:
         yield from ((first, *rest) for rest in _grids(dims - 1, world // first))
 
 
-def misfits(mesh: Mesh, sizes: Sizes, *, chunks: int, ulysses: bool) -> list[Problem]:
-    """What of a model of these sizes does not divide as the mesh needs it; what is not in `sizes` is not known yet.
+def divisibility_problems(mesh: Mesh, sizes: Sizes, *, chunks: int, ulysses: bool) -> list[Problem]:
+    """Sizes of a model that do not divide as the mesh needs; sizes that are missing are not known yet.
 
     chunks: runs of layers on each stage; ulysses: whether cp ranks are to share out the heads
     """
-    found = [*_slices(mesh, sizes), *_stages(mesh, sizes, chunks), *_expert_shares(mesh, sizes)]
+    found = [*_tp_problems(mesh, sizes), *_pp_problems(mesh, sizes, chunks), *_ep_problems(mesh, sizes)]
     if ulysses and "heads" in sizes and not found:
-        found += _head_shares(mesh, *sizes["heads"])
+        found += _cp_problems(mesh, *sizes["heads"])
     return found
 
 
-def _slices(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
-    cut = [sizes[kind] for kind in SLICED if kind in sizes]
+def _tp_problems(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
+    cut = [sizes[kind] for kind in TP_SIZES if kind in sizes]
     uneven = [f"{name}={size}" for name, size in cut if size % mesh.tp]
     if uneven:
-        fits = _listed(_divisors(gcd(*(size for _, size in cut))))
+        fits = _comma_list(_divisors(gcd(*(size for _, size in cut))))
         text = f"{mesh.tp} slices do not divide {', '.join(uneven)} of the model; what fits: {fits}"
         yield Problem("parallelism.tp", text)
 
 
-def _head_shares(mesh: Mesh, name: str, heads: int) -> Iterator[Problem]:
+def _cp_problems(mesh: Mesh, name: str, heads: int) -> Iterator[Problem]:
     own = heads // mesh.tp
     if own % mesh.cp:
         text = f"cp={mesh.cp} does not divide the {own} heads of a slice ({name}={heads}); what fits: "
-        yield Problem("parallelism.cp", f"{text}{_listed(_divisors(own))}, or parallelism.cp_style=ring")
+        yield Problem("parallelism.cp", f"{text}{_comma_list(_divisors(own))}, or parallelism.cp_backend=ring")
 
 
-def _stages(mesh: Mesh, sizes: Sizes, chunks: int) -> Iterator[Problem]:
+def _pp_problems(mesh: Mesh, sizes: Sizes, chunks: int) -> Iterator[Problem]:
     name, layers = sizes.get("layers", ("", mesh.pp * chunks))
     if mesh.pp * chunks > layers:
-        runs = f"pp={mesh.pp} × pp_chunks={chunks}" if chunks > 1 else f"pp={mesh.pp}"
-        fits = f"at most {layers // chunks} stages" if layers >= chunks else f"pp_chunks of at most {layers}"
+        runs = f"pp={mesh.pp} × pp_virtual_stages={chunks}" if chunks > 1 else f"pp={mesh.pp}"
+        fits = f"at most {layers // chunks} stages" if layers >= chunks else f"pp_virtual_stages of at most {layers}"
         text = f"{runs} takes {mesh.pp * chunks} layers, and {name}={layers}; what fits: {fits}"
         yield Problem("parallelism.pp", text)
 
 
-def _expert_shares(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
+def _ep_problems(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
     if mesh.ep == 1 or not sizes:
         return
     name, experts = sizes.get("experts", ("", 0))
@@ -235,9 +244,11 @@ def _expert_shares(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
         text = "the model has no experts; type parallelism.ep=1, or take one that has, as model=tiny_moe"
         yield Problem("parallelism.ep", text)
     elif experts % mesh.ep:
-        ranks = _expert_ranks(mesh)
-        here = f", of which these {ranks} ranks: {_listed(_divisors(gcd(experts, ranks)))}"
-        text = f"{mesh.ep} ranks do not divide {name}={experts} of the model; what fits: {_listed(_divisors(experts))}"
+        ranks = _max_ep_size(mesh)
+        here = f", of which these {ranks} ranks: {_comma_list(_divisors(gcd(experts, ranks)))}"
+        text = (
+            f"{mesh.ep} ranks do not divide {name}={experts} of the model; what fits: {_comma_list(_divisors(experts))}"
+        )
         yield Problem("parallelism.ep", text + (here if ranks % experts else ""))
 
 
@@ -245,5 +256,5 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _listed(numbers: Sequence[int]) -> str:
+def _comma_list(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))

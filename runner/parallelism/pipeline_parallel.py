@@ -1,4 +1,4 @@
-"""Pipeline parallel: each stage has a run of the model's layers, and micro-batches pass through the stages.
+"""Pipeline parallel: each stage has some layers of the model, and micro-batches pass through stages.
 
     stage 0   ids ──embedding──▶ layers 0 … k ──hidden──▶
     stage 1                                    ──hidden──▶ layers k+1 … n ──norm, heads──▶ loss
@@ -30,18 +30,18 @@ from torch import Tensor, distributed, nn
 
 from runner.core.errors import Problem, RunnerError, SpecError
 from runner.distributed import dtensor_utils
-from runner.distributed.work_partition import forwards, pipelined
+from runner.distributed.work_partition import forward_schedule, one_f_one_b
 from runner.interfaces import TrainableModel
-from runner.interfaces.learning import Turn
-from runner.parallelism.process_groups import Border, Borders
-from runner.parallelism.weight_scatter import Slot, slots
+from runner.interfaces.learning import PipelineOp
+from runner.parallelism.process_groups import StageLink, StageLinks
+from runner.parallelism.weight_scatter import TensorSlot, tensor_slots
 
 
-class Received(torch.autograd.Function):
+class RecvForward(torch.autograd.Function):
     """Hidden states from the stage before, which their gradient goes back to."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, border: Border, blank: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, border: StageLink, blank: Tensor) -> Tensor:
         ctx.border = border
         return border.hidden.receive(blank.shape, blank.dtype, blank.device)
 
@@ -51,11 +51,11 @@ class Received(torch.autograd.Function):
         return None, None, None
 
 
-class Sent(torch.autograd.Function):
+class SendForward(torch.autograd.Function):
     """Nothing, [0]; hidden states have gone to the stage after this one, from which their gradient comes."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, border: Border, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, border: StageLink, hidden: Tensor) -> Tensor:
         ctx.border, ctx.like = border, (hidden.shape, hidden.dtype, hidden.device)
         border.hidden.send(hidden)
         return hidden.new_empty(0)
@@ -65,15 +65,15 @@ class Sent(torch.autograd.Function):
         return None, None, ctx.border.gradients.receive(*ctx.like)
 
 
-class HandedOn(Exception):
-    """Leaves a forward pass whose other layers are on other ranks; token: what its backward pass begins at."""
+class EndOfStage(Exception):
+    """Leaves a forward pass after the stage's last layer; `token` starts the backward pass."""
 
     def __init__(self, token: Tensor) -> None:
         super().__init__()
         self.token = token
 
 
-class Elsewhere:
+class AbsentLayer:
     """What stands for a layer of another stage, or of a run of layers that has no turn now."""
 
     def __init__(self, layer: nn.Module, work: Callable[[Tensor], Tensor]) -> None:
@@ -87,127 +87,131 @@ class Elsewhere:
         return getattr(self._layer, name)
 
 
-class Shows(Protocol):
+class StageView(Protocol):
     """What is needed of a stage."""
 
     passing: bool  # whether a forward pass is in it
 
-    def shown(self, layers: Sequence[nn.Module]) -> list[Any]: ...  # what stands for each of them in it
+    def visible_layers(self, layers: Sequence[nn.Module]) -> list[Any]: ...  # what stands for each of them in it
 
 
-class Layers(nn.ModuleList):
-    """The layers of a model, of which a pass is shown those of its stage, and `Elsewhere` for the others."""
+class StageLayers(nn.ModuleList):
+    """The layers of a model; iterating gives those of this stage, and `AbsentLayer` for the others."""
 
-    def __init__(self, layers: Sequence[nn.Module], stage: Shows) -> None:
+    def __init__(self, layers: Sequence[nn.Module], stage: StageView) -> None:
         super().__init__(layers)
         self._stage = stage
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._shown())
+        return iter(self._visible_layers())
 
     def __getitem__(self, index: Any) -> Any:
-        return self._shown()[index] if isinstance(index, slice) else super().__getitem__(index)
+        return self._visible_layers()[index] if isinstance(index, slice) else super().__getitem__(index)
 
-    def _shown(self) -> list[Any]:
+    def _visible_layers(self) -> list[Any]:
         layers = [layer for layer in self._modules.values() if layer is not None]
-        return self._stage.shown(layers) if self._stage.passing else layers
+        return self._stage.visible_layers(layers) if self._stage.passing else layers
 
 
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class StageOwner:
     """The stage that has a tensor, of those in `group`; device: where others keep what they get of it."""
 
     group: Any
     stage: int
     device: torch.device
 
-    def shared(self, tensor: Tensor, joined: Callable[[], Tensor]) -> Tensor:
-        """See `runner.distributed.dtensor_utils.Home`. Collective."""
+    def broadcast_full(self, tensor: Tensor, make_full: Callable[[], Tensor]) -> Tensor:
+        """See `runner.distributed.dtensor_utils.TensorOwner`. Collective."""
         if distributed.get_rank(self.group) == self.stage:
-            full = joined().to(self.device).contiguous()  # pieces may lie on the host
+            full = make_full().to(self.device).contiguous()  # pieces may lie on the host
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         distributed.broadcast(full, group=self.group, group_src=self.stage)
         return full
 
 
-class Staged:
-    """The stage of a model that lies on several: see `runner.interfaces.Stage`.
+class StagedModel:
+    """The stage of a model that lies on several: see `runner.interfaces.PipelineStage`.
 
     undone: while the whole model is on every rank; passing: while a forward pass is in this stage
     """
 
-    def __init__(self, model: TrainableModel, borders: Borders, group: Any, chunks: int, device: torch.device) -> None:
+    def __init__(
+        self, model: TrainableModel, borders: StageLinks, group: Any, chunks: int, device: torch.device
+    ) -> None:
         """group: the stages; model: on `meta`, whose parameters elsewhere will stay there."""
-        self.stages, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
-        self.undone = self.passing = False
+        self.num_stages, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
+        self.is_whole = self.passing = False
         self._group, self._chunks, self._borders, self._device = group, chunks, borders, device
         self._chunk = 0
-        parent, name, layers = _layers(model)
-        self._runs = runs(len(layers), self.stages * chunks)
-        homes = {id(layer): self._home(place) for place, layer in enumerate(layers)}
-        parent._modules[name] = Layers(layers, self)
+        parent, name, layers = _find_layers(model)
+        self._runs = split_layers(len(layers), self.num_stages * chunks)
+        homes = {id(layer): self._stage_of_layer(place) for place, layer in enumerate(layers)}
+        parent._modules[name] = StageLayers(layers, self)
         self._width: int = model.inner.config.get_text_config().hidden_size
-        self._dtype = model.compute_type
+        self._dtype = model.compute_dtype
         self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._tensors = self._homes(model, homes)
+        self._tensors = self._stages_of_parameters(model, homes)
         absent = {slot.tensor for holders, places in self._tensors if self.rank not in holders for slot in places}
         away = {layer for layer in layers if homes[id(layer)] != self.rank}
-        self.elsewhere: frozenset[Any] = frozenset(absent | away)
+        self.absent_modules: frozenset[Any] = frozenset(absent | away)
 
-    def _home(self, place: int) -> int:
+    def _stage_of_layer(self, place: int) -> int:
         """The stage that has a layer."""
-        return next(at for at, run in enumerate(self._runs) if place in run) % self.stages
+        return next(at for at, run in enumerate(self._runs) if place in run) % self.num_stages
 
-    def _homes(self, model: TrainableModel, homes: dict[int, int]) -> list[tuple[tuple[int, ...], list[Slot]]]:
+    def _stages_of_parameters(
+        self, model: TrainableModel, homes: dict[int, int]
+    ) -> list[tuple[tuple[int, ...], list[TensorSlot]]]:
         """Of each parameter the stages that have it, in order, and where in the module it is."""
-        of = {id(p): homes[id(layer)] for layer in model.blocks() for p in layer.parameters()}
+        of = {id(p): homes[id(layer)] for layer in model.transformer_blocks() for p in layer.parameters()}
         embedding = {id(p) for p in model.inner.get_input_embeddings().parameters()}
         head = model.inner.get_output_embeddings()
         shared = embedding & {id(p) for p in ([] if head is None else head.parameters())}
-        found: dict[int, list[Slot]] = {}
-        for _, slot in slots(model.whole):
+        found: dict[int, list[TensorSlot]] = {}
+        for _, slot in tensor_slots(model.whole):
             if isinstance(slot.tensor, nn.Parameter):
                 found.setdefault(id(slot.tensor), []).append(slot)
-        last = self.stages - 1
+        last = self.num_stages - 1
         return [
             ((0, last) if key in shared else (of.get(key, 0 if key in embedding else last),), places)
             for key, places in found.items()
         ]
 
     @property
-    def depth(self) -> int:
+    def index(self) -> int:
         """See `Stage`."""
-        return self._chunk * self.stages + self.rank
+        return self._chunk * self.num_stages + self.rank
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """See `Stage`."""
-        return self.undone or self.depth == len(self._runs) - 1
+        return self.is_whole or self.index == len(self._runs) - 1
 
-    def turns(self, count: int) -> Sequence[Turn]:
+    def schedule(self, count: int) -> Sequence[PipelineOp]:
         """See `Stage`."""
-        return pipelined(self.rank, self.stages, self._chunks, count)
+        return one_f_one_b(self.rank, self.num_stages, self._chunks, count)
 
-    def flow(self, count: int) -> Sequence[Turn]:
+    def forward_schedule(self, count: int) -> Sequence[PipelineOp]:
         """See `Stage`."""
-        return forwards(self.stages, self._chunks, count)
+        return forward_schedule(self.num_stages, self._chunks, count)
 
-    def enter(self, turn: Turn) -> None:
+    def begin_op(self, op: PipelineOp) -> None:
         """See `Stage`."""
-        self._chunk = turn.chunk
+        self._chunk = op.chunk
 
-    def passed(self, run: Callable[[Forward], Tensor], forward: Forward) -> Tensor:
+    def run_local(self, run: Callable[[Forward], Tensor], forward: Forward) -> Tensor:
         """See `Stage`: an empty tensor where hidden states were handed on."""
-        if self.undone:
+        if self.is_whole:
             return run(forward)
         self.passing = True
         try:
-            return run(partial(self._from_hidden, forward) if self.depth else forward)
-        except HandedOn as end:
+            return run(partial(self._from_hidden, forward) if self.index else forward)
+        except EndOfStage as end:
             return end.token
         finally:
             self.passing = False
@@ -217,98 +221,104 @@ class Staged:
         nothing = torch.zeros((), dtype=self._dtype, device=self._device)
         return forward(inputs_embeds=nothing.expand(*input_ids.shape, self._width), **keywords)
 
-    def shown(self, layers: Sequence[nn.Module]) -> list[Any]:
+    def visible_layers(self, layers: Sequence[nn.Module]) -> list[Any]:
         """The layers as the pass in this run of layers meets them."""
-        own, found = self._runs[self.depth], list[Any]()
+        own, found = self._runs[self.index], list[Any]()
         for place, layer in enumerate(layers):
-            work = {own.start - 1: self._receive, own.stop: self._send}.get(place, _as_it_is)
-            found.append(layer if place in own else Elsewhere(layer, work))
+            work = {own.start - 1: self._receive, own.stop: self._send}.get(place, _identity)
+            found.append(layer if place in own else AbsentLayer(layer, work))
         return found
 
     def _receive(self, blank: Tensor) -> Tensor:
-        made: Tensor = Received.apply(self._anchor, self._borders.before, blank)
+        made: Tensor = RecvForward.apply(self._anchor, self._borders.before, blank)
         return made
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
             text = f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, {self._dtype} [… {self._width}] before them"
             raise RunnerError(f"hidden states are {text}: such a model cannot be divided; type parallelism.pp=1")
-        raise HandedOn(Sent.apply(self._anchor, self._borders.after, hidden))
+        raise EndOfStage(SendForward.apply(self._anchor, self._borders.after, hidden))
 
-    def tied(self) -> list[Tensor]:
+    def tied_parameters(self) -> list[Tensor]:
         """What the first and the last stage both have, if this is one of them."""
         return [places[0].tensor for holders, places in self._tensors if len(holders) > 1 and self.rank in holders]
 
-    def settle(self) -> None:
+    def on_parameters_ready(self) -> None:
         """Let `dtensor_utils.whole` find all parameters from now on: they have numbers and stay these objects."""
         for holders, places in self._tensors:
-            dtensor_utils.at_home(places[0].tensor, Home(self._group, holders[0], self._device))
+            dtensor_utils.set_owner(places[0].tensor, StageOwner(self._group, holders[0], self._device))
 
     @contextmanager
-    def whole(self, inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-        """The whole model on every rank for as long as the block lasts; inside: joins what this stage has, if that is
-        cut. Collective on entering."""
-        kept: list[tuple[Slot, Tensor]] = []
+    def summon_full_params(self, inside: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+        """The whole model on every rank inside the block. Collective on entering.
+
+        inside: gathers this stage's parameters, if they are sharded
+        """
+        kept: list[tuple[TensorSlot, Tensor]] = []
         with inside():
-            self.undone = True
+            self.is_whole = True
             try:
                 for (first, *_), places in self._tensors:
-                    kept += self._shared(first, places)
+                    kept += self._put_full_tensor(first, places)
                 yield
             finally:
-                self.undone = False
+                self.is_whole = False
                 for slot, tensor in kept:
-                    slot.put(tensor)
+                    slot.assign(tensor)
 
-    def _shared(self, home: int, places: list[Slot]) -> list[tuple[Slot, Tensor]]:
+    def _put_full_tensor(self, home: int, places: list[TensorSlot]) -> list[tuple[TensorSlot, Tensor]]:
         """Put what another stage has where it belongs; returns what was there."""
         own = places[0].tensor
-        full = Home(self._group, home, self._device).shared(own, own.detach)
+        full = StageOwner(self._group, home, self._device).broadcast_full(own, own.detach)
         if home == self.rank:
             return []
         kept = [(slot, slot.tensor) for slot in places]
         made = nn.Parameter(full, requires_grad=own.requires_grad)
         for slot in places:
-            slot.put(made)
+            slot.assign(made)
         return kept
 
 
-def _as_it_is(hidden: Tensor) -> Tensor:
+def _identity(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def runs(layers: int, count: int) -> list[range]:
+def split_layers(layers: int, count: int) -> list[range]:
     """`count` runs of layers whose lengths differ by at most one, longer ones first."""
     sizes = [layers // count + (at < layers % count) for at in range(count)]
     return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
-def _layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]]:
-    """The list of a model's layers, and where it is. Raises SpecError for a model without exactly one, and for one that
-    has more before it than an embedding."""
-    blocks, kind = model.blocks(), type(model.inner).__name__
+def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]]:
+    """The list of a model's layers, with its name. Raises SpecError unless there is exactly one.
+
+    Also for a model that has more than an embedding before its layers.
+    """
+    blocks, kind = model.transformer_blocks(), type(model.inner).__name__
     embedding = set(model.inner.get_input_embeddings().modules())
     for part in model.inner.modules():
         before: list[str] = []
         for name, child in part.named_children():
             if isinstance(child, nn.ModuleList) and blocks and list(child) == blocks:
                 if before:
-                    raise refused(f"{kind} has {before[0]} before its layers, beside the embedding")
+                    raise pipeline_parallel_error(f"{kind} has {before[0]} before its layers, beside the embedding")
                 return part, name, blocks
             if child not in embedding and any(True for _ in child.parameters()):
                 before.append(name)
-    raise refused(f"{kind} does not have its layers in one list")
+    raise pipeline_parallel_error(f"{kind} does not have its layers in one list")
 
 
-def refused(why: str) -> SpecError:
+def pipeline_parallel_error(why: str) -> SpecError:
     return SpecError([Problem("parallelism.pp", f"{why}; type parallelism.pp=1, with parallelism=fsdp or tp")])
 
 
-def divide(model: TrainableModel, borders: Borders, group: Any, *, chunks: int, device: torch.device) -> None:
+def apply_pipeline_parallel(
+    model: TrainableModel, borders: StageLinks, group: Any, *, chunks: int, device: torch.device
+) -> None:
     """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
 
-    `apply.refuse_another` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a model
-    that does not name its layers.
+    `apply.refuse_changed_model` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a
+    model that does not name its layers.
     """
-    model.stage = stage = Staged(model, borders, group, chunks, device)
-    model.whole.joined = partial(stage.whole, model.whole.joined)
+    model.stage = stage = StagedModel(model, borders, group, chunks, device)
+    model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)

@@ -1,5 +1,6 @@
-"""The process groups of a mesh, and what passes over them: objects over gloo, sums over the device's own backend,
-hidden states and gradients between neighbouring stages.
+"""Process groups of a mesh: objects over gloo, sums over the device's backend, pipeline transfers.
+
+Hidden states and gradients travel between neighboring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
     gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
@@ -29,16 +30,16 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh
 
 from runner.core.errors import DeadlineExceeded, RankLost
-from runner.core.rank_info import tells_of_loss
-from runner.interfaces import Peers
-from runner.parallelism.mesh import COPIES, DATA, Family, Mesh, family
+from runner.core.rank_info import is_connection_loss
+from runner.interfaces import RankCollectives
+from runner.parallelism.mesh import DATA_DIMS, REPLICA_DIMS, Mesh, RankGroup, group_of_rank
 
 T = TypeVar("T")
 BUCKET_BYTES = 25 * 2**20  # as torch's DistributedDataParallel
-RUN_BYTES = 256 * 2**20  # well below the 2^31 of an index
+CHUNK_BYTES = 256 * 2**20  # well below the 2^31 of an index
 
 
-class GroupPeers:
+class ProcessGroupCollectives:
     """The ranks of a process group whose backend on the CPU is gloo."""
 
     def __init__(self, group: Any, timeout_s: float) -> None:
@@ -46,45 +47,45 @@ class GroupPeers:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
 
-    def gather(self, value: T) -> list[T]:
-        """See `Peers`."""
+    def all_gather(self, value: T) -> list[T]:
+        """See `RankCollectives`."""
         found: list[Any] = [None] * self.size
-        with self._worded("gathering"):
+        with self._translate_errors("gathering"):
             distributed.all_gather_object(found, value, group=self._group)
         return found
 
-    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """See `Peers`."""
-        found = self.gather({name: tensor.cpu() for name, tensor in tensors.items()})
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """See `RankCollectives`."""
+        found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
 
-    def sum_(self, tensors: Sequence[Tensor]) -> None:
-        """See `Peers`. Holds two buckets beside the tensors. What is half as precise as float32 is added in float32."""
+    def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
+        """See `RankCollectives`. Holds two buckets beside the tensors; adds what is less precise in float32."""
         pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
-        with self._worded("summing"):
-            for bucket in buckets(tensors):
+        with self._translate_errors("summing"):
+            for bucket in buckets_by_dtype(tensors):
                 flat = torch.cat([one.reshape(-1) for one in bucket])
                 flat = flat.float() if flat.dtype.itemsize < 4 and flat.is_floating_point() else flat
                 pending.append((distributed.all_reduce(flat, group=self._group, async_op=True), flat, bucket))
                 if len(pending) == 2:
-                    _finish(*pending.pop(0))
+                    _copy_back(*pending.pop(0))
             for one in pending:
-                _finish(*one)
+                _copy_back(*one)
 
-    def from_first_(self, tensor: Tensor) -> None:
-        """See `Peers`. It travels in runs of signed bytes, which every backend knows."""
-        with self._worded("handing over"):
-            for run in tensor.reshape(-1).view(torch.int8).split(RUN_BYTES):
+    def broadcast_(self, tensor: Tensor) -> None:
+        """See `RankCollectives`. It travels in runs of signed bytes, which every backend knows."""
+        with self._translate_errors("handing over"):
+            for run in tensor.reshape(-1).view(torch.int8).split(CHUNK_BYTES):
                 distributed.broadcast(run, group=self._group, group_src=0)
 
     @contextmanager
-    def _worded(self, doing: str) -> Iterator[None]:
+    def _translate_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
         except torch.OutOfMemoryError:  # of this rank itself
             raise
         except RuntimeError as error:
-            kind = RankLost if tells_of_loss(str(error)) else DeadlineExceeded
+            kind = RankLost if is_connection_loss(str(error)) else DeadlineExceeded
             raise kind(
                 f"rank {self.rank} of {self.size}, {doing}: another rank ended, or did not come within "
                 f"parallelism.timeout_s={self._timeout_s:g} ({(str(error).splitlines() or [''])[0]})\n"
@@ -92,27 +93,27 @@ class GroupPeers:
             ) from error
 
 
-class StagePeers(GroupPeers):
+class PipelineCollectives(ProcessGroupCollectives):
     """The data ranks of a job whose models lie in stages: what the last stage says is what counts.
 
     everyone: the data ranks of all stages, those of the last stage last; all of them call every verb
     """
 
-    def __init__(self, group: Any, everyone: Peers, timeout_s: float, device: torch.device) -> None:
+    def __init__(self, group: Any, everyone: RankCollectives, timeout_s: float, device: torch.device) -> None:
         super().__init__(group, timeout_s)
         self._everyone, self._device = everyone, device
 
-    def gather(self, value: T) -> list[T]:
-        """See `Peers`."""
-        return self._everyone.gather(value)[-self.size :]
+    def all_gather(self, value: T) -> list[T]:
+        """See `RankCollectives`."""
+        return self._everyone.all_gather(value)[-self.size :]
 
-    def gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """See `Peers`; the others need not have any."""
-        found = self.gather({name: tensor.cpu() for name, tensor in tensors.items()})
+    def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
+        """See `RankCollectives`; the others need not have any."""
+        found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: tensor.to(self._device) for name, tensor in one.items()} for one in found]
 
 
-def buckets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+def buckets_by_dtype(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
     """Runs of tensors of one data type, of at most BUCKET_BYTES or one tensor."""
     held: list[Tensor] = []
     for tensor in tensors:
@@ -125,7 +126,7 @@ def buckets(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
         yield held
 
 
-def _finish(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
+def _copy_back(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
     """Wait for a sum and put it where its parts came from."""
     work.wait()
     parts = torch.split(flat, [one.numel() for one in bucket])
@@ -133,11 +134,15 @@ def _finish(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
         one.copy_(part.view_as(one))
 
 
-WEIGHTS = ("dp_replicate", "dp_shard", "tp")  # dimensions in which a stage's weights lie; cp ranks are among dp_shard
+WEIGHT_DIMS = (
+    "dp_replicate",
+    "dp_shard",
+    "tp",
+)  # dimensions in which a stage's weights lie; cp ranks are among dp_shard
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class MeshGroups:
     """The groups that this rank is in.
 
     of: `data`, `copies` (whose gradients add up), `cp`, `tp`, `pp`, `ep`, `expert_copies`, `expert_pieces`,
@@ -145,48 +150,52 @@ class Groups:
     ranks of all of them, and `ends`, the first and the last of `pp`
     """
 
-    of: Mapping[str, Any]
+    by_name: Mapping[str, Any]
     weights: DeviceMesh  # the ranks of this stage, by the names in WEIGHTS
     experts: DeviceMesh  # those of this stage and slice, by the names in `Mesh.expert_grid`
-    borders: Borders | None = None  # to the stages beside this one
+    stage_links: StageLinks | None = None  # to the stages beside this one
 
 
-def made(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 1) -> Groups:
+def create_groups(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 1) -> MeshGroups:
     """Make the groups of all ranks; chunks: runs of layers on each stage. Collective."""
     every = mesh.groups()
     if mesh.pp > 1:
-        every["stages"] = mesh.families("pp", *DATA)
-        every["ends"] = [(stages[0], stages[-1]) for stages in mesh.families("pp")]
+        every["stages"] = mesh.rank_groups("pp", *DATA_DIMS)
+        every["ends"] = [(stages[0], stages[-1]) for stages in mesh.rank_groups("pp")]
     rank = distributed.get_rank()
-    known: dict[tuple[Family, ...], Any] = {}
+    known: dict[tuple[RankGroup, ...], Any] = {}
     for families in every.values():
         if (key := tuple(families)) not in known:
             known[key], _ = distributed.new_subgroups_by_enumeration(
                 [list(one) for one in families], timeout=timeout, backend=backend
             )
     own = {name: known[tuple(families)] for name, families in every.items()}
-    stage = torch.tensor(family(mesh.families(*COPIES, "tp"), rank)).view(mesh.dp_replicate, mesh.pieces, mesh.tp)
-    weights = DeviceMesh.from_group([own[name] for name in WEIGHTS], kind, stage, mesh_dim_names=WEIGHTS)
-    experts = _experts(mesh, own, kind, family(mesh.families(*COPIES), rank))
+    stage = torch.tensor(group_of_rank(mesh.rank_groups(*REPLICA_DIMS, "tp"), rank)).view(
+        mesh.dp_replicate, mesh.dp_shard_cp_size, mesh.tp
+    )
+    weights = DeviceMesh.from_group([own[name] for name in WEIGHT_DIMS], kind, stage, mesh_dim_names=WEIGHT_DIMS)
+    experts = _expert_mesh(mesh, own, kind, group_of_rank(mesh.rank_groups(*REPLICA_DIMS), rank))
     pair = partial(distributed.new_group, timeout=timeout, backend=backend)
-    return Groups(own, weights, experts, make_borders(mesh.families("pp"), chunks, pair) if mesh.pp > 1 else None)
+    return MeshGroups(
+        own, weights, experts, make_stage_links(mesh.rank_groups("pp"), chunks, pair) if mesh.pp > 1 else None
+    )
 
 
-def _experts(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: Family) -> DeviceMesh:
+def _expert_mesh(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: RankGroup) -> DeviceMesh:
     named = {**own, "dp_shard": own["expert_pieces"]}
     names, ranks = tuple(mesh.expert_grid), torch.tensor(copies).view(*mesh.expert_grid.values())
     return DeviceMesh.from_group([named[name] for name in names], kind, ranks, mesh_dim_names=names)
 
 
 @dataclass(slots=True)
-class Way:
+class P2pChannel:
     """One direction of a border, as one of its two ranks sees it.
 
     room: how many messages may be under way; a sender with more waits for the oldest to be taken
     """
 
     group: Any
-    room: int
+    max_pending: int
     pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # tensors live until they were sent
 
     @property
@@ -195,7 +204,7 @@ class Way:
 
     def send(self, tensor: Tensor) -> None:
         """Let it go; its memory must not change afterwards."""
-        while self.pending and (self.pending[0][0].is_completed() or len(self.pending) >= self.room):
+        while self.pending and (self.pending[0][0].is_completed() or len(self.pending) >= self.max_pending):
             work, _ = self.pending.popleft()
             work.wait()
         tensor = tensor.detach().contiguous()
@@ -209,19 +218,19 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Border:
+class StageLink:
     """Between a stage and the next one."""
 
-    hidden: Way
-    gradients: Way
+    hidden: P2pChannel
+    gradients: P2pChannel
 
 
 @dataclass(frozen=True, slots=True)
-class Borders:
+class StageLinks:
     """Those of one stage: to the one before it and to the one after it. None at the ends."""
 
-    before: Border | None
-    after: Border | None
+    before: StageLink | None
+    after: StageLink | None
 
     def warm_up(self, device: torch.device) -> None:
         """One number each way, so that what is wrong between the ranks is known now. All stages call it."""
@@ -235,24 +244,25 @@ class Borders:
             self.after.gradients.receive([1], one.dtype, device)
 
 
-def make_borders(families: Sequence[Family], chunks: int, new_group: Callable[[list[int]], Any]) -> Borders:
-    """Make the groups between the stages of each of `families`, on all ranks in the same order, and return those of
-    this rank. Collective.
+def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Callable[[list[int]], Any]) -> StageLinks:
+    """Make the groups between the stages of each of `families`, in the same order on all ranks.
+
+    Returns those of this rank. Collective.
 
     chunks: runs of layers on each rank; with several the last stage hands on to the first
     """
     rank, room = distributed.get_rank(), 2 * len(families[0]) * chunks
-    before: Border | None = None
-    after: Border | None = None
+    before: StageLink | None = None
+    after: StageLink | None = None
     for ranks in families:
-        for left, right in _neighbours(ranks, chunks > 1):
-            border = Border(*(Way(new_group([left, right]), room) for _ in range(2)))
+        for left, right in _adjacent_ranks(ranks, chunks > 1):
+            border = StageLink(*(P2pChannel(new_group([left, right]), room) for _ in range(2)))
             after = border if rank == left else after
             before = border if rank == right else before
-    return Borders(before, after)
+    return StageLinks(before, after)
 
 
-def _neighbours(family: Family, ring: bool) -> Iterator[tuple[int, int]]:
+def _adjacent_ranks(family: RankGroup, ring: bool) -> Iterator[tuple[int, int]]:
     yield from pairwise(family)
     if ring:
         yield family[-1], family[0]

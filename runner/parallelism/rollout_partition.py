@@ -1,4 +1,4 @@
-"""Sampling, rewards, environments and evaluation shared out: each rank does some, and all have everything.
+"""Sampling, rewards, environments and evaluation, partitioned over ranks; all ranks get all results.
 
     requests, groups, turns ──balanced──▶ this rank's own ──▶ the part that is wrapped ──gathered──▶ all, on every rank
 
@@ -10,62 +10,62 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
-from runner.distributed.work_partition import balanced, grouped, on_first, together
+from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
-    Around,
     Completion,
     Environment,
-    Environments,
-    Finish,
+    EnvironmentBatch,
+    EnvironmentFactory,
     GreedyAnswerer,
+    GreedyOutput,
     Observation,
-    Partners,
-    Peers,
     Prompt,
+    RankCollectives,
     Request,
     Reward,
     Rollout,
     Sampler,
-    Written,
+    SamplerWrapper,
+    StopCriterion,
 )
 
-Whole = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
+FullParamsContext = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
 T = TypeVar("T")
 Scores = list[list[float | None]]
 Parts = list[list[Mapping[str, float | None]]]
 
 
-class SharedSampler(Around):
+class PartitionedSampler(SamplerWrapper):
     """A sampler on each rank; the requests of a group, which have one prompt, stay together."""
 
-    def __init__(self, sampler: Sampler, peers: Peers, whole: Whole) -> None:
+    def __init__(self, sampler: Sampler, peers: RankCollectives, whole: FullParamsContext) -> None:
         super().__init__(sampler)
         self._peers, self._whole = peers, whole
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same."""
-        members, costs = grouped(requests)
+        members, costs = group_by_prompt(requests)
 
         def work(mine: list[int]) -> list[list[Rollout]]:
             drawn = iter(self._sampler.sample([requests[at] for group in mine for at in members[group]]))
             return [[next(drawn) for _ in members[group]] for group in mine]
 
         with self._whole():
-            found = together(self._peers, balanced(costs, self._peers.size), work)
+            found = run_partitioned(self._peers, balance_by_cost(costs, self._peers.size), work)
         placed = {
             at: one for group, drawn in zip(members, found, strict=True) for at, one in zip(group, drawn, strict=True)
         }
         return [placed[at] for at in range(len(requests))]
 
 
-class FirstSampler:
+class Rank0Sampler:
     """A sampler that only the first rank speaks to; the others hear what it says."""
 
-    def __init__(self, make: Callable[[], Sampler], peers: Peers) -> None:
+    def __init__(self, make: Callable[[], Sampler], peers: RankCollectives) -> None:
         self._peers = peers
         self._sampler = make() if peers.rank == 0 else None
         self._known: tuple[float, int, int | None] | None = None
@@ -73,127 +73,135 @@ class FirstSampler:
     @property
     def temperature(self) -> float:
         """See `Sampler`."""
-        return self._facts()[0]
+        return self._limits()[0]
 
     @property
     def max_new_tokens(self) -> int:
         """See `Sampler`."""
-        return self._facts()[1]
+        return self._limits()[1]
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """See `Sampler`."""
-        return self._facts()[2]
+        return self._limits()[2]
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """See `Sampler`; all ranks hand over the same."""
-        self._ask(lambda sampler: sampler.load(tensors, version))
+        self._run_on_rank0(lambda sampler: sampler.load_weights(tensors, version))
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """See `Sampler`; all ranks ask for the same."""
-        return self._ask(lambda sampler: sampler.sample(requests))
+        return self._run_on_rank0(lambda sampler: sampler.sample(requests))
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """See `Sampler`; all ranks ask for the same."""
-        return self._ask(lambda sampler: sampler.score(rows))
+        return self._run_on_rank0(lambda sampler: sampler.score(rows))
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """See `Sampler`; known to the first rank."""
-        return {} if self._sampler is None else self._sampler.measured()
+        return {} if self._sampler is None else self._sampler.pop_metrics()
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """See `Sampler`."""
-        self._ask(lambda sampler: sampler.release())
+        self._run_on_rank0(lambda sampler: sampler.release_memory())
 
     def close(self) -> None:
         """See `Sampler`; the others need not be there."""
         if self._sampler is not None:
             self._sampler.close()
 
-    def _facts(self) -> tuple[float, int, int | None]:
+    def _limits(self) -> tuple[float, int, int | None]:
         """Asked for once: all ranks do so at the same place."""
         if self._known is None:
-            self._known = self._ask(lambda sampler: (sampler.temperature, sampler.max_new_tokens, sampler.longest))
+            self._known = self._run_on_rank0(
+                lambda sampler: (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len)
+            )
         return self._known
 
-    def _ask(self, what: Callable[[Sampler], T]) -> T:
+    def _run_on_rank0(self, what: Callable[[Sampler], T]) -> T:
         def work() -> T:
             assert self._sampler is not None  # this is the first rank
             return what(self._sampler)
 
-        return on_first(self._peers, work)
+        return run_on_rank0(self._peers, work)
 
 
-class SharedReward:
-    """A reward on each rank, which scores some of the groups; what it counts as faults in a row are those of a rank."""
+class PartitionedReward:
+    """A reward whose groups are scored by different ranks; failures in a row are counted per rank."""
 
-    def __init__(self, reward: Any, peers: Peers) -> None:
+    def __init__(self, reward: Any, peers: RankCollectives) -> None:
         self._reward, self._peers = reward, peers
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
         """See `Reward`; all ranks ask for the same."""
-        return together(self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine]))
+        return run_partitioned(
+            self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine])
+        )
+
+    def with_peers(self, peers: RankCollectives) -> Self:
+        """The same reward for another thread, which has these peers."""
+        return type(self)(self._reward, peers)
 
     def close(self) -> None:
         """See `Reward`."""
         self._reward.close()
 
     def _owners(self, groups: Sequence[Sequence[Completion]]) -> list[int]:
-        return balanced([sum(len(one.ids) for one in group) for group in groups], self._peers.size)
+        return balance_by_cost([sum(len(one.ids) for one in group) for group in groups], self._peers.size)
 
 
-class SharedSum(SharedReward):
+class PartitionedSumReward(PartitionedReward):
     """The same of a reward that is made of others."""
 
-    def composed(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
+    def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
         """The scores, and what each part gave."""
 
         def work(mine: list[int]) -> list[tuple[Any, Any]]:
-            return list(zip(*self._reward.composed([groups[i] for i in mine]), strict=True))
+            return list(zip(*self._reward.score_components([groups[i] for i in mine]), strict=True))
 
-        found = together(self._peers, self._owners(groups), work)
+        found = run_partitioned(self._peers, self._owners(groups), work)
         return [scores for scores, _ in found], [parts for _, parts in found]
 
 
-def shared_reward(reward: Reward, peers: Peers) -> SharedReward:
+def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
     """The reward, shared out."""
-    return (SharedSum if hasattr(reward, "composed") else SharedReward)(reward, peers)
+    return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedEnvironments(Environments):
+class PartitionedEnvironments(EnvironmentFactory):
     """Each episode's environment lives on one rank; the others hear what it says."""
 
-    peers: Peers
+    peers: RankCollectives
 
-    def begin(self, prompts: Sequence[Prompt]) -> Partners:
-        """See `Environments`; all ranks begin the same episodes."""
+    def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
+        """See `EnvironmentFactory`; all ranks begin the same episodes."""
         made: dict[int, Environment] = {}
 
         def work(mine: list[int]) -> list[None]:
-            made.update({at: self.fresh(prompts[at]) for at in mine})
+            made.update({at: self.start_episode(prompts[at]) for at in mine})
             return [None] * len(mine)
 
-        together(self.peers, [at % self.peers.size for at in range(len(prompts))], work)
-        return SharedPartners(made, self.peers)
+        run_partitioned(self.peers, [at % self.peers.size for at in range(len(prompts))], work)
+        return PartitionedEpisodes(made, self.peers)
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPartners(Partners):
+class PartitionedEpisodes(EnvironmentBatch):
     """Those that live on this rank, and who has the others."""
 
-    peers: Peers
+    peers: RankCollectives
 
-    def answer(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `Partners`; all ranks hand in the same turns."""
+    def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
+        """See `EnvironmentBatch`; all ranks hand in the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
-        return together(self.peers, owners, lambda mine: Partners.answer(self, [turns[i] for i in mine]))
+        return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
 
 
-class SharedAnswerer:
+class PartitionedAnswerer:
     """A model on each rank, which answers some of the prompts, `rows` at a time."""
 
-    def __init__(self, model: GreedyAnswerer, peers: Peers, whole: Whole) -> None:
+    def __init__(self, model: GreedyAnswerer, peers: RankCollectives, whole: FullParamsContext) -> None:
         self.tokenizer = model.tokenizer
         self._model, self._peers, self._whole = model, peers, whole
 
@@ -202,14 +210,14 @@ class SharedAnswerer:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         rows: int | None = None,
-        finish: Finish | None = None,
-    ) -> list[Written]:
-        """The greedy answer to each prompt; all ranks ask for the same. finish: None = as the model does by itself."""
+        finish: StopCriterion | None = None,
+    ) -> list[GreedyOutput]:
+        """The greedy answer to each prompt, the same on all ranks. finish: None = the model's own criterion."""
         options = {} if finish is None else {"finish": finish}
 
-        def work(mine: list[int]) -> list[Written]:
+        def work(mine: list[int]) -> list[GreedyOutput]:
             return self._model.generate([prompts[i] for i in mine], max_new_tokens, rows, **options)
 
-        owners = balanced([len(prompt) + max_new_tokens for prompt in prompts], self._peers.size)
+        owners = balance_by_cost([len(prompt) + max_new_tokens for prompt in prompts], self._peers.size)
         with self._whole():
-            return together(self._peers, owners, work)
+            return run_partitioned(self._peers, owners, work)

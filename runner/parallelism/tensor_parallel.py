@@ -1,7 +1,8 @@
 """Tensor parallel: layers cut into slices on several devices (Shoeybi et al., 1909.08053, section 3).
 
     hidden ──▶ q k v, gate up: some heads, some features of each rank ──▶ o, down ──summed over ranks──▶ hidden
-    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits (runner.model.head)
+    ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits
+    (runner.model.chunked_lm_head)
 
     whole ──enter──▶ slices ──leave──▶ whole      enter: identity, gradients summed; leave: sum, gradients unchanged
 
@@ -29,13 +30,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from runner.core.errors import Problem, SpecError
 from runner.distributed import dtensor_utils
-from runner.distributed.autograd_collectives import added
+from runner.distributed.autograd_collectives import all_reduce
 from runner.interfaces import Decide, TrainableModel
 
-Plan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
+SlicePlan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     """As it is; its gradient is the sum of what all ranks find."""
 
     @staticmethod
@@ -51,7 +52,7 @@ class _Enter(torch.autograd.Function):
 
 
 @dataclass(slots=True)
-class Slices:
+class TensorParallelGroup:
     """The ranks of one model's slices as one of them sees them.
 
     partial: of which replicated parameters, by name in their module, a rank finds a part of the gradient only;
@@ -59,9 +60,9 @@ class Slices:
     """
 
     mesh: DeviceMesh
-    undone: bool = False  # while the model is whole on every rank
-    partial: set[tuple[nn.Module, str]] = field(default_factory=set)
-    once: set[tuple[nn.Module, str]] = field(default_factory=set)
+    is_whole: bool = False  # while the model is whole on every rank
+    partial_gradients: set[tuple[nn.Module, str]] = field(default_factory=set)
+    rank0_only: set[tuple[nn.Module, str]] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
@@ -73,24 +74,24 @@ class Slices:
         """How many there are."""
         return self.mesh.size()
 
-    def enter(self, tensor: Tensor) -> Tensor:
-        """A tensor that is whole on every rank, from which each goes on to something of its own."""
-        made: Tensor = tensor if self.undone else _Enter.apply(tensor, self.mesh.get_group())
+    def copy_to_region(self, tensor: Tensor) -> Tensor:
+        """A tensor that is whole on every rank, from which each continues to something of its own."""
+        made: Tensor = tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
         return made
 
-    def leave(self, tensor: Tensor) -> Tensor:
+    def reduce_from_region(self, tensor: Tensor) -> Tensor:
         """The sum of what the ranks have come to."""
-        return tensor if self.undone else added(tensor, self.mesh.get_group())
+        return tensor if self.is_whole else all_reduce(tensor, self.mesh.get_group())
 
-    def used(self, part: nn.Module, name: str, parameter: DTensor) -> Tensor:
+    def parameter_for_forward(self, part: nn.Module, name: str, parameter: DTensor) -> Tensor:
         """What a module computes with; differentiable."""
         held: Tensor = parameter.to_local()
-        if (part, name) in self.once and self.rank:
+        if (part, name) in self.rank0_only and self.rank:
             held = held - held.detach()  # nothing, whose gradient is everyone's
-        return self.enter(held) if (part, name) in self.partial else held
+        return self.copy_to_region(held) if (part, name) in self.partial_gradients else held
 
     @contextmanager
-    def whole(self, module: nn.Module) -> Iterator[None]:
+    def summon_full_params(self, module: nn.Module) -> Iterator[None]:
         """Plain, whole parameters for as long as the block lasts. Collective on entering."""
         kept: list[tuple[dict[str, Any], str, DTensor]] = []
         made: dict[int, nn.Parameter] = {}
@@ -99,33 +100,33 @@ class Slices:
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and not parameter.is_meta:
                     if id(parameter) not in made:  # tied ones stay so
-                        full = dtensor_utils.joined(parameter)
+                        full = dtensor_utils.full_tensor_of_holders(parameter)
                         made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     kept.append((parameters, name, parameter))
-        self.undone = True
+        self.is_whole = True
         try:
             for parameters, name, parameter in kept:
                 parameters[name] = made[id(parameter)]
             yield
         finally:
-            self.undone = False
+            self.is_whole = False
             for parameters, name, parameter in kept:
                 parameters[name] = parameter
 
 
-def distribute(parts: Iterable[nn.Module], slices: Slices, plan: Plan) -> None:
-    """Every parameter of these modules, on the meta device, becomes a DTensor of its slice, or of all of it."""
+def distribute_parameters(parts: Iterable[nn.Module], slices: TensorParallelGroup, plan: SlicePlan) -> None:
+    """Make every parameter of these modules, on meta, a DTensor: a shard of it, or a replica."""
     made: dict[int, nn.Parameter] = {}
     for part in parts:
         for name, parameter in part._parameters.items():
             if parameter is not None:
                 if id(parameter) not in made:
-                    made[id(parameter)] = _sliced(parameter, plan.get(id(parameter)), slices)
+                    made[id(parameter)] = _slice_parameter(parameter, plan.get(id(parameter)), slices)
                 part._parameters[name] = made[id(parameter)]
 
 
-def _sliced(full: nn.Parameter, dim: int | None, slices: Slices) -> nn.Parameter:
-    held, placement = dtensor_utils.local(full), Replicate() if dim is None else Shard(dim)
+def _slice_parameter(full: nn.Parameter, dim: int | None, slices: TensorParallelGroup) -> nn.Parameter:
+    held, placement = dtensor_utils.local_tensor(full), Replicate() if dim is None else Shard(dim)
     if dim is not None:
         held = held.chunk(slices.size, dim)[slices.rank].clone(memory_format=torch.contiguous_format)
     options: dict[str, Any] = {"run_check": False, "shape": full.shape, "stride": full.stride()}
@@ -133,10 +134,10 @@ def _sliced(full: nn.Parameter, dim: int | None, slices: Slices) -> nn.Parameter
     return nn.Parameter(made, requires_grad=full.requires_grad)
 
 
-class Use:
+class LocalParameterHooks:
     """Hooks that give one module plain tensors for the time of its forward pass."""
 
-    def __init__(self, part: nn.Module, slices: Slices) -> None:
+    def __init__(self, part: nn.Module, slices: TensorParallelGroup) -> None:
         self._part, self._slices = part, slices
         self._kept: dict[str, DTensor] = {}
         part.register_forward_pre_hook(self._before)
@@ -146,7 +147,7 @@ class Use:
         parameters: dict[str, Any] = self._part._parameters
         self._kept = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
         for name, parameter in self._kept.items():
-            parameters[name] = self._slices.used(self._part, name, parameter)
+            parameters[name] = self._slices.parameter_for_forward(self._part, name, parameter)
 
     def _after(self, *_: Any) -> None:
         parameters: dict[str, Any] = self._part._parameters
@@ -154,10 +155,10 @@ class Use:
         self._kept = {}
 
 
-class UseRows(Use):
-    """The same of an embedding that has a run of the ids' rows: those of other ids are added from other ranks."""
+class VocabEmbeddingHooks(LocalParameterHooks):
+    """Hooks of a vocabulary-parallel embedding: rows of other ids are added from other ranks."""
 
-    def __init__(self, part: nn.Embedding, slices: Slices) -> None:
+    def __init__(self, part: nn.Embedding, slices: TensorParallelGroup) -> None:
         self._padding = part.padding_idx
         self._others: Tensor | None = None  # which ids of a pass are not here
         super().__init__(part, slices)
@@ -167,7 +168,7 @@ class UseRows(Use):
         if not self._kept:
             return None
         weight = self._kept["weight"]
-        rows = dtensor_utils.span(weight)[0]
+        rows = dtensor_utils.local_slice(weight)[0]
         [ids] = inputs
         self._others = (ids < rows.start) | (ids >= rows.stop)
         if self._padding is not None:
@@ -180,75 +181,80 @@ class UseRows(Use):
         others, self._others = self._others, None
         if others is None or output is None:
             return None
-        return self._slices.leave(output.masked_fill(others[..., None], 0))
+        return self._slices.reduce_from_region(output.masked_fill(others[..., None], 0))
 
 
 OUTPUTS, INPUTS = 0, 1  # the dimensions of a linear layer's weight
-LAYERS = (
+LAYER_PLANS = (
     {"q_proj": OUTPUTS, "k_proj": OUTPUTS, "v_proj": OUTPUTS, "o_proj": INPUTS},
     {"gate_proj": OUTPUTS, "up_proj": OUTPUTS, "down_proj": INPUTS},
 )
 
 
-def cut(model: TrainableModel, mesh: DeviceMesh, *, decide: Decide) -> None:
-    """Make of every parameter of `model`, on the meta device (see `weights`), the slice of it that this rank holds, or
-    a replica.
+def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: Decide) -> None:
+    """Replace every parameter of `model`, on the meta device, by this rank's shard or a replica.
 
-    mesh: of one dimension. `apply.refuse_another` follows, when the slices have their numbers. The model's parameters
-    are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
+    mesh: of one dimension. `apply.refuse_changed_model` follows, when the slices have their numbers. The model's
+    parameters are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
     """
-    slices, plan = Slices(mesh), Plan()
-    for layer, dims in _layers(model.inner):
+    slices, plan = TensorParallelGroup(mesh), SlicePlan()
+    for layer, dims in _sliceable_layers(model.inner):
         _cut_layer(layer, dims, slices, plan)
-    ends = _ends(model, slices, decide)
+    ends = _vocab_parallel_ends(model, slices, decide)
     plan |= {id(end._parameters["weight"]): OUTPUTS for end in ends}
-    distribute(model.whole.modules(), slices, plan)
+    distribute_parameters(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise refused(f"{type(part).__name__} of parameters that no module computes with alone")
+            raise tensor_parallel_error(f"{type(part).__name__} of parameters that no module computes with alone")
         if part in ends and isinstance(part, nn.Embedding):
-            UseRows(part, slices)
+            VocabEmbeddingHooks(part, slices)
         elif part not in ends and part._parameters:
-            Use(part, slices)
-    model.whole.joined = partial(slices.whole, model.whole)
+            LocalParameterHooks(part, slices)
+    model.whole.join_context = partial(slices.summon_full_params, model.whole)
 
 
-def refused(why: str) -> SpecError:
+def tensor_parallel_error(why: str) -> SpecError:
     return SpecError([Problem("parallelism.tp", f"{why}; type parallelism.tp=1, with parallelism=ddp or fsdp")])
 
 
-def _layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
+def _sliceable_layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
     """Attention and feed-forward layers, and how what is in them is cut."""
-    found = [(part, dims) for part in module.modules() for dims in LAYERS if all(hasattr(part, name) for name in dims)]
+    found = [
+        (part, dims) for part in module.modules() for dims in LAYER_PLANS if all(hasattr(part, name) for name in dims)
+    ]
     if not found:
-        raise refused(f"{type(module).__name__} has no layers named {', '.join(LAYERS[0] | LAYERS[1])}")
+        raise tensor_parallel_error(
+            f"{type(module).__name__} has no layers named {', '.join(LAYER_PLANS[0] | LAYER_PLANS[1])}"
+        )
     yield from found
 
 
-def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: Slices, plan: Plan) -> None:
+def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: TensorParallelGroup, plan: SlicePlan) -> None:
     """Say how a layer's weights are cut, and let hidden states enter and leave its slices."""
     for name, dim in dims.items():
         linear = getattr(layer, name)
-        for one, cut in _weights(linear, dim):
+        for one, cut in _linear_weights(linear, dim):
             if cut is not None:
                 plan[id(one._parameters["weight"])] = cut
             if one.bias is not None and cut == OUTPUTS:
                 plan[id(one._parameters["bias"])] = 0
             elif one.bias is not None:
-                slices.once.add((one, "bias"))
+                slices.rank0_only.add((one, "bias"))
         if dim == INPUTS:
-            linear.register_forward_hook(lambda part, inputs, output: slices.leave(output))
+            linear.register_forward_hook(lambda part, inputs, output: slices.reduce_from_region(output))
     for part in layer.modules():
         own = [name for name, parameter in part._parameters.items() if parameter is not None]
-        slices.partial |= {(part, name) for name in own if id(part._parameters[name]) not in plan} - slices.once
-    layer.register_forward_pre_hook(partial(_entering, slices), with_kwargs=True)
+        slices.partial_gradients |= {
+            (part, name) for name in own if id(part._parameters[name]) not in plan
+        } - slices.rank0_only
+    layer.register_forward_pre_hook(partial(_enter_layer, slices), with_kwargs=True)
 
 
-def _weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
+def _linear_weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
     """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
     base = getattr(linear, "base_layer", linear)
     if getattr(type(base), "forward", None) is not nn.Linear.forward:  # of its own class, or one that casts weights
-        raise refused(f"a layer of type {type(base).__name__} is not known to be cut")
+        raise tensor_parallel_error(f"a layer of type {type(base).__name__} is not known to be cut")
     yield base, dim
     if base is not linear:
         adapters: Any = linear
@@ -256,16 +262,18 @@ def _weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
         yield from ((one, OUTPUTS if dim == OUTPUTS else None) for one in adapters.lora_B.values())
 
 
-def _entering(slices: Slices, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+def _enter_layer(
+    slices: TensorParallelGroup, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
+) -> Any:
     """Hidden states come first, or by name."""
     if inputs:
-        return (slices.enter(inputs[0]), *inputs[1:]), keywords
-    return inputs, keywords | {"hidden_states": slices.enter(keywords["hidden_states"])}
+        return (slices.copy_to_region(inputs[0]), *inputs[1:]), keywords
+    return inputs, keywords | {"hidden_states": slices.copy_to_region(keywords["hidden_states"])}
 
 
-def _ends(model: TrainableModel, slices: Slices, decide: Decide) -> set[Any]:
+def _vocab_parallel_ends(model: TrainableModel, slices: TensorParallelGroup, decide: Decide) -> set[Any]:
     """Of embedding and LM head what is cut by ids."""
-    ends = model.ends()
+    ends = model.embedding_and_head()
     if rows := [len(end.weight) for end in ends if len(end.weight) % slices.size]:
         text = f"{rows[0]} ids do not divide into {slices.size}"
         decide("parallelism.tp", "embedding and LM head in slices", "whole on every rank", text)

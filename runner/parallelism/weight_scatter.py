@@ -1,4 +1,4 @@
-"""Build a model on all ranks, read its weights on rank 0 only, and scatter them into each rank's shards.
+"""Build a model on all ranks, read its weights on rank 0, and scatter them into the ranks' shards.
 
     rank 0       config, weights, seed ──▶ model on the CPU ──probe results──┐
     other ranks  config ─────────────────▶ model on `meta` ◀─────────────────┘
@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.core.errors import EnvironmentProblem
-from runner.distributed.dtensor_utils import span
-from runner.distributed.work_partition import together
-from runner.interfaces import Peers, TrainableModel
+from runner.distributed.dtensor_utils import local_slice
+from runner.distributed.work_partition import run_partitioned
+from runner.interfaces import RankCollectives, TrainableModel
 
 META = torch.device("meta")
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A place in a module that has a parameter or a buffer."""
 
     holder: dict[str, Any]  # of a module's parameters, or of its buffers
@@ -45,75 +45,82 @@ class Slot(NamedTuple):
         found: Tensor = self.holder[self.key]
         return found
 
-    def put(self, tensor: Tensor) -> None:
+    def assign(self, tensor: Tensor) -> None:
         """Put something else there."""
         self.holder[self.key] = tensor
 
 
-class Weights:
-    """The parameters and buffers of a module, which has them no more: on each rank its own are on `meta` from here on.
+class WeightScatter:
+    """The parameters and buffers of a module, which afterwards has its own on `meta` on each rank.
 
-    everyone: the ranks, the first of which has the numbers; those of the others are dropped, if there are any.
-    Tied tensors are one, and stay so.
+    everyone: the ranks, the first of which has the values; those of the others are dropped, if there are any.
+    Tied tensors stay tied.
     """
 
-    def __init__(self, module: nn.Module, everyone: Peers, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, world_peers: RankCollectives, device: torch.device) -> None:
         """device: over which the numbers go to the others."""
-        self._everyone, self._device = everyone, device
+        self._everyone, self._device = world_peers, device
         self._names: dict[str, str] = {}  # of each place → the first name of what is there
         self._like: dict[str, Tensor] = {}  # by first name, on `meta`
         self._numbers: dict[str, Tensor] = {}
         known: dict[int, str] = {}
-        for name, slot in slots(module):
+        for name, slot in tensor_slots(module):
             first = known.setdefault(id(slot.tensor), name)
             self._names[name] = first
             if first == name:
                 self._numbers[name] = slot.tensor.detach()
-                self._like[name] = _like(slot.tensor, slot.tensor.detach().to(META))
-        for name, slot in slots(module):
-            slot.put(self._like[self._names[name]])
-        if everyone.rank:
+                self._like[name] = _as_kind_of(slot.tensor, slot.tensor.detach().to(META))
+        for name, slot in tensor_slots(module):
+            slot.assign(self._like[self._names[name]])
+        if world_peers.rank:
             self._numbers.clear()
 
     @contextmanager
-    def lent(self, module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Let `parts` of the module have all their numbers, on the device of every rank, while the block lasts.
-        Collective on entering."""
+    def materialize(self, module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Let `parts` of the module have their full values, on every rank's device, inside the block.
+
+        Collective on entering.
+        """
         inside = {id(holder) for part in parts for one in part.modules() for holder in (one._parameters, one._buffers)}
-        borrowed = [(slot, self._names[name]) for name, slot in slots(module) if id(slot.holder) in inside]
-        made = {name: _like(self._like[name], self._whole(name)) for name in dict.fromkeys(n for _, n in borrowed)}
+        borrowed = [(slot, self._names[name]) for name, slot in tensor_slots(module) if id(slot.holder) in inside]
+        made = {
+            name: _as_kind_of(self._like[name], self._broadcast_full(name))
+            for name in dict.fromkeys(n for _, n in borrowed)
+        }
         for slot, name in borrowed:
-            slot.put(made[name])
+            slot.assign(made[name])
         try:
             yield
         finally:
             for slot, name in borrowed:
-                slot.put(self._like[name])
+                slot.assign(self._like[name])
 
-    def hand_out(self, module: nn.Module, home: torch.device, elsewhere: Collection[str] = ()) -> None:
-        """Give `module` what this rank holds of every tensor, once and for all: its piece of a DTensor, else all of it.
+    def scatter(self, module: nn.Module, target_device: torch.device, absent: Collection[str] = ()) -> None:
+        """Give `module` this rank's part of every tensor: its shard of a DTensor, else all of it.
 
-        home: where parameters come to lie; buffers lie on the device. elsewhere: the names of what other ranks have,
-        and this one does not. What no longer is in the module needs no name. The parameters are other objects
-        afterwards. Collective; nothing is left here.
+        target_device: where parameters are placed; buffers are on the device. absent: names of tensors that only other
+        ranks have. Tensors that are no longer in the module need no name. The parameters are other objects afterwards.
+        Collective; can be called once.
         """
-        places: dict[str, list[Slot]] = {}
-        for name, slot in slots(module):
-            if name not in elsewhere:
+        places: dict[str, list[TensorSlot]] = {}
+        for name, slot in tensor_slots(module):
+            if name not in absent:
                 places.setdefault(self._names[name], []).append(slot)
         kept = {name for name, found in places.items() if not isinstance(found[0].tensor, DTensor)}
         most = max((like.nbytes for name, like in self._like.items() if name not in kept), default=0)
         room = torch.empty(most, dtype=torch.int8, device=self._device)  # one, or what is kept would lie between many
         for name in self._like:
-            full = self._whole(name, None if name in kept else room)
+            full = self._broadcast_full(name, None if name in kept else room)
             self._numbers.pop(name, None)
             if found := places.get(name):
                 like = found[0].tensor
-                made = _like(like, _part(like, full, home if isinstance(like, nn.Parameter) else self._device))
+                made = _as_kind_of(
+                    like, _shard_of(like, full, target_device if isinstance(like, nn.Parameter) else self._device)
+                )
                 for slot in found:
-                    slot.put(made)
+                    slot.assign(made)
 
-    def _whole(self, name: str, room: Tensor | None = None) -> Tensor:
+    def _broadcast_full(self, name: str, room: Tensor | None = None) -> Tensor:
         """All of a tensor, on the device, on every rank; in bytes of `room` where there is one."""
         like = self._like[name]
         if room is None:
@@ -123,35 +130,35 @@ class Weights:
         if self._everyone.rank == 0:
             own = self._numbers[name].contiguous()
             full = own if own.device == self._device else full.copy_(own)
-        self._everyone.from_first_(full)
+        self._everyone.broadcast_(full)
         return full
 
 
-def slots(module: nn.Module) -> Iterator[tuple[str, Slot]]:
+def tensor_slots(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
     """Every place that has a parameter or a buffer, by its name; what is tied has several."""
     for prefix, part in module.named_modules():
         holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for holder in holders:
             for key, tensor in holder.items():
                 if tensor is not None:
-                    yield f"{prefix}.{key}" if prefix else key, Slot(holder, key)
+                    yield f"{prefix}.{key}" if prefix else key, TensorSlot(holder, key)
 
 
-def _like(tensor: Tensor, numbers: Tensor) -> Tensor:
+def _as_kind_of(tensor: Tensor, numbers: Tensor) -> Tensor:
     """`numbers` as a parameter that learns or not, or as a buffer, like `tensor`."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(numbers, requires_grad=tensor.requires_grad)
     return numbers
 
 
-def _part(like: Tensor, full: Tensor, home: torch.device) -> Tensor:
+def _shard_of(like: Tensor, full: Tensor, target_device: torch.device) -> Tensor:
     """What a rank has of `full` that holds `like`."""
     if not isinstance(like, DTensor):
-        return full.to(home)
-    part = full[span(like)].clone(memory_format=torch.contiguous_format)
+        return full.to(target_device)
+    part = full[local_slice(like)].clone(memory_format=torch.contiguous_format)
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(part, like.device_mesh, like.placements, **options)  # on the mesh's device
-    return made.to(home)
+    return made.to(target_device)
 
 
 LIBRARIES = ("torch", "transformers", "peft")
@@ -160,33 +167,33 @@ LIBRARIES = ("torch", "transformers", "peft")
 M = TypeVar("M", bound=TrainableModel)
 
 
-def loaded(make: Callable[[torch.device], M], everyone: Peers) -> M:
+def load_on_rank0(make: Callable[[torch.device], M], world_peers: RankCollectives) -> M:
     """The model that `make` builds on a device: the CPU of the first rank, and `meta` on the others.
 
     Collective. What `make` raises on one rank is raised on all; raises EnvironmentProblem, on all ranks, where they
     have not built the same.
     """
     made: list[M] = []
-    first = everyone.rank == 0
+    first = world_peers.rank == 0
 
     def own(_: list[int]) -> list[tuple[dict[str, str], dict[str, Any]]]:
         with nullcontext() if first else META:
             model = make(torch.device("cpu") if first else META)
         made.append(model)
-        _refuse_loose(model.whole)
-        return [(described(model), model.found() if first else {})]
+        _refuse_unregistered_tensors(model.whole)
+        return [(model_facts(model), model.export_probe() if first else {})]
 
-    ranks = together(everyone, range(everyone.size), own)
+    ranks = run_partitioned(world_peers, range(world_peers.size), own)
     refuse_different([parts for parts, _ in ranks])
     if not first:
-        made[0].adopt(ranks[0][1])
+        made[0].import_probe(ranks[0][1])
     return made[0]
 
 
-def described(model: TrainableModel) -> dict[str, str]:
-    """What a model is made of but for its numbers: classes, tensors, options, and the libraries that compute it."""
+def model_facts(model: TrainableModel) -> dict[str, str]:
+    """What a model is made of except its values: classes, tensors, options, and library versions."""
     own = {f"module {name or 'all'}": type(part).__qualname__ for name, part in model.whole.named_modules()}
-    own |= {name: f"{slot.tensor.dtype} {list(slot.tensor.shape)}" for name, slot in slots(model.whole)}
+    own |= {name: f"{slot.tensor.dtype} {list(slot.tensor.shape)}" for name, slot in tensor_slots(model.whole)}
     options = model.inner.config.to_dict()
     for name, value in options.items():
         if not name.startswith("_"):
@@ -206,7 +213,7 @@ def refuse_different(ranks: list[dict[str, str]]) -> None:
             )
 
 
-def _refuse_loose(module: nn.Module) -> None:
+def _refuse_unregistered_tensors(module: nn.Module) -> None:
     """Raise EnvironmentProblem for a tensor that is neither parameter nor buffer: it does not travel."""
     for name, part in module.named_modules():
         if loose := [key for key, value in vars(part).items() if isinstance(value, Tensor)]:

@@ -1,6 +1,6 @@
-"""What every reward's config has, and the parts of a sum, which are such configs.
+"""Options that all rewards share, and the parts of `reward=sum`.
 
-    [{name: exact, weight: 1.0, …}, …]  ──decoded──▶  (0, Part(ExactConfig, 1.0)), …  and  (key, message), …
+    [{name: exact, weight: 1.0, …}, …]  ──decoded──▶  (0, RewardComponent(ExactConfig, 1.0)), …  and  (key, message), …
 
 A problem of part 0 has the key reward.parts[0].OPTION. Knows every reward there is, those of plug-ins included,
 because each is a subclass of RewardConfig.
@@ -15,12 +15,12 @@ from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
 
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype
-from runner.spec.suggest import complaint, shown
+from runner.spec.suggest import format_value, value_complaint
 
-OWN = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
+RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 
 
 class RewardConfig(ComponentConfig):
@@ -30,7 +30,7 @@ class RewardConfig(ComponentConfig):
     runs_model: ClassVar[bool] = False  # whether a model on the device scores
     summable: ClassVar[bool] = True  # whether it can be a part of a sum
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
         return self
 
@@ -38,12 +38,16 @@ class RewardConfig(ComponentConfig):
         """The same config; where it leaves the data type of a model open, with `dtype`."""
         return self
 
+    def uses_device_model(self) -> bool:
+        """Whether it, or a part of it, is a model on the device."""
+        return self.runs_model
+
     def model_dtype(self) -> Dtype | None:
         """The data type of a model that scores; None = there is none, or it is left open."""
         return None
 
-    def columns(self) -> list[tuple[str, str]]:
-        """(option, column) of each column of the data that it cannot score without; nothing of the user's is run."""
+    def required_columns(self) -> list[tuple[str, str]]:
+        """(option, column) of each column that it cannot score without; runs no code of the user's."""
         return []
 
     def preflight(self) -> None:
@@ -70,81 +74,104 @@ class Weight(Config):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RewardComponent:
     """A reward and what its score is multiplied with."""
 
     config: RewardConfig
     weight: float
 
 
-def members(parts: Sequence[Mapping[str, Any]]) -> list[Part]:
+def require_components(parts: Sequence[Mapping[str, Any]]) -> list[RewardComponent]:
     """The parts. Raises SpecError with every problem."""
-    good, found = decoded(parts)
+    good, found = decode_components(parts)
     if found:
         raise SpecError([Problem(key, message) for key, message in found])
     return [part for _, part in good]
 
 
-def decoded(parts: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, Part]], list[Found]]:
+def decode_components(parts: Sequence[Mapping[str, Any]]) -> tuple[list[tuple[int, RewardComponent]], list[Found]]:
     """(index, part) of each sound part, and what is wrong with the others."""
-    good: list[tuple[int, Part]] = []
+    good: list[tuple[int, RewardComponent]] = []
     found: list[Found] = []
     for i, given in enumerate(parts):
-        part = _decoded(given, f"reward.parts[{i}]")
-        if isinstance(part, Part):
+        part = _decode_component(given, f"reward.parts[{i}]")
+        if isinstance(part, RewardComponent):
             good.append((i, part))
         else:
             found += part
     return good, found
 
 
-def dumped(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def dump_components(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The parts as plain data with every default filled in; one that is not sound as it was given."""
-    good = dict(decoded(parts)[0])
-    return [record(good[i].config, good[i].weight) if i in good else dict(given) for i, given in enumerate(parts)]
+    good = dict(decode_components(parts)[0])
+    return [
+        component_record(good[i].config, good[i].weight) if i in good else dict(given) for i, given in enumerate(parts)
+    ]
 
 
-def record(config: RewardConfig, weight: float) -> dict[str, Any]:
+def component_record(config: RewardConfig, weight: float) -> dict[str, Any]:
     """A part as plain data."""
     options = config.model_dump(mode="json")
     return {"name": options.pop("name"), "weight": weight, **options}
 
 
-def renamed(found: Sequence[Found], index: int) -> list[Found]:
+def prefix_keys(found: Sequence[Found], index: int) -> list[Found]:
     """A member's own problems under the keys of the part that it is."""
-    return [(_renamed(key, index), message) for key, message in found]
+    return [(_prefix_key(key, index), message) for key, message in found]
 
 
 @contextmanager
-def with_own_keys(index: int) -> Iterator[None]:
+def prefix_error_keys(index: int) -> Iterator[None]:
     """Gives a SpecError about reward.OPTION the key of the part."""
     try:
         yield
     except SpecError as error:
-        raise SpecError([Problem(_renamed(p.key, index), p.message, p.origin) for p in error.problems]) from error
+        raise SpecError([Problem(_prefix_key(p.key, index), p.message, p.origin) for p in error.problems]) from error
 
 
-def _renamed(key: str, index: int) -> str:
+@contextmanager
+def collect_errors(errors: list[RunnerError]) -> Iterator[None]:
+    """Keep what is wrong with a part of a sum in `errors`, so that the other parts are tried too."""
+    try:
+        yield
+    except (SpecError, EnvironmentProblem, DataError, SecurityError) as error:
+        errors.append(error)
+
+
+def raise_collected(errors: Sequence[RunnerError]) -> None:
+    """Raise several errors as one, with the type of the highest exit code; nothing if there is none."""
+    if len(errors) == 1:
+        raise errors[0]
+    of_spec = [error for error in errors if isinstance(error, SpecError)]
+    if of_spec and len(of_spec) == len(errors):
+        raise SpecError([problem for error in of_spec for problem in error.problems])
+    if errors:
+        worst = max((error for error in errors if not isinstance(error, SpecError)), key=lambda error: error.exit_code)
+        raise type(worst)("\n".join(map(str, errors)))
+
+
+def _prefix_key(key: str, index: int) -> str:
     own = key == "reward" or key.startswith("reward.")
     return f"reward.parts[{index}]{key.removeprefix('reward')}" if own else key
 
 
-def _decoded(given: Mapping[str, Any], key: str) -> Part | list[Found]:
-    known = {cls.component_name(): cls for cls in _rewards()}
+def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | list[Found]:
+    known = {cls.component_name(): cls for cls in _summable_configs()}
     name = given.get("name")
     if name not in known:
-        return [(f"{key}.name", _unknown(name, known))]
+        return [(f"{key}.name", _describe_unknown_name(name, known))]
     options = {field: value for field, value in given.items() if field not in ("name", "weight") and value != MISSING}
-    config, found = _validated(known[name], options, key, known)
-    weight, wrong = _validated(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
+    config, found = _validate_options(known[name], options, key, known)
+    weight, wrong = _validate_options(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
     if weight is not None and weight.weight == 0:
         wrong = [(f"{key}.weight", "0 switches the part off; leave it out")]
     if config is None or weight is None or found or wrong:
         return [*found, *wrong]
-    return Part(config, weight.weight)
+    return RewardComponent(config, weight.weight)
 
 
-def _validated(
+def _validate_options(
     cls: type[Any], options: Mapping[str, Any], key: str, known: Mapping[str, type[RewardConfig]]
 ) -> tuple[Any, list[Found]]:
     try:
@@ -160,31 +187,31 @@ def _message(
     if field not in cls.model_fields:
         own = cls.component_name()
         choices = {"reward": {name: (*c.model_fields, "weight") for name, c in known.items()}}
-        hint = suggest.key("reward", own, field, choices)
+        hint = suggest.suggest_key("reward", own, field, choices)
         return f"not an option of reward={own}" + (f"; {hint}" if hint else "")
     if kind == "missing":
         return f"must be given  ({cls.model_fields[field].description})"
-    return complaint(cls.model_json_schema()["properties"][field], field, options[field])
+    return value_complaint(cls.model_json_schema()["properties"][field], field, options[field])
 
 
-def _unknown(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
+def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
     names = ", ".join(sorted(known))
     if name is None:
         return f"each part names a reward: {{name: …}} ({names})"
-    if name in (cls.component_name() for cls in _named() if not cls.summable):
+    if name in (cls.component_name() for cls in _named_configs() if not cls.summable):
         return f"{name} cannot be a part of a sum ({names})"
-    meant = suggest.name("reward", str(name), known)
-    return f"no reward named {shown(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
+    meant = suggest.suggest_name("reward", str(name), known)
+    return f"no reward named {format_value(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
 
 
-def _rewards() -> Iterator[type[RewardConfig]]:
+def _summable_configs() -> Iterator[type[RewardConfig]]:
     """Every reward that can be a part."""
-    return (cls for cls in _named() if cls.summable)
+    return (cls for cls in _named_configs() if cls.summable)
 
 
-def _named(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:
+def _named_configs(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:
     """Every class below `base` that names a component."""
     for cls in base.__subclasses__():
         if isinstance(cls.model_fields["name"].default, str):
             yield cls
-        yield from _named(cls)
+        yield from _named_configs(cls)

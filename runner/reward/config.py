@@ -9,8 +9,18 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_serializer
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.reward.base import PooledConfig, decoded, dumped, members, record, renamed, with_own_keys
+from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
+from runner.reward.base import (
+    PooledConfig,
+    collect_errors,
+    component_record,
+    decode_components,
+    dump_components,
+    prefix_error_keys,
+    prefix_keys,
+    raise_collected,
+    require_components,
+)
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.spec.base import Dtype, absolute_if_local, address_problem
 
@@ -39,7 +49,7 @@ class ColumnConfig(FallibleConfig):
 
     column: str = Field(default="answer", min_length=1, description="Column of the data that holds the right answer.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
 
 
@@ -85,29 +95,42 @@ class FormatConfig(FallibleConfig):
 
 
 class LengthConfig(RewardConfig):
-    """Shapes the length of answers, in tokens: DAPO's penalty for overlong ones (max, cache), or a target."""
+    """Shapes the length of answers, in tokens: DAPO's soft overlong penalty, or a target."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_length"
     name: Literal["length"] = "length"
-    max: int | None = Field(
-        default=None, ge=1, description="Longest answer; -1 above it, 0 below max - cache, a straight line between."
+    max_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Longest answer; -1 above it, 0 up to max_length - overlong_buffer_len, a straight line between.",
     )
-    cache: int | None = Field(default=None, ge=1, description="Width of the penalty's slope below max.")
+    overlong_buffer_len: int | None = Field(
+        default=None, ge=1, description="Width of the penalty's slope below max_length."
+    )
     target: int | None = Field(
         default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.target is not None:
-            given = [name for name in ("max", "cache") if getattr(self, name) is not None]
+            given = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is not None]
             return [(f"reward.{name}", "not used beside reward.target; leave one of them out") for name in given]
-        if self.max is None and self.cache is None:
-            return [("reward.max", "give reward.max and reward.cache, or reward.target")]
-        missing = [name for name in ("max", "cache") if getattr(self, name) is None]
+        if self.max_length is None and self.overlong_buffer_len is None:
+            return [("reward.max_length", "give reward.max_length and reward.overlong_buffer_len, or reward.target")]
+        missing = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is None]
         if missing:
             return [(f"reward.{missing[0]}", f"must be given: reward.{missing[0]}=…, because the other of the two is")]
-        if self.cache is not None and self.max is not None and self.cache > self.max:
-            return [("reward.cache", f"{self.cache} is above reward.max={self.max}")]
+        if (
+            self.overlong_buffer_len is not None
+            and self.max_length is not None
+            and self.overlong_buffer_len > self.max_length
+        ):
+            return [
+                (
+                    "reward.overlong_buffer_len",
+                    f"{self.overlong_buffer_len} is above reward.max_length={self.max_length}",
+                )
+            ]
         return []
 
 
@@ -134,7 +157,7 @@ class CountdownConfig(ExtractConfig):
     target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")
     use_all: bool = Field(default=True, description="Each number exactly once; false = at most once.")
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.numbers", self.numbers), ("reward.target", self.target)]
 
 
@@ -163,7 +186,7 @@ class FunctionConfig(FallibleConfig, PooledConfig):
             return []
         return [("reward.path", f"expected FILE.py:FUNCTION, got '{self.path}'; e.g. reward.path=my_reward.py:score")]
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
 
     def preflight(self) -> None:
@@ -173,10 +196,52 @@ class FunctionConfig(FallibleConfig, PooledConfig):
         if message := function_fault(self.file, self.function):
             raise SpecError([Problem("reward.path", message)])
 
-    def columns(self) -> list[tuple[str, str]]:
-        from runner.reward.preflight import asked
+    def required_columns(self) -> list[tuple[str, str]]:
+        from runner.reward.preflight import required_columns
 
-        return [("reward.path", name) for name in asked(self.file, self.function)]
+        return [("reward.path", name) for name in required_columns(self.file, self.function)]
+
+
+class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
+    """1 where the Python code of the answer passes the tests of a column, run in a sandbox; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.code:build"
+    name: Literal["code"] = "code"
+    column: str = Field(
+        default="tests",
+        min_length=1,
+        description="Column of the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+    )
+    extract: str | None = Field(
+        default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
+        description="Regular expression with one group: its last match is the code; null = the whole text.",
+    )
+    url: str | None = Field(
+        default=None,
+        description="Address of a SandboxFusion service that runs the code; null = a sandbox of bubblewrap here.",
+    )
+    workers: int = Field(default=1, ge=1, description="Groups that are scored at the same time.")
+    timeout_s: float = Field(
+        default=10.0, gt=0, description="Seconds for one run of code; one that takes longer fails."
+    )
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Most memory of one process of the code.")
+    output_bytes: int = Field(default=1 << 20, ge=1, description="Longest output, and largest file, of the code.")
+    processes: int = Field(default=16, ge=1, description="Most processes and threads of the code; not for a service.")
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        wrong = None if self.url is None else address_problem(self.url)
+        return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where no sandbox can be made."""
+        from runner.reward.code import sandbox_problem
+
+        if (reason := sandbox_problem(self)) is not None:
+            raise EnvironmentProblem(
+                f"reward=code cannot make a sandbox here: {reason}\n"
+                "  apt install bubblewrap  # 0.8 or newer; user namespaces must be allowed\n"
+                "  or reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
+            )
 
 
 class HttpConfig(FallibleConfig):
@@ -219,7 +284,7 @@ class ModelRewardConfig(FallibleConfig):
     def model_dtype(self) -> Dtype | None:
         return self.dtype
 
-    def absolute(self) -> Self:
+    def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": absolute_if_local(self.path)})
 
     def preflight(self) -> None:
@@ -241,39 +306,42 @@ class SumConfig(RewardConfig):
     )
 
     @field_serializer("parts")
-    def _filled_in(self, parts: Parts) -> list[dict[str, Any]]:
+    def _serialize_parts(self, parts: Parts) -> list[dict[str, Any]]:
         """The parts with every default filled in."""
-        return dumped(parts)
+        return dump_components(parts)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        parts, found = decoded(self.parts)
-        return found + [entry for i, part in parts for entry in renamed(part.config.problems(job), i)]
+        parts, found = decode_components(self.parts)
+        return found + [entry for i, part in parts for entry in prefix_keys(part.config.problems(job), i)]
 
     def with_dtype(self, dtype: Dtype) -> Self:
-        if decoded(self.parts)[1]:  # which `problems` says
+        if decode_components(self.parts)[1]:  # which `problems` says
             return self
-        parts = tuple(record(part.config.with_dtype(dtype), part.weight) for part in members(self.parts))
+        parts = tuple(
+            component_record(part.config.with_dtype(dtype), part.weight) for part in require_components(self.parts)
+        )
         return self.model_copy(update={"parts": parts})
 
-    def absolute(self) -> Self:
-        parts = tuple(record(part.config.absolute(), part.weight) for part in members(self.parts))
+    def with_absolute_paths(self) -> Self:
+        parts = tuple(
+            component_record(part.config.with_absolute_paths(), part.weight) for part in require_components(self.parts)
+        )
         return self.model_copy(update={"parts": parts})
 
-    def columns(self) -> list[tuple[str, str]]:
-        parts = members(self.parts)
-        return [entry for i, part in enumerate(parts) for entry in renamed(part.config.columns(), i)]
+    def uses_device_model(self) -> bool:
+        return any(part.config.uses_device_model() for part in require_components(self.parts))
+
+    def required_columns(self) -> list[tuple[str, str]]:
+        parts = require_components(self.parts)
+        return [entry for i, part in enumerate(parts) for entry in prefix_keys(part.config.required_columns(), i)]
 
     def preflight(self) -> None:
-        """Raise SpecError with what is wrong with all parts; another error of a part as it is."""
-        found: list[Problem] = []
-        for i, part in enumerate(members(self.parts)):
-            try:
-                with with_own_keys(i):
-                    part.config.preflight()
-            except SpecError as error:
-                found += error.problems
-        if found:
-            raise SpecError(found)
+        """Raise what is wrong with all parts, as one error."""
+        errors: list[RunnerError] = []
+        for i, part in enumerate(require_components(self.parts)):
+            with collect_errors(errors), prefix_error_keys(i):
+                part.config.preflight()
+        raise_collected(errors)
 
 
 def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
@@ -291,6 +359,7 @@ COMPONENTS = (
     LengthConfig,
     MathConfig,
     CountdownConfig,
+    CodeConfig,
     FunctionConfig,
     HttpConfig,
     ModelRewardConfig,

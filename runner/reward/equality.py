@@ -1,4 +1,4 @@
-"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs math-verify, nothing of ours."""
+"""Whether an answer is mathematically equal to the right one. Runs in a worker; needs math-verify."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours kill it
-MARKED = ("$", "\\boxed", "\\(", "\\[", "\\begin")
+LATEX_MARKS = ("$", "\\boxed", "\\(", "\\[", "\\begin")
 
 
 def score(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
@@ -18,16 +18,16 @@ def score(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
 
 
 def _score(answer: str, right: str) -> float:
-    gold = reference(right)
+    gold = parse_expected(right)
     if not gold:
         raise ValueError(f"the right answer cannot be read as mathematics: {right[:80]!r}")
     found = parse(answer, parsing_timeout=None)
     return float(bool(found) and verify(gold, found, timeout_seconds=None))
 
 
-def reference(right: str) -> Any:
-    """The right answer, of which what stands after #### counts (GSM8K); without LaTeX's marks it is one formula."""
+def parse_expected(right: str) -> Any:
+    """The right answer: what follows #### (GSM8K) if present; without LaTeX marks it is one formula."""
     text = right.rpartition("####")[2].strip()
-    if not text or any(mark in text for mark in MARKED):
+    if not text or any(mark in text for mark in LATEX_MARKS):
         return parse(text, parsing_timeout=None)
     return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)

@@ -1,6 +1,6 @@
-"""The user's own reward function, by TRL's convention: score(prompts, completions, **columns) -> list[float | None].
+"""A user's reward function, as in TRL: score(prompts, completions, **columns) -> list[float | None].
 
-It is called once per group, with keywords only, in processes of its own (`pool.py`).
+It is called once per group, with keywords only, in processes of its own (`worker_pool.py`).
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import Problem, SpecError
-from runner.core.rng import derive
+from runner.core.rng import derive_seed
+from runner.reward.captured_output import CapturedOutput
 from runner.reward.config import FunctionConfig
-from runner.reward.output import Output
-from runner.reward.payload import arguments, encoded
-from runner.reward.pool import CannotStart, Pool, Target
-from runner.reward.scorer import Faults, Group, Scored, Scorer
+from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailures
+from runner.reward.request_payload import encode_json, reward_arguments
+from runner.reward.worker_pool import FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
 
 
-def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> Scorer:
-    """Start the first process. Raises SpecError if the file or the function is missing or cannot be imported.
+def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> GroupScorer:
+    """Start the first worker. Raises SpecError if the file or the function is missing or does not import.
 
     folder: where reward.log is kept, with what the function prints and full tracebacks
     """
@@ -31,15 +31,20 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
     decide("reward.path", config.path, config.path, f"sha256 {digest}")
     label = f"{file.name}:{config.function}"
-    pool = Pool(Target(file, config.function, env=config.env), config.workers, config.timeout_s, Output(label, folder))
+    pool = WorkerPool(
+        FunctionTarget(file, config.function, env=config.env),
+        config.workers,
+        config.timeout_s,
+        CapturedOutput(label, folder),
+    )
     try:
         pool.start()
-    except CannotStart as error:
+    except WorkerStartError as error:
         pool.close()
-        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; mend the file")]) from error
+        raise SpecError([Problem("reward.path", f"{file} cannot be used: {error}; fix the file")]) from error
 
-    def ask(group: Group) -> Scored:
-        given = arguments(group)
-        return pool.call(given, len(group), derive(seed, "reward", hashlib.sha256(encoded(given)).hexdigest()))
+    def ask(group: Group) -> GroupScores:
+        given = reward_arguments(group)
+        return pool.call(given, len(group), derive_seed(seed, "reward", hashlib.sha256(encode_json(given)).hexdigest()))
 
-    return Scorer(ask, Faults(label, config.max_failures, f"mend {file}"), pool.workers, pool.close)
+    return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"fix {file}"), pool.workers, pool.close)

@@ -15,12 +15,12 @@ from aiohttp import ClientError
 
 from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem
-from runner.core.http_client import AnswerTooLargeError, cause, request, run
-from runner.reward.base import OWN
+from runner.core.http_client import AnswerTooLargeError, failure_reason, request, run_coroutine
+from runner.reward.base import RESERVED_ARGUMENTS
 from runner.reward.config import HttpConfig
-from runner.reward.payload import arguments, encoded
-from runner.reward.scorer import Fault, Faults, Group, Scored, Scorer, unscored
-from runner.reward.worker import judged
+from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailure, ScoringFailures, unscored_group
+from runner.reward.request_payload import encode_json, reward_arguments
+from runner.reward.worker import validate_scores
 
 LARGEST_BYTES = 64 << 20
 
@@ -30,11 +30,11 @@ class _Failure(Exception):
 
     def __init__(self, kind: str, message: str, again: bool) -> None:
         super().__init__(message)
-        self.kind, self.again = kind, again
+        self.kind, self.retryable = kind, again
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class RewardEndpoint:
     """Where to send requests; timeout_s is one deadline for connection, headers and body of a request."""
 
     url: str
@@ -42,27 +42,27 @@ class Endpoint:
     retries: int
     backoff_s: float
 
-    def ask(self, body: bytes) -> Any:
+    def request_scores(self, body: bytes) -> Any:
         """The service's answer, decoded. Raises _Failure when the last try failed."""
         for tried in range(self.retries + 1):
             try:
                 return self._post(body)
             except _Failure as failure:
-                if not failure.again or tried == self.retries:
+                if not failure.retryable or tried == self.retries:
                     raise
             time.sleep(self.backoff_s * 2**tried)
         raise AssertionError("the last try returns or raises")
 
     def _post(self, body: bytes) -> Any:
         try:
-            status, content = run(
+            status, content = run_coroutine(
                 request("POST", self.url, timeout_s=self.timeout_s, largest_bytes=LARGEST_BYTES, body=body)
             )
         except AnswerTooLargeError as error:
             raise _Failure("answer too large", f"{self.url}: {error}", again=False) from error
         except (OSError, ClientError) as error:  # TimeoutError is an OSError
             late = f"no whole answer within {self.timeout_s:g} s"
-            reason = late if isinstance(error, TimeoutError) else cause(error)
+            reason = late if isinstance(error, TimeoutError) else failure_reason(error)
             raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
         if status != 200:
             again = status == 429 or status >= 500
@@ -74,22 +74,24 @@ class Endpoint:
             raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
 
 
-def build(config: HttpConfig, **_: Any) -> Scorer:
+def build(config: HttpConfig, **_: Any) -> GroupScorer:
     """The reward; the service is not asked before there is something to score."""
-    endpoint = Endpoint(config.url, config.timeout_s, config.retries, config.backoff_s)
+    endpoint = RewardEndpoint(config.url, config.timeout_s, config.retries, config.backoff_s)
 
-    def ask(group: Group) -> Scored:
+    def ask(group: Group) -> GroupScores:
         try:
-            answer = endpoint.ask(encoded(_body(group)))
+            answer = endpoint.request_scores(encode_json(_body(group)))
         except _Failure as failure:
-            return unscored(len(group), failure.kind, str(failure))
-        found = judged(answer.get("scores") if isinstance(answer, Mapping) else answer, len(group))
-        return Scored(found["values"], tuple(Fault(*fault) for fault in found["faults"]))
+            return unscored_group(len(group), failure.kind, str(failure))
+        found = validate_scores(answer.get("scores") if isinstance(answer, Mapping) else answer, len(group))
+        return GroupScores(found["values"], tuple(ScoringFailure(*fault) for fault in found["faults"]))
 
     remedy = "look after the service, or set reward.url, reward.timeout_s, reward.retries"
-    return Scorer(ask, Faults(config.url, config.max_failures, remedy, EnvironmentProblem), config.workers)
+    return GroupScorer(
+        ask, ScoringFailures(config.url, config.max_failures, remedy, EnvironmentProblem), config.workers
+    )
 
 
 def _body(group: Group) -> dict[str, Any]:
-    given = arguments(group)
-    return {name: given.pop(name) for name in OWN} | {"columns": given}
+    given = reward_arguments(group)
+    return {name: given.pop(name) for name in RESERVED_ARGUMENTS} | {"columns": given}

@@ -17,34 +17,36 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_progress_bar
 from runner.interfaces import Completion, Decide
 from runner.reward.config import ModelRewardConfig
+from runner.reward.group_scorer import GroupScores, ScoringFailure, ScoringFailures, UnscorableError
 from runner.reward.preflight import refuse_language_model
-from runner.reward.scorer import Fault, Faults, Scored, Unscorable
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelReward:
-    """Scores answers with a sequence classifier; `own` is its tokenizer where the policy's ids mean nothing to it."""
+    """Scores answers with a sequence classifier; `own`: its tokenizer, where it differs from the policy's."""
 
-    def __init__(self, module: Any, own: Any, device: torch.device, batch_size: int, faults: Faults) -> None:
-        self._module, self._own, self._device = module, own, device
+    def __init__(
+        self, module: Any, own_tokenizer: Any, device: torch.device, batch_size: int, faults: ScoringFailures
+    ) -> None:
+        self._module, self._own, self._device = module, own_tokenizer, device
         self._batch_size, self._faults = batch_size, faults
         self._longest = getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
         """One list per group; None for what is longer than the model's positions or cannot be written for it."""
-        rows = [[self._read(completion) for completion in group] for group in groups]
+        rows = [[self._row_ids(completion) for completion in group] for group in groups]
         known = [row for group in rows for row in group if isinstance(row, list)]
         scores = iter(self._scores(known))
         return [
-            self._faults.take(
-                Scored(
+            self._faults.record_group(
+                GroupScores(
                     [next(scores) if isinstance(row, list) else None for row in group],
-                    tuple(row for row in group if isinstance(row, Fault)),
+                    tuple(row for row in group if isinstance(row, ScoringFailure)),
                 )
             )
             for group in rows
@@ -54,15 +56,19 @@ class ModelReward:
         """Say what could not be scored."""
         self._faults.close()
 
-    def _read(self, completion: Completion) -> list[int] | Fault:
+    def _row_ids(self, completion: Completion) -> list[int] | ScoringFailure:
         """The ids to score, or why there are none."""
         try:
-            ids = [*completion.prompt.ids, *completion.ids] if self._own is None else written(self._own, completion)
-        except Unscorable as reason:
-            return Fault(reason.kind, str(reason))
+            ids = (
+                [*completion.prompt.ids, *completion.ids]
+                if self._own is None
+                else completion_ids(self._own, completion)
+            )
+        except UnscorableError as reason:
+            return ScoringFailure(reason.kind, str(reason))
         if self._longest is not None and len(ids) > self._longest:
-            return Fault("too long", f"{len(ids)} tokens, above the reward model's {self._longest} positions")
-        return ids if ids else Fault("empty", "neither the prompt nor the answer has a token")
+            return ScoringFailure("too long", f"{len(ids)} tokens, above the reward model's {self._longest} positions")
+        return ids if ids else ScoringFailure("empty", "neither the prompt nor the answer has a token")
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """A score for each row, in their order."""
@@ -106,20 +112,20 @@ def build(
     Raises EnvironmentProblem if it cannot be had or is no reward model, SecurityRefusal if it is a pickle or code.
     """
     config.preflight()
-    module, own = _loaded(config)
+    module, own = _load_module(config)
     if tokenizer.get_vocab().items() <= own.get_vocab().items():  # each id of the policy's means the same to it
         own = None
     else:
         how = "its own template and tokenizer" if own.chat_template else "its own tokenizer, as plain text"
         decide("reward.path", "the policy's tokens", f"read again with {how}", "its vocabulary is another one")
-    faults = Faults("reward=model", config.max_failures, "set data.max_length or take another reward model")
+    faults = ScoringFailures("reward=model", config.max_failures, "set data.max_length or take another reward model")
     module = module.to(device).eval().requires_grad_(False)
     fit(module)
     return ModelReward(module, own, device, config.batch_size, faults)
 
 
-def written(own: Any, completion: Completion) -> list[int]:
-    """Prompt and answer in the reward model's own tokens: by its template if there are messages and it has one."""
+def completion_ids(own: Any, completion: Completion) -> list[int]:
+    """Prompt and answer in the reward model's tokens, with its template if it has one and messages exist."""
     before = completion.prompt.messages
     if before is None or not own.chat_template:
         return list(own(completion.prompt.text + completion.text)["input_ids"])
@@ -129,11 +135,11 @@ def written(own: Any, completion: Completion) -> list[int]:
         text = own.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # a template is a foreign program and may fail in any way
         why = f"the reward model's template refuses the conversation: {type(error).__name__}: {error}"
-        raise Unscorable("refused by the template", why) from error
+        raise UnscorableError("refused by the template", why) from error
     return list(own(text, add_special_tokens=False)["input_ids"])
 
 
-def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
+def _load_module(config: ModelRewardConfig) -> tuple[Any, Any]:
     os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
     path = os.path.expanduser(config.path)
     try:
@@ -149,7 +155,7 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
             )
         own = AutoTokenizer.from_pretrained(path)
     except (OSError, ImportError, ValueError) as error:
-        raise _worded(path, error) from error
+        raise _load_error(path, error) from error
     module, info = loaded
     if absent := sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())])):
         raise EnvironmentProblem(
@@ -162,10 +168,10 @@ def _loaded(config: ModelRewardConfig) -> tuple[Any, Any]:
     return module, own
 
 
-def _worded(path: str, error: Exception) -> Exception:
+def _load_error(path: str, error: Exception) -> Exception:
     first = " ".join(str(error).strip().splitlines()[:2])
     if "trust_remote_code" in first or "custom code" in first:
-        return SecurityRefusal(f"reward.path={path} brings Python code of its own, which is not run")
+        return SecurityError(f"reward.path={path} brings Python code of its own, which is not run")
     return EnvironmentProblem(
         f"reward.path={path} cannot be loaded: {first}\n  is it a folder with model and tokenizer?"
     )

@@ -1,5 +1,7 @@
-"""Looks at a user's reward before a job starts, running nothing of it and without torch: whether the file of a function
-reads as Python and has the function, and whether a folder is a reward model, with weights that can run no code."""
+"""Checks a user's reward before a job starts, without running it and without torch.
+
+Whether a function's file parses and has the function; whether a folder is a reward model whose weights run no code.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
-from runner.reward.base import OWN
-from runner.spec.suggest import nearest
+from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.reward.base import RESERVED_ARGUMENTS
+from runner.spec.suggest import nearest_word
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module
 
@@ -31,41 +33,41 @@ def function_fault(file: Path, function: str) -> str | None:
     return _missing(file, function, tree)
 
 
-def asked(file: Path, function: str) -> list[str]:
-    """The columns that `function` names without a default; none where that cannot be seen (decorated, imported)."""
-    node = dict(_bound(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
+def required_columns(file: Path, function: str) -> list[str]:
+    """The columns that `function` names without a default; none where that is unknown (e.g. decorated)."""
+    node = dict(_name_bindings(ast.parse(file.read_bytes(), filename=str(file)).body)).get(function)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.decorator_list:
         return []
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = plain[: len(plain) - len(node.args.defaults)]
     needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-    return [arg.arg for arg in needed if arg.arg not in OWN]
+    return [arg.arg for arg in needed if arg.arg not in RESERVED_ARGUMENTS]
 
 
 def _missing(file: Path, function: str, tree: ast.Module) -> str | None:
-    bound = dict(_bound(tree.body))
+    bound = dict(_name_bindings(tree.body))
     if function in bound or "*" in bound:
         node = bound.get(function)
         return (
             f"{file}:{node.lineno}: {function} is a class; give a function" if isinstance(node, ast.ClassDef) else None
         )
     functions = [n for n, node in bound.items() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    meant = nearest(function, functions)
+    meant = nearest_word(function, functions)
     hint = f"did you mean '{meant}'? " if meant else ""
     has = f"it has: {', '.join(functions)}" if functions else "it has no function"
     return f"{file} has no function '{function}'; {hint}{has}"
 
 
-def _bound(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) for each name that these statements bind; `*` stands for an unknown number of them."""
+def _name_bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """(name, statement) for each name that these statements bind; `*` stands for any number of them."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node
         elif isinstance(node, ast.Import | ast.ImportFrom):
             yield from (((alias.asname or alias.name).partition(".")[0], node) for alias in node.names)
         elif isinstance(node, BLOCKS):
-            yield from _bound([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
-            yield from _bound([s for h in getattr(node, "handlers", []) for s in h.body])
+            yield from _name_bindings([inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)])
+            yield from _name_bindings([s for h in getattr(node, "handlers", []) for s in h.body])
         else:
             names = (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
             yield from ((name.id, node) for name in names)
@@ -91,7 +93,7 @@ def check_folder(path: str) -> None:
     if list(folder.glob("*.safetensors")):
         return
     if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
-        raise SecurityRefusal(
+        raise SecurityError(
             f"reward.path={path} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
             "  convert them once, where you trust them: "
             "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"

@@ -1,4 +1,4 @@
-"""Rewards that are computed from the text by a rule: exact, format, length, numeric, countdown; and none.
+"""Rewards computed from the text by a rule: exact, format, length, numeric, countdown; and none.
 
 The length is counted in tokens, the end token included:
 
@@ -6,7 +6,8 @@ overlong (DAPO, 2503.14476, section 3.4):            target:
   0 ────────┐                                          0        ╱╲
              ╲                                                 ╱  ╲
  -1           └───────                                -1 _____╱    ╲_____
-      max-cache  max                                        0 target 2·target
+            m-b m                                           0 target 2·target
+m = max_length, b = overlong_buffer_len
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluate
 from runner.reward.config import (
     CountdownConfig,
     ExactConfig,
@@ -30,7 +31,7 @@ from runner.reward.config import (
     NoRewardConfig,
     NumericConfig,
 )
-from runner.reward.scorer import Faults, Scorer, Unscorable, column, each
+from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion
@@ -49,7 +50,7 @@ def pattern_fault(pattern: str, groups: int | None = None) -> str | None:
     return None
 
 
-def matches(pattern: str, text: str) -> bool:
+def is_full_match(pattern: str, text: str) -> bool:
     """Whether the whole text matches. Raises Unscorable after SEARCH_S seconds."""
     return _search(pattern, text, lambda known: known.fullmatch(text, timeout=SEARCH_S)) is not None
 
@@ -66,63 +67,66 @@ def _search(pattern: str, text: str, search: Callable[[Any], Any]) -> Any:
     except TimeoutError as error:
         where = f"a text of {len(text)} characters"
         advice = f"the pattern {pattern!r} took over {SEARCH_S:g} s on {where}; simplify it"
-        raise Unscorable("pattern too slow", advice) from error
+        raise UnscorableError("pattern too slow", advice) from error
 
 
 def build_none(config: NoRewardConfig, **_: Any) -> None:
     """Nothing to build."""
 
 
-def answer_of(completion: Completion, config: ExtractConfig) -> str | None:
+def extract_answer(completion: Completion, config: ExtractConfig) -> str | None:
     """What `extract` finds in a completion, None where that is nothing; without it all of the text."""
     return completion.text if config.extract is None else last_match(config.extract, completion.text)
 
 
-def equal(answer: str, wanted: str, ignore_case: bool = False) -> bool:
+def is_equal(answer: str, wanted: str, ignore_case: bool = False) -> bool:
     """Whether two texts are the same but for blanks around them."""
     a, b = answer.strip(), wanted.strip()
     return a.casefold() == b.casefold() if ignore_case else a == b
 
 
-def build_exact(config: ExactConfig, **_: Any) -> Scorer:
+def build_exact(config: ExactConfig, **_: Any) -> GroupScorer:
     """The reward; an answer in which `extract` finds nothing scores 0."""
 
     def rate(completion: Completion) -> float:
-        wanted = str(column(completion, config.column, "column"))
-        answer = answer_of(completion, config)
-        return float(answer is not None and equal(answer, wanted, config.ignore_case))
+        wanted = str(require_column(completion, config.column, "column"))
+        answer = extract_answer(completion, config)
+        return float(answer is not None and is_equal(answer, wanted, config.ignore_case))
 
-    return Scorer(each(rate), Faults("reward=exact", config.max_failures, "set reward.column to a column of the data"))
+    return GroupScorer(
+        score_each(rate),
+        ScoringFailures("reward=exact", config.max_failures, "set reward.column to a column of the data"),
+    )
 
 
-def build_format(config: FormatConfig, **_: Any) -> Scorer:
+def build_format(config: FormatConfig, **_: Any) -> GroupScorer:
     """The reward: 1 where `pattern` matches the whole text, else 0."""
-    ask = each(lambda completion: float(matches(config.pattern, completion.text)))
-    return Scorer(ask, Faults("reward=format", config.max_failures, "simplify reward.pattern"))
+    ask = score_each(lambda completion: float(is_full_match(config.pattern, completion.text)))
+    return GroupScorer(ask, ScoringFailures("reward=format", config.max_failures, "simplify reward.pattern"))
 
 
-def overlong(length: int, most: int, cache: int) -> float:
-    """DAPO's soft overlong punishment: 0 up to most - cache tokens, -1 above most, a straight line between."""
-    if length > most:
+def soft_overlong_penalty(length: int, max_length: int, buffer_len: int) -> float:
+    """DAPO's soft overlong punishment: 0 up to max_length - buffer_len tokens, -1 above max_length."""
+    if length > max_length:
         return -1.0
-    return min(0.0, (most - cache - length) / cache)
+    return min(0.0, (max_length - buffer_len - length) / buffer_len)
 
 
-def nearness(length: int, target: int) -> float:
+def target_length_reward(length: int, target: int) -> float:
     """0 at the target, falling in a straight line to -1 at no tokens and at twice the target."""
     return -min(1.0, abs(length - target) / target)
 
 
-def build_length(config: LengthConfig, **_: Any) -> Scorer:
-    """The reward; `problems` sees to it that there is a target, or else max and cache."""
+def build_length(config: LengthConfig, **_: Any) -> GroupScorer:
+    """The length reward; `problems` requires a target, or else max_length and overlong_buffer_len."""
 
     def rate(completion: Completion) -> float:
         if config.target is not None:
-            return nearness(len(completion.ids), config.target)
-        assert config.max is not None and config.cache is not None
-        return overlong(len(completion.ids), config.max, config.cache)
+            return target_length_reward(len(completion.ids), config.target)
+        assert config.max_length is not None and config.overlong_buffer_len is not None
+        return soft_overlong_penalty(len(completion.ids), config.max_length, config.overlong_buffer_len)
 
-    return Scorer(each(rate), Faults("reward=length", 1, ""))
+    return GroupScorer(score_each(rate), ScoringFailures("reward=length", 1, ""))
 
 
 # A sign counts unless it stands after a number, a letter or a bracket: the last number of "5-3" is 3.
@@ -140,30 +144,33 @@ def last_number(text: str) -> Decimal | None:
     return _finite(found[-1].replace(",", "").replace("−", "-")) if found else None
 
 
-def near(a: Decimal, b: Decimal, tolerance: float) -> bool:
+def is_close(a: Decimal, b: Decimal, tolerance: float) -> bool:
     """Whether |a - b| ≤ tolerance, computed with 100 digits."""
     return bool(EXACT.abs(EXACT.subtract(a, b)) <= Decimal(repr(tolerance)))
 
 
-def reference(completion: Completion, name: str) -> Decimal:
+def expected_number(completion: Completion, name: str) -> Decimal:
     """The right number: the last one of the column's text. Raises Unscorable if there is none."""
-    value = column(completion, name, "column")
+    value = require_column(completion, name, "column")
     number = last_number(str(value)) if not isinstance(value, bool) else None
     if number is None:
-        raise Unscorable("no number in the column", f"column '{name}' holds no number but {str(value)[:80]!r}")
+        raise UnscorableError("no number in the column", f"column '{name}' holds no number but {str(value)[:80]!r}")
     return number
 
 
-def build_numeric(config: NumericConfig, **_: Any) -> Scorer:
+def build_numeric(config: NumericConfig, **_: Any) -> GroupScorer:
     """The reward; an answer without a number scores 0."""
 
     def rate(completion: Completion) -> float:
-        wanted = reference(completion, config.column)
-        text = answer_of(completion, config)
+        wanted = expected_number(completion, config.column)
+        text = extract_answer(completion, config)
         number = last_number(text or "")
-        return float(number is not None and near(number, wanted, config.tolerance))
+        return float(number is not None and is_close(number, wanted, config.tolerance))
 
-    return Scorer(each(rate), Faults("reward=numeric", config.max_failures, "set reward.column to a column of numbers"))
+    return GroupScorer(
+        score_each(rate),
+        ScoringFailures("reward=numeric", config.max_failures, "set reward.column to a column of numbers"),
+    )
 
 
 def _finite(text: str) -> Decimal | None:
@@ -171,37 +178,39 @@ def _finite(text: str) -> Decimal | None:
     return number if number.is_finite() else None
 
 
-def value(expression: str) -> tuple[Fraction, list[int]] | None:
-    """The value of an expression and the numbers in it; None if it has no value. What stands after = is not read."""
+def evaluate_expression(expression: str) -> tuple[Fraction, list[int]] | None:
+    """The value of an expression and its numbers; None without a value. Text after = is not read."""
     try:
-        return evaluated(expression.partition("=")[0])
+        return evaluate(expression.partition("=")[0])
     except NotArithmetic:
         return None
 
 
 def solves(expression: str, numbers: Sequence[int], target: Fraction, use_all: bool = True) -> bool:
     """Whether the expression makes the target from the numbers, each exactly once, or else at most once."""
-    found = value(expression)
+    found = evaluate_expression(expression)
     if found is None or found[0] != target:
         return False
     used, given = Counter(found[1]), Counter(numbers)
     return used == given if use_all else used <= given
 
 
-def build_countdown(config: CountdownConfig, **_: Any) -> Scorer:
+def build_countdown(config: CountdownConfig, **_: Any) -> GroupScorer:
     """The reward; what is no expression scores 0."""
 
     def rate(completion: Completion) -> float:
-        numbers = _numbers(column(completion, config.numbers, "numbers"), config.numbers)
-        [target] = _numbers([column(completion, config.target, "target")], config.target)
-        text = answer_of(completion, config)
+        numbers = _numbers(require_column(completion, config.numbers, "numbers"), config.numbers)
+        [target] = _numbers([require_column(completion, config.target, "target")], config.target)
+        text = extract_answer(completion, config)
         return float(text is not None and solves(text, numbers, Fraction(target), config.use_all))
 
     remedy = "set reward.numbers and reward.target to columns of the data"
-    return Scorer(each(rate), Faults("reward=countdown", config.max_failures, remedy))
+    return GroupScorer(score_each(rate), ScoringFailures("reward=countdown", config.max_failures, remedy))
 
 
 def _numbers(values: Any, name: str) -> list[int]:
     if isinstance(values, list | tuple) and values and all(type(v) is int for v in values):
         return list(values)
-    raise Unscorable(f"column {name} is unusable", f"column '{name}' holds no whole numbers but {str(values)[:80]}")
+    raise UnscorableError(
+        f"column {name} is unusable", f"column '{name}' holds no whole numbers but {str(values)[:80]}"
+    )

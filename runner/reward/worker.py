@@ -1,4 +1,4 @@
-"""The process that runs a user's reward function. Stands alone: only the standard library, and nothing of ours.
+"""The process that runs a user's reward function. Imports only the standard library.
 
     runner ══ stdin, SIGTERM ══▶ guard ── fork ──▶ worker: imports the file, calls the function
            ◀═ socket ═════════════════════════════▶   one line of JSON per question, one per answer; the runner
@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: the descriptors of socket and stack file, file, function, `here` if modules beside it can be imported."""
+    """argv: descriptors of socket and stack file, file, function, `here` to allow modules beside it."""
     descriptor, stack, path, name, where = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -58,14 +58,14 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         os.close(woken)
         os.close(waking)
-        return work(socket.socket(fileno=descriptor), stack, path, name, where == "here")
+        return run_worker(socket.socket(fileno=descriptor), stack, path, name, where == "here")
     os.close(descriptor)
     os.close(stack)
-    status = guard(child, runner, woken)
+    status = run_guard(child, runner, woken)
     return 128 - status if status < 0 else status
 
 
-def guard(child: int, runner: int, woken: int) -> int:
+def run_guard(child: int, runner: int, woken: int) -> int:
     """Wait until the worker ends, the runner is gone or says so (SIGTERM); end everything below.
 
     Returns the worker's exit code, -N for a signal, 0 if it had not ended by itself.
@@ -77,12 +77,12 @@ def guard(child: int, runner: int, woken: int) -> int:
             break
         if woken in ready and signal.SIGTERM in os.read(woken, 4096):
             break
-        status = _reap(child)
-    _end_all(child)
+        status = _reap_children(child)
+    _kill_descendants(child)
     return status or 0
 
 
-def _reap(child: int) -> int | None:
+def _reap_children(child: int) -> int | None:
     """Bury every process that has ended; the worker's code if it was among them."""
     found = None
     with suppress(ChildProcessError):
@@ -92,7 +92,7 @@ def _reap(child: int) -> int | None:
     return found
 
 
-def _end_all(group: int) -> None:
+def _kill_descendants(group: int) -> None:
     """Kill and bury until nothing is below us: whatever loses its parent becomes our child."""
     while True:
         with suppress(ProcessLookupError):
@@ -120,7 +120,7 @@ def _children() -> list[int]:
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
-def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
+def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
     """Import the function, say so, and answer questions until there are none."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -134,15 +134,15 @@ def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -
     me = os.getpid()
     _answer(channel, {"started": True})  # before foreign code runs: from now on this process alone is listened to
     try:
-        function = load(path, name, here)
+        function = load_function(path, name, here)
     except Exception as error:  # whatever the user's file raises is the answer
-        _answer(channel, {"failed": described(error, path), "trace": traceback.format_exc()})
+        _answer(channel, {"failed": describe_error(error, path), "trace": traceback.format_exc()})
         return 0
     _answer(channel, {"ready": True})
     for line in channel.makefile("rb"):
         question = json.loads(line)
-        with traced(stack, question["timeout_s"]):
-            reply = ask(function, question, path)
+        with dump_stack_before_timeout(stack, question["timeout_s"]):
+            reply = call_function(function, question, path)
         if os.getpid() != me:
             os._exit(0)  # the function forked and its child came back: only one of the two may answer
         _answer(channel, reply)
@@ -150,8 +150,10 @@ def work(channel: socket.socket, stack: int, path: str, name: str, here: bool) -
 
 
 def _keep_from_children(*descriptors: int) -> None:
-    """Close descriptors in each program that is executed, and turn them into /dev/null in each process that is forked:
-    what runs below the function reads no question and writes no answer."""
+    """Close descriptors in executed programs, and replace them by /dev/null in forked processes.
+
+    So what runs below the function reads no question and writes no answer.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
@@ -167,8 +169,8 @@ def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
     channel.sendall(json.dumps(reply).encode("ascii") + b"\n")
 
 
-def load(path: str, name: str, here: bool) -> Callable[..., Any]:
-    """Import the file as a module of its own name and return the function. Raises whatever the file raises."""
+def load_function(path: str, name: str, here: bool) -> Callable[..., Any]:
+    """Import the file as a module of its own name and return the function; raises what the file raises."""
     if here:
         sys.path.insert(0, os.path.dirname(path))
     module_name = os.path.splitext(os.path.basename(path))[0]
@@ -183,24 +185,24 @@ def load(path: str, name: str, here: bool) -> Callable[..., Any]:
     return function
 
 
-def ask(function: Callable[..., Any], question: Mapping[str, Any], path: str) -> dict[str, Any]:
+def call_function(function: Callable[..., Any], question: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Call the function for one group: {"values": [...], "faults": [[kind, message, samples], ...]}."""
     size = int(question["size"])
     _seed(question["seed"])
     try:
-        returned = function(**accepted(function, question["arguments"]))
+        returned = function(**select_arguments(function, question["arguments"]))
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
-        return judged(returned, size)
+            returned = asyncio.run(_await_result(returned))
+        return validate_scores(returned, size)
     except Exception as error:  # foreign code may raise anything; it is reported, and this group has no scores
-        kind = f"{type(error).__name__} at {_place(error, path)}"
-        reply = {"values": [None] * size, "faults": [[kind, described(error, path), size]]}
+        kind = f"{type(error).__name__} at {_error_location(error, path)}"
+        reply = {"values": [None] * size, "faults": [[kind, describe_error(error, path), size]]}
         return reply | {"trace": traceback.format_exc()}
 
 
 @contextmanager
-def traced(stack: int, timeout_s: float) -> Iterator[None]:
-    """Write where the function is into the file `stack` (emptied before) at 90 % of its time: then it may hang."""
+def dump_stack_before_timeout(stack: int, timeout_s: float) -> Iterator[None]:
+    """Write the stack to the file `stack` (emptied before) at 90 % of the time limit: it may hang."""
     os.ftruncate(stack, 0)
     os.lseek(stack, 0, os.SEEK_SET)
     faulthandler.dump_traceback_later(timeout_s * 0.9, file=stack)
@@ -210,18 +212,18 @@ def traced(stack: int, timeout_s: float) -> Iterator[None]:
         faulthandler.cancel_dump_traceback_later()
 
 
-def hanging_at(dump: str, path: str) -> str | None:
-    """`score.py:2 in score`: the innermost frame of the user's file in faulthandler's dump; None if there is none."""
+def innermost_frame(dump: str, path: str) -> str | None:
+    """`score.py:2 in score`: the innermost frame of the user's file in faulthandler's dump; else None."""
     written = path.encode("ascii", "backslashreplace").decode()  # as faulthandler writes it
     found = re.search(rf'File "{re.escape(written)}", line (\d+) in (\S+)', dump)
     return f"{os.path.basename(path)}:{found[1]} in {found[2]}" if found else None
 
 
-async def _awaited(returned: Any) -> Any:
+async def _await_result(returned: Any) -> Any:
     return await returned
 
 
-def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+def select_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the function names, or all of them if it takes **columns.
 
     Raises TypeError where it asks for one that the data does not have.
@@ -236,27 +238,31 @@ def accepted(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str
     return {name: value for name, value in given.items() if name in named}
 
 
-def judged(returned: Any, size: int) -> dict[str, Any]:
+def validate_scores(returned: Any, size: int) -> dict[str, Any]:
     """What was returned as scores: a finite float or None for each of `size` samples, and what was wrong."""
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
-        return _refused(f"expected a list of {size} scores, got {_shown(returned)}", size)
+        return _invalid_scores(f"expected a list of {size} scores, got {_short_repr(returned)}", size)
     values = list(returned)
     if len(values) != size:
-        return _refused(f"expected {size} scores, one for each completion, got {len(values)}: {_shown(values)}", size)
+        return _invalid_scores(
+            f"expected {size} scores, one for each completion, got {len(values)}: {_short_repr(values)}", size
+        )
     scores, faults = [], []
     for i, value in enumerate(values):
-        score, fault = _number(value)
+        score, fault = _as_score(value)
         scores.append(score)
         if fault:
-            faults.append([fault, f"score {i + 1} of {size} is {_shown(value)}; expected a finite number or None", 1])
+            faults.append(
+                [fault, f"score {i + 1} of {size} is {_short_repr(value)}; expected a finite number or None", 1]
+            )
     return {"values": scores, "faults": faults}
 
 
-def _refused(message: str, size: int) -> dict[str, Any]:
+def _invalid_scores(message: str, size: int) -> dict[str, Any]:
     return {"values": [None] * size, "faults": [["wrong number of scores", message, size]]}
 
 
-def _number(value: Any) -> tuple[float | None, str | None]:
+def _as_score(value: Any) -> tuple[float | None, str | None]:
     """(score, sort of fault); None itself is no fault: the function says that it has no score."""
     if value is None:
         return None, None
@@ -269,13 +275,13 @@ def _number(value: Any) -> tuple[float | None, str | None]:
     return (score, None) if math.isfinite(score) else (None, "not finite")
 
 
-def described(error: BaseException, path: str) -> str:
+def describe_error(error: BaseException, path: str) -> str:
     """The last line of the traceback, and where in the user's file it came from."""
     last = traceback.format_exception_only(error)[-1].strip()
-    return f"{last[:400]} ({_place(error, path)})"
+    return f"{last[:400]} ({_error_location(error, path)})"
 
 
-def _place(error: BaseException, path: str) -> str:
+def _error_location(error: BaseException, path: str) -> str:
     if isinstance(error, SyntaxError):
         return f"{os.path.basename(error.filename or path)}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -285,7 +291,7 @@ def _place(error: BaseException, path: str) -> str:
     return f"{os.path.basename(path)}:{own[-1].lineno} in {own[-1].name}"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
     except Exception as error:  # a foreign object may fail to show itself; its type is then all there is to say

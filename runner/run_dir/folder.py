@@ -36,11 +36,11 @@ class RunFolder:
     rank: int = 0
     service: str = ""  # samplers/0: of a process that serves the ranks
 
-    def of_rank(self, rank: int) -> RunFolder:
+    def for_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
         return RunFolder(self.root, rank)
 
-    def of_sampler(self, index: int) -> RunFolder:
+    def for_sampler(self, index: int) -> RunFolder:
         """The same folder for a process that only samples."""
         return RunFolder(self.root, service=f"samplers/{index}")
 
@@ -125,7 +125,7 @@ class RunFolder:
 
     @property
     def log(self) -> Path:
-        """What was printed, with times; of a rank from 1, or a process that serves the ranks, all that it said."""
+        """The log with times; of a rank above 0, or a process that serves the ranks, its whole output."""
         if self.service:
             return self.root / f"{self.service}.log"
         return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
@@ -146,14 +146,16 @@ class RunFolder:
         return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
 
 
-def create(name: str, outputs: Path = OUTPUTS) -> RunFolder:
+def create_run_folder(name: str, outputs: Path = OUTPUTS) -> RunFolder:
     """Make a new run's folder. Raises StorageError where it cannot."""
     now = datetime.now()
     return RunFolder(make_unique(outputs / now.strftime("%Y-%m-%d"), f"{now.strftime('%H%M%S')}-{name}", "run folder"))
 
 
 def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
-    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`, unique under concurrent starts; its absolute path.
+    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`; returns its absolute path.
+
+    Unique under concurrent starts.
 
     what: what the error calls it. Raises StorageError where it cannot.
     """
@@ -172,12 +174,14 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
         ) from error
 
 
-def claim(where: Path) -> RunFolder:
-    """The folder `where` for a new run. Raises EnvironmentProblem if anything else is in it (which stays as it is),
-    StorageError if it cannot be made."""
+def claim_folder(where: Path) -> RunFolder:
+    """The folder `where` for a new run; a folder with other content is refused and not changed.
+
+    Raises EnvironmentProblem for one that is not empty, StorageError if it cannot be made.
+    """
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
-        raise EnvironmentProblem(f"{where} holds a run; go on with it: run resume {where}; or choose another --folder")
+        raise EnvironmentProblem(f"{where} holds a run; continue it: run resume {where}; or choose another --folder")
     try:
         # a run that died before it had a spec leaves its lock, and a file that it was about to rename
         others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
@@ -212,7 +216,7 @@ def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
     return (outputs / "latest").resolve() == folder.root.resolve()
 
 
-def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
+def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
     root = outputs / "latest" if where == "latest" else Path(where)
     try:
@@ -228,12 +232,12 @@ def find(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     return RunFolder(root.resolve())
 
 
-def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
+def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
     """The run called `where`, and the newest run if it was passed over because it has no checkpoint yet.
 
     `latest` then means the newest run that has one. Raises EnvironmentProblem when there is no run.
     """
-    named = find(where, outputs)
+    named = find_run(where, outputs)
     if where != "latest" or named.has_checkpoint:
         return named, None
     runs = (RunFolder(path.parent.resolve()) for path in sorted(outputs.glob("*/*/spec.yaml"), reverse=True))
@@ -241,7 +245,7 @@ def find_trained(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFol
     return (named, None) if trained is None else (trained, named)
 
 
-def lock(folder: RunFolder) -> int:
+def acquire_lock(folder: RunFolder) -> int:
     """Hold the run's folder for this process until it ends; the kernel frees it however that happens.
 
     Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
@@ -267,7 +271,7 @@ def lock(folder: RunFolder) -> int:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a living process holds the run's folder; writes nothing. Raises EnvironmentProblem if it cannot tell."""
+    """Whether a living process holds the run's folder. Raises EnvironmentProblem if that is unknown."""
     try:
         handle = os.open(folder.root / ".lock", os.O_RDONLY)
     except FileNotFoundError:
@@ -284,9 +288,9 @@ def is_locked(folder: RunFolder) -> bool:
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
+def hold_lock(folder: RunFolder) -> Iterator[None]:
     """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""
-    handle = lock(folder)
+    handle = acquire_lock(folder)
     try:
         yield
     finally:
@@ -299,7 +303,7 @@ def write_atomic(path: Path, text: str) -> None:
     Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
     """
     try:
-        fsync_io.replace_whole(path, text.encode("utf-8"))
+        fsync_io.atomic_write(path, text.encode("utf-8"))
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}") from error
 
@@ -328,7 +332,7 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
         raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
 
 
-def shown(path: Path) -> str:
+def display_path(path: Path) -> str:
     """The path as the user would type it: relative to the current folder if it lies below."""
     try:
         return str(path.relative_to(Path.cwd()))

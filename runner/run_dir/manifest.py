@@ -1,4 +1,4 @@
-"""What a run was made of: code, versions, device, decisions and environment; and the masking of secrets in all of it.
+"""The manifest of a run: code, versions, device, automatic choices, environment; secrets are masked.
 
 Nothing here imports torch. `redact` is called by everything that writes what a user, a model or a library said.
 """
@@ -76,21 +76,21 @@ KEPT_PREFIX = re.compile(
 
 
 def redact(text: str) -> str:
-    """The text without anything that looks like a secret, and without the values of secret environment variables."""
+    """The text without what looks like a secret, and without values of secret environment variables."""
     for value in _secret_values():
         text = text.replace(value, MASK)
     text = SHAPES.sub(MASK, text)
     return KEPT_PREFIX.sub(lambda m: (m["keep"] or m["bearer"] or m["name"]) + MASK, text)
 
 
-def redacted(value: Any) -> Any:
-    """A copy of plain data with every text redacted; a field called token, key, secret or password is masked whole."""
+def redact_values(value: Any) -> Any:
+    """A copy of plain data with every text redacted; fields such as token or password are masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
         return {k: _redacted_field(str(k), v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [redacted(v) for v in value]
+        return [redact_values(v) for v in value]
     return value
 
 
@@ -100,7 +100,7 @@ def _redacted_field(name: str, value: Any) -> Any:
             return MASK
         if PUBLIC_FIELD.match(name):  # a hash, which looks like a W&B key
             return value
-    return redacted(value)
+    return redact_values(value)
 
 
 def _secret_values() -> list[str]:
@@ -114,16 +114,16 @@ def is_secret_name(name: str) -> bool:
     return bool(SECRET_NAME.search(name)) and not NO_SECRET_NAME.search(name)
 
 
-def collect(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of this process as JSON-able data, secrets masked; what could not be found out says why.
+def collect_manifest(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of this process as JSON-able data; what could not be found out says why.
 
-    What was decided and found (`Decisions.records`) is not in it: it grows while the run goes on.
+    What was decided and found (`Decisions.records`) is not in it: it grows while the run continues.
     """
     code = code_state(Path(__file__).resolve().parents[2], below="runner")
     here = code_state(Path.cwd())
     return {
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-        "argv": redacted(sys.argv),
+        "argv": redact_values(sys.argv),
         "spec_sha256": fingerprint(spec),
         "code": code,
         "working_directory": {"reason": "the same checkout as code"} if here == code and "root" in here else here,
@@ -138,9 +138,9 @@ def collect(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any
             "host": socket.gethostname(),
             "cpus": os.cpu_count(),
         },
-        "packages": packages(),
-        "device": redacted(dict(device)),
-        "environment": environment(),
+        "packages": installed_packages(),
+        "device": redact_values(dict(device)),
+        "environment": allowed_environment(),
     }
 
 
@@ -150,13 +150,13 @@ def fingerprint(spec: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def environment() -> dict[str, str]:
+def allowed_environment() -> dict[str, str]:
     """The variables of the allow-list, never one that is named like a secret."""
     kept = (k for k in sorted(os.environ) if (k.startswith(PREFIXES) or k in NAMES) and not is_secret_name(k))
     return {k: redact(os.environ[k]) for k in kept}
 
 
-def packages() -> dict[str, str]:
+def installed_packages() -> dict[str, str]:
     """Every installed distribution and its version."""
     found = {(d.metadata["Name"] or "?").lower(): d.version for d in distributions()}
     return dict(sorted(found.items()))
@@ -173,23 +173,23 @@ def code_state(folder: Path, below: str = "") -> dict[str, Any]:
         if below and not _git(folder, "ls-files", "--", below).strip():
             return {"reason": f"{folder}: {below}/ is not tracked by git"}
         status = _git(folder, "status", "--porcelain")
-        return {"root": top, "commit": _optional(folder, "rev-parse", "--verify", "--quiet", "HEAD")} | {
-            "branch": _optional(folder, "symbolic-ref", "--quiet", "--short", "HEAD"),
+        return {"root": top, "commit": _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD")} | {
+            "branch": _git_optional(folder, "symbolic-ref", "--quiet", "--short", "HEAD"),
             "dirty": bool(status),
             "changed_files": redact(status[:DIFF_BYTES]).splitlines(),
             "diff": _diff(folder) if status else "",
         }
     except (OSError, subprocess.SubprocessError) as error:
-        return {"reason": redact(_worded(error))}
+        return {"reason": redact(_git_failure(error))}
 
 
 def _diff(folder: Path) -> str:
     """Changes against the last commit (against nothing, before the first), at most DIFF_BYTES of them."""
-    base = "HEAD" if _optional(folder, "rev-parse", "--verify", "--quiet", "HEAD") else "--cached"
+    base = "HEAD" if _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD") else "--cached"
     command = _command(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base)
     # Read a little more than is kept: a secret that the cut would halve is then still recognised.
     limit = DIFF_BYTES + 4096
-    with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_surroundings()) as git:
+    with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_git_options()) as git:
         assert git.stdout is not None
         raw = git.stdout.read(limit)
         git.kill()
@@ -202,7 +202,7 @@ def _command(folder: Path, *command: str) -> list[str]:
     return ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *command]
 
 
-def _surroundings() -> dict[str, Any]:
+def _git_options() -> dict[str, Any]:
     quiet = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     return {"stdin": subprocess.DEVNULL, "env": os.environ | quiet}
 
@@ -210,12 +210,12 @@ def _surroundings() -> dict[str, Any]:
 def _git(folder: Path, *command: str) -> str:
     """What a git query prints. Raises OSError or SubprocessError."""
     done = subprocess.run(
-        _command(folder, *command), capture_output=True, check=True, timeout=GIT_DEADLINE_S, **_surroundings()
+        _command(folder, *command), capture_output=True, check=True, timeout=GIT_DEADLINE_S, **_git_options()
     )
     return str(done.stdout.decode(errors="replace"))
 
 
-def _optional(folder: Path, *command: str) -> str | None:
+def _git_optional(folder: Path, *command: str) -> str | None:
     """The first line of a git query that answers by failing, or None."""
     try:
         return _git(folder, *command).strip() or None
@@ -223,7 +223,7 @@ def _optional(folder: Path, *command: str) -> str | None:
         return None
 
 
-def _worded(error: OSError | subprocess.SubprocessError) -> str:
+def _git_failure(error: OSError | subprocess.SubprocessError) -> str:
     if isinstance(error, FileNotFoundError):
         return "git is not installed"
     if isinstance(error, subprocess.CalledProcessError):

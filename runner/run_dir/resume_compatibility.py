@@ -1,7 +1,7 @@
-"""What must be equal for a run to go on from a checkpoint, and what must be for it to have the same bits.
+"""What must be equal to resume from a checkpoint, and what must be equal to get the same bits.
 
 spec (all that may not change), data, model   differ ─▶ refused
-versions, device                              differ ─▶ said: the curve goes on, but not bit for bit
+versions, device                              differ ─▶ said: the curve continues, but not bit for bit
 prompt_style                                  how `run infer` has to ask
 """
 
@@ -14,23 +14,24 @@ from typing import Any, Literal
 
 from runner import __version__
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
-from runner.spec.base import leaves
+from runner.spec.base import iter_leaves
 from runner.spec.job import JobSpec
 
 log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
-# What may change when a run goes on: how long, on how many devices, how it is watched and kept; nothing that the curve
-# so far depends on. Of the sampler: where it is, how weights get there, how long it may take, how far off it may be.
+# What may change when a run continues: how long, on how many devices, how it is watched and kept; nothing that
+# the curve so far depends on. Of the sampler: its place, weight transport,
+# deadlines and tolerances.
 RESUMABLE = (
-    "steps", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
-    "sampler.timeout_s", "sampler.probe", "sampler.transport", "sampler.url", "sampler.key_variable", "sampler.folder",
-    "sampler.retries",
+    "steps", "epochs", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
+    "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
+    "sampler.api_key_env", "sampler.folder", "sampler.retries",
 )  # fmt: skip
 LIBRARIES = ("torch", "transformers", "peft")
 
 
-def identity(
+def run_identity(
     spec: JobSpec, data: str, style: PromptStyle, model: Mapping[str, str], device: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The identity of a run, JSON-able.
@@ -39,10 +40,17 @@ def identity(
     device: what the device says of itself
     """
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
-    return {"spec": frozen(spec), "data": data, "model": dict(model), "prompt_style": style, **versions, **device}
+    return {
+        "spec": immutable_fields(spec),
+        "data": data,
+        "model": dict(model),
+        "prompt_style": style,
+        **versions,
+        **device,
+    }
 
 
-def frozen(spec: JobSpec) -> dict[str, Any]:
+def immutable_fields(spec: JobSpec) -> dict[str, Any]:
     """The part of a spec that is fixed once a run has begun."""
     found = spec.model_dump(mode="json", exclude=set(RESUMABLE))
     for group, name in (key.split(".") for key in RESUMABLE if "." in key):
@@ -50,12 +58,12 @@ def frozen(spec: JobSpec) -> dict[str, Any]:
     return found
 
 
-def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collection[str] = ()) -> None:
+def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collection[str] = ()) -> None:
     """Raise SpecError naming each fixed option that is not what it was when the checkpoint was written.
 
     saved: the identity in a checkpoint; free: dotted keys, or groups, that the use at hand may change
     """
-    now, before = dict(leaves(frozen(spec))), dict(leaves(saved["spec"]))
+    now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(saved["spec"]))
     problems = [
         Problem(key, f"was {value} when the checkpoint was written, is {now.get(key)}; put it back", "spec.yaml")
         for key, value in before.items()
@@ -65,8 +73,8 @@ def refuse_changed_spec(spec: JobSpec, saved: Mapping[str, Any], free: Collectio
         raise SpecError(problems)
 
 
-def refuse_changed_model(origin: Mapping[str, str], saved: Mapping[str, Any], role: str = "model") -> None:
-    """Raise CheckpointError if the model that is built does not come from where that of the checkpoint did."""
+def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], role: str = "model") -> None:
+    """Raise CheckpointError if the model comes from another source than that of the checkpoint."""
     before = saved["model"]
     if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
         raise CheckpointError(
@@ -76,17 +84,19 @@ def refuse_changed_model(origin: Mapping[str, str], saved: Mapping[str, Any], ro
         )
 
 
-def refuse_changed(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raise DataError for other data, CheckpointError for another model; say what else differs from the checkpoint,
-    because the curve then continues, but not bit for bit."""
+def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    """Raise DataError for other data, CheckpointError for another model.
+
+    Other differences are printed, because the run then continues with other bits.
+    """
     if now["data"] != saved["data"]:
         raise DataError(
             "the data (or its tokenizer) changed since the checkpoint was written; "
             "restore it, or start a new run from the export of this one"
         )
-    refuse_changed_model(now["model"], saved)
+    check_model_unchanged(now["model"], saved)
     for role, origin in now.get("frozen", {}).items():
-        refuse_changed_model(origin, {"model": saved["frozen"][role]}, role)
+        check_model_unchanged(origin, {"model": saved["frozen"][role]}, role)
     differing = {
         k: (saved.get(k), v) for k, v in now.items() if k not in ("spec", "model", "frozen") and saved.get(k) != v
     }

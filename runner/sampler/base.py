@@ -1,6 +1,6 @@
-"""What every sampler has in its config; and what those that draw, and those that the job starts itself, have."""
+"""Options that all samplers share, and those of samplers with sampling parameters."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from runner.spec.base import ComponentConfig, Dtype
 
 Stop = Annotated[str, Field(min_length=1)]
 TokenId = Annotated[int, Field(ge=0)]
-Sent = Literal["changed", "fixed", "adapter", "base"]  # as `model.published` calls them
+WeightParts = Literal["changed", "fixed", "adapter", "base"]  # as `TrainableModel.hf_tensors` calls them
 PATIENCE_S = 1500.0
 
 
@@ -31,13 +31,13 @@ class SamplerConfig(ComponentConfig):
         return None
 
     @property
-    def cache_size_gib(self) -> float | None:
+    def kv_cache_bytes(self) -> int | None:
         """GiB for keys and values; None = what the share leaves."""
         return None
 
     @property
     def sleep_level(self) -> int | None:
-        """What an engine beside a trainer gives up while that trains (0, 1, 2); None = the usual for the device."""
+        """vLLM's sleep level beside a trainer (0, 1, 2); None = the usual one for the device."""
         return None
 
     @property
@@ -54,32 +54,31 @@ class SamplerConfig(ComponentConfig):
         """Seconds that a sampler outside of the trainer is waited for: fewer than ranks wait for one another."""
         return PATIENCE_S
 
-    def sent(self) -> tuple[Sent, ...]:
+    def weights_to_send(self) -> tuple[WeightParts, ...]:
         """What an engine is sent of the policy: at every version, and, before the first one, for all of them."""
         return ()
 
     def weights_dtype(self, products: Dtype) -> Dtype | None:
-        """The data type of an engine's weights, where that of the policy's matrix products is `products`; None = the
-        engine is not the job's."""
+        """The data type of an engine's weights, where the policy computes in `products`.
+
+        None = the engine does not belong to the job.
+        """
         return None
 
     def logprob_tolerance(self) -> float | None:
-        """Most that log-probabilities may differ from the trainer's after a sync, where it was set (`probe`)."""
+        """Most that log-probabilities may differ from the trainer's after a sync, where it was set
+        (`sync_logprob_tolerance`)."""
         return None
 
-    def copies(self) -> int:
+    def extra_weight_copies(self) -> int:
         """Versions of the weights that lie in this machine's memory beside those that the lag needs."""
         return 0
-
-    def collective(self) -> bool:
-        """Whether weights get to it from card to card."""
-        return False
 
     def cards(self) -> int:
         """Devices that one process which only samples takes."""
         return 1
 
-    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    def stop_criteria(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
         """The strings and the token ids that end an answer, beside the model's own end of sequence."""
         return (), ()
 
@@ -87,10 +86,10 @@ class SamplerConfig(ComponentConfig):
         """Raise EnvironmentProblem for what is missing on this machine."""
 
     def preflight_here(self) -> None:
-        """Raise EnvironmentProblem for what is missing where the job's processes run, on one of those machines."""
+        """Raise EnvironmentProblem for what is missing on a machine that runs the job's processes."""
 
 
-class DrawingConfig(SamplerConfig):
+class SamplingConfig(SamplerConfig):
     """What every sampler draws from, and how an answer ends."""
 
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits; below 1 the likely grows likelier.")
@@ -105,10 +104,10 @@ class DrawingConfig(SamplerConfig):
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = Field(
         default=(), description="Strings that end an answer when they appear in it; they stay part of it."
     )
-    stop_tokens: Annotated[tuple[TokenId, ...], Field(strict=False)] = Field(
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False)] = Field(
         default=(), description="Token ids that end an answer, beside the model's own end of sequence."
     )
-    batch_size: int = Field(
+    max_num_seqs: int = Field(
         default=256, ge=1, description="Most answers in work at once; one that ends makes room for the next."
     )
     timeout_s: float | None = Field(
@@ -116,7 +115,7 @@ class DrawingConfig(SamplerConfig):
         gt=0,
         description="Seconds that a sampler outside of the trainer may take for its part of a step; null = 1500.",
     )
-    probe: float | None = Field(
+    sync_logprob_tolerance: float | None = Field(
         default=None,
         gt=0,
         description="Most that a sampler with weights of its own may differ from the trainer after they were sent (mean"
@@ -129,37 +128,18 @@ class DrawingConfig(SamplerConfig):
 
     @property
     def max_concurrent(self) -> int | None:
-        return self.batch_size
+        return self.max_num_seqs
+
+    @property
+    def truncates(self) -> bool:
+        """Whether ids are cut before one is drawn."""
+        return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def logprob_tolerance(self) -> float | None:
-        return self.probe
+        return self.sync_logprob_tolerance
 
     def answer_tokens(self) -> int:
         return self.max_new_tokens
 
-    def stopping(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        return self.stop, self.stop_tokens
-
-
-class JobSamplerConfig(DrawingConfig):
-    """A sampler that the job starts itself: in its ranks, or in processes of its own."""
-
-    transport: Literal["http", "collective"] | None = Field(
-        default=None,
-        description="How weights get to samplers on other machines: http, or collective = from card to card, by NCCL "
-        "or HCCL (gloo on the CPU); null = http.",
-    )
-
-    def collective(self) -> bool:
-        return self.transport == "collective"
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if self.transport is None:
-            return []
-        if not job.launch.samplers:
-            text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
-        elif job.launch.here:
-            text = "is about other machines, and here samplers are on the trainer's, whose files they map; leave it out"
-        else:
-            return []
-        return [("sampler.transport", text)]
+    def stop_criteria(self) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        return self.stop, self.stop_token_ids

@@ -20,11 +20,18 @@ from runner.core.batch import pack
 from runner.core.errors import TrainingDiverged
 from runner.interfaces import Decide, GenerativeModel, Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.draw import Rule, Stops, check_ids, draw, room, uniforms
+from runner.sampler.sampling import (
+    SamplingRule,
+    StopCriteria,
+    answer_limit,
+    check_token_ids,
+    sample_tokens,
+    uniform_stream,
+)
 
 
 @dataclass(slots=True)
-class Answer:
+class PartialRollout:
     """A rollout in the making."""
 
     stream: Iterator[tuple[int, int]]
@@ -34,7 +41,7 @@ class Answer:
     raw_logprobs: list[float] | None = None
     finish: str | None = None
 
-    def rollout(self, version: int) -> Rollout:
+    def to_rollout(self, version: int) -> Rollout:
         """The finished answer."""
         assert self.finish is not None
         raw = None if self.raw_logprobs is None else tuple(self.raw_logprobs)
@@ -47,11 +54,13 @@ class TorchSampler:
     def __init__(self, config: TorchSamplerConfig, model: GenerativeModel, *, decide: Decide) -> None:
         """Raises SpecError for ids outside the vocabulary, and for a model that cannot be sampled from."""
         self._model = model
-        self._writer = model.writer(decide=decide)
-        check_ids(config, self._writer.vocabulary)
-        self._rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
-        self._stops = Stops(model.tokenizer, self._writer.ends | set(config.stop_tokens), config.stop)
-        self._rows, self.max_new_tokens = config.batch_size, config.max_new_tokens
+        self._writer = model.batch_decoder(decide=decide)
+        check_token_ids(config, self._writer.vocab_size)
+        self._rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
+        self._stops = StopCriteria(
+            model.tokenizer, self._writer.stop_token_ids | set(config.stop_token_ids), config.stop
+        )
+        self._rows, self.max_new_tokens = config.max_num_seqs, config.max_new_tokens
         self._version = 0
 
     @property
@@ -60,17 +69,17 @@ class TorchSampler:
         return self._rule.temperature
 
     @property
-    def longest(self) -> int | None:
+    def max_model_len(self) -> int | None:
         """Most tokens of a prompt and its answer together; None = no limit."""
-        return None if self._writer.longest is None else self._writer.longest[0]
+        return None if self._writer.length_limit is None else self._writer.length_limit[0]
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy `tensors`, named as the model's trainable parameters, and call these weights `version`.
 
         None: the weights are the trainer's own. Raises ValueError unless names and shapes are the model's.
         """
         if tensors is not None:
-            _fill(self._model.trainable(), tensors)
+            copy_weights(self._model.trainable(), tensors)
         self._version = version
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -79,13 +88,13 @@ class TorchSampler:
         The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
         for one that leaves no room for its answer, TrainingDiverged if logits are not finite.
         """
-        limits = [room(request, self.max_new_tokens, self._writer.longest) for request in requests]
+        limits = [answer_limit(request, self.max_new_tokens, self._writer.length_limit) for request in requests]
         answers = [
-            Answer(uniforms(r.seed), limit, raw_logprobs=[] if r.raw else None)
+            PartialRollout(uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
             for r, limit in zip(requests, limits, strict=True)
         ]
-        self._writer.write([r.prompt for r in requests], partial(self._choose, answers), self._rows)
-        return [answer.rollout(self._version) for answer in answers]
+        self._writer.decode([r.prompt for r in requests], partial(self._sample_next, answers), self._rows)
+        return [answer.to_rollout(self._version) for answer in answers]
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -95,21 +104,21 @@ class TorchSampler:
         found = self._model.outputs(batch, frozenset({"logprobs"}))["logprobs"].split([len(row) for row in rows])
         return [[row[1:].tolist() for row in found]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Nothing that the step's own numbers do not say."""
         return {}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """The cache of keys and values lives no longer than a call."""
 
     def close(self) -> None:
         """It has started nothing."""
 
-    def _choose(self, answers: Sequence[Answer], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
+    def _sample_next(self, answers: Sequence[PartialRollout], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
         """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
         asked = [answers[row] for row in rows]
         u = torch.tensor([next(answer.stream) for answer in asked], device=logits.device)
-        drawn = draw(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in asked))
+        drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in asked))
         ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
         raw = [math.nan] * len(ids) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
         if not math.isfinite(sum(logprobs)):
@@ -119,12 +128,13 @@ class TorchSampler:
             answer.logprobs.append(logprob)
             if answer.raw_logprobs is not None:
                 answer.raw_logprobs.append(raw_logprob)
-            answer.finish = self._stops.finish(answer.ids, answer.limit)
+            answer.finish = self._stops.finish_reason(answer.ids, answer.limit)
         return [None if answer.finish else answer.ids[-1] for answer in asked]
 
 
 @torch.no_grad()
-def _fill(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+def copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite a model's parameters. Raises ValueError unless names and shapes are the same."""
     differing = sorted(parameters.keys() ^ tensors.keys())
     differing += [n for n, p in parameters.items() if n in tensors and p.shape != tensors[n].shape]
     if differing:

@@ -32,11 +32,11 @@ class ConstantConfig(ScheduleConfig):
 
 
 class DecayConfig(ScheduleConfig):
-    """What falling schedules have in common: the end would be reached one step after the last, which still learns."""
+    """Options of decaying schedules. The minimum would be reached one step after the last."""
 
     falls: ClassVar[bool] = True
 
-    final_ratio: float = Field(
+    min_lr_ratio: float = Field(
         default=0.0, ge=0, le=1, description="Share of the peak that the learning rate falls towards."
     )
 
@@ -63,7 +63,7 @@ class WsdConfig(DecayConfig):
     decay_steps: int = Field(default=0, ge=0, description="Steps of the final fall; 0 = a tenth of the run.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        if not self.decay_steps or self.warmup_steps + self.decay_steps <= job.steps:
+        if not self.decay_steps or job.epochs is not None or self.warmup_steps + self.decay_steps <= job.steps:
             return []
         warmup = f"schedule.warmup_steps={self.warmup_steps}"
         return [("schedule.decay_steps", f"{self.decay_steps} and {warmup} are more than steps={job.steps}")]
@@ -87,8 +87,8 @@ def _after_warmup(config: ScheduleConfig, steps: int, shape: Callable[[float], f
     return factor
 
 
-def _fall(config: DecayConfig, height: float) -> float:
-    return config.final_ratio + (1.0 - config.final_ratio) * height
+def _decayed_factor(config: DecayConfig, height: float) -> float:
+    return config.min_lr_ratio + (1.0 - config.min_lr_ratio) * height
 
 
 def constant(config: ConstantConfig, *, steps: int) -> Factor:
@@ -97,20 +97,20 @@ def constant(config: ConstantConfig, *, steps: int) -> Factor:
 
 
 def linear(config: LinearConfig, *, steps: int) -> Factor:
-    """A straight line from 1 to final_ratio."""
-    return _after_warmup(config, steps, lambda done: _fall(config, 1.0 - done))
+    """A straight line from 1 to min_lr_ratio."""
+    return _after_warmup(config, steps, lambda done: _decayed_factor(config, 1.0 - done))
 
 
 def cosine(config: CosineConfig, *, steps: int) -> Factor:
-    """Half a cosine from 1 to final_ratio (Loshchilov & Hutter, 1608.03983, eq. 5, without restarts)."""
-    return _after_warmup(config, steps, lambda done: _fall(config, 0.5 * (1.0 + math.cos(math.pi * done))))
+    """Half a cosine from 1 to min_lr_ratio (Loshchilov & Hutter, 1608.03983, eq. 5, without restarts)."""
+    return _after_warmup(config, steps, lambda done: _decayed_factor(config, 0.5 * (1.0 + math.cos(math.pi * done))))
 
 
 def wsd(config: WsdConfig, *, steps: int) -> Factor:
-    """1 until the last decay_steps, then a straight line to final_ratio (Hu et al., 2404.06395, §4).
+    """1 until the last decay_steps, then a straight line to min_lr_ratio (Hu et al., 2404.06395, §4).
 
     Departure from the paper: its final fall is exponential; a straight line is what its successors use.
     """
     decay = config.decay_steps or max(steps // 10, 1)
     span = max(steps - config.warmup_steps, 1)
-    return _after_warmup(config, steps, lambda done: _fall(config, min(1.0, (1.0 - done) * span / decay)))
+    return _after_warmup(config, steps, lambda done: _decayed_factor(config, min(1.0, (1.0 - done) * span / decay)))

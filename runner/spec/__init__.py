@@ -1,4 +1,6 @@
-"""What a user can set. A plug-in takes the config base class of its group from here; see also `runner.interfaces`.
+"""What a user can set. A plug-in takes the config base class of its group from here.
+
+See also `runner.interfaces`.
 
 Nothing here imports torch; each name is imported when it is first used, because a group's base class imports from here.
 Modules below this package are private and may change without notice.
@@ -25,18 +27,18 @@ if TYPE_CHECKING:
     from runner.parallelism.config import ParallelismConfig as ParallelismConfig
     from runner.reward.base import PooledConfig as PooledConfig
     from runner.reward.base import RewardConfig as RewardConfig
-    from runner.sampler.base import DrawingConfig as DrawingConfig
     from runner.sampler.base import SamplerConfig as SamplerConfig
+    from runner.sampler.base import SamplingConfig as SamplingConfig
     from runner.sampler.config import TorchSamplerConfig as TorchSamplerConfig
     from runner.schedule.config import ScheduleConfig as ScheduleConfig
     from runner.spec.base import ComponentConfig as ComponentConfig
     from runner.spec.base import Config as Config
     from runner.spec.base import Dtype as Dtype
+    from runner.spec.base import FloatPair as FloatPair
     from runner.spec.base import Head as Head
     from runner.spec.base import ItemKind as ItemKind
     from runner.spec.base import Names as Names
     from runner.spec.base import Numbers as Numbers
-    from runner.spec.base import Pair as Pair
     from runner.spec.job import JobSpec as JobSpec
     from runner.tracker.config import TrackerConfig as TrackerConfig
     from runner.trainer.config import CallbackConfig as CallbackConfig
@@ -47,7 +49,6 @@ lazy_exports(
         "runner.adapter.config": "AdapterConfig",
         "runner.algorithm.base": "AlgorithmConfig",
         "runner.algorithm.policy.config": "PolicyConfig",
-        "runner.trainer.config": "CallbackConfig",
         "runner.checkpoint.config": "CheckpointConfig",
         "runner.data.config": "DataConfig SourceConfig",
         "runner.device.config": "DeviceConfig",
@@ -57,11 +58,12 @@ lazy_exports(
         "runner.optimizer.config": "OptimizerConfig",
         "runner.parallelism.config": "ParallelismConfig",
         "runner.reward.base": "PooledConfig RewardConfig",
-        "runner.sampler.base": "DrawingConfig SamplerConfig",
+        "runner.sampler.base": "SamplerConfig SamplingConfig",
         "runner.sampler.config": "TorchSamplerConfig",
         "runner.schedule.config": "ScheduleConfig",
-        "runner.spec.base": "ComponentConfig Config Dtype Head ItemKind Names Numbers Pair",
+        "runner.spec.base": "ComponentConfig Config Dtype FloatPair Head ItemKind Names Numbers",
         "runner.spec.job": "JobSpec",
         "runner.tracker.config": "TrackerConfig",
+        "runner.trainer.config": "CallbackConfig",
     },
 )

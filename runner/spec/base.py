@@ -14,7 +14,7 @@ Dtype = Literal["float32", "bfloat16"]  # of weights and of what is computed
 Head = Literal["lm", "scalar", "lm+value"]
 ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm learns from
 
-ITEM_WORDS: dict[ItemKind, str] = {
+ITEM_COLUMNS: dict[ItemKind, str] = {
     "sft": "columns messages, or prompt and completion, or text",
     "pairs": "preference pairs: columns prompt, chosen and rejected",
     "judged": "judged answers: columns prompt, completion and label",
@@ -53,13 +53,16 @@ class ComponentConfig(Config):
         return str(cls.model_fields["name"].default)
 
     @classmethod
-    def extended(cls) -> type[Self]:
+    def with_plugin_options(cls) -> type[Self]:
         """This class with the options that installed packages add to it."""
         return cls
 
 
 def absolute_if_local(path: str) -> str:
-    """A path that exists here as an absolute one without links (`outputs/latest` moves); a hub id stays as it is."""
+    """An absolute path without links for a path that exists here; a hub id stays as it is.
+
+    `outputs/latest` moves, so links are resolved.
+    """
     return os.path.realpath(path) if os.path.exists(path) else path
 
 
@@ -79,7 +82,7 @@ def address_problem(url: str, path: str = "") -> str | None:
 
 
 # YAML and command lines have lists only; a tuple field accepts one.
-Pair = Annotated[tuple[float, float], Field(strict=False)]
+FloatPair = Annotated[tuple[float, float], Field(strict=False)]
 Names = Annotated[tuple[str, ...], Field(strict=False)]
 Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 
@@ -87,11 +90,11 @@ Numbers = Annotated[tuple[float, ...], Field(strict=False)]
 COMMAND_LINE = "command line"
 
 
-def leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def iter_leaves(data: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every leaf with its dotted key; lists are leaves, an empty section is one too."""
     if isinstance(data, Mapping) and (data or not prefix):
         for name, value in data.items():
-            yield from leaves(value, f"{prefix}.{name}" if prefix else str(name))
+            yield from iter_leaves(value, f"{prefix}.{name}" if prefix else str(name))
     else:
         yield prefix, data
 
@@ -108,7 +111,7 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
     return origin_of(parent, origins) if leaf and parent in origins else ""
 
 
-def at(data: Mapping[str, Any], key: str) -> Any:
+def value_at(data: Mapping[str, Any], key: str) -> Any:
     """The value at a dotted key. Raises KeyError where there is none."""
     value: Any = data
     for name in key.split("."):

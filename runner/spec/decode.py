@@ -8,6 +8,7 @@ Only the classes that were chosen are built by pydantic, so that an answer takes
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,15 +16,14 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError, create_model
 
-from runner.core.errors import Problem, SecurityRefusal, SpecError
-from runner.core.plugins import LEFT_OUT
+from runner.core.errors import Problem, SecurityError, SpecError
+from runner.core.imports import LEFT_OUT
 from runner.spec import suggest
-from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, at, leaves, origin_of
+from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
 from runner.spec.job import CallbacksConfig, JobSpec
-from runner.spec.migrate import Job, table
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
-from runner.spec.schema import CALLBACKS, Keys, groups_of, model_schema
-from runner.spec.suggest import NO_JOB, complaint, shown
+from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
+from runner.spec.suggest import NO_JOB, Job, format_value, value_complaint
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -41,39 +41,47 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
     chosen, found = _choose(data, known)
     found += _callbacks(data, known)[1]
     data, missing = _missing(data, chosen)
-    keys = Keys(known)
-    job, wrong = _validate(data, chosen, keys)
+    keys = OptionIndex(known)
+    job, wrong, replaced = _validate(data, chosen, keys)
     found += missing + wrong
     if job is not None:
         job = _with_device_defaults(job)
-        found += _contradictions(job)
+        found += [item for item in _contradictions(job) if not _mentions(item, replaced)]
+        typed = [key for key in ("epochs", "steps") if origins.get(key) == COMMAND_LINE]
+        if job.epochs is not None and len(typed) == 2:
+            found.append(("epochs", f"{job.epochs:g}, and steps={job.steps} is typed too; leave one of them out"))
     if found:
-        raise SpecError(_with_way_out(with_origins(found, origins), chosen, keys))
+        raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
     return job
 
 
-def unjudged(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec | None:
-    """The job that `data` describes, whose parts need not fit one another, with `???` for a text that must be given;
-    None where single values are wrong, of which `decode` says all. Raises SecurityRefusal as `decode` does."""
+def decode_unchecked(
+    data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None
+) -> JobSpec | None:
+    """The job that `data` describes, without checks between its parts; `???` for a required text.
+
+    A wrong value, which `decode` reports, is replaced by its option's default; None where that leaves no job.
+    Raises SecurityError as `decode` does.
+    """
     known = registry or default_registry()
     refuse_code(data, origins)
     chosen, _ = _choose(data, known)
-    job = _validate(data, chosen, Keys(known))[0]
+    job, _, _ = _validate(data, chosen, OptionIndex(known))
     return None if job is None else _with_device_defaults(job)
 
 
 def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    """Raise SecurityRefusal if `data` names code to run, or trusts a model's code anywhere but on the command line."""
-    for key, value in leaves(data):
-        if any(part in ("_target_", "_partial_") for part in key.split(".")) or _names_target(value):
-            raise SecurityRefusal(
+    """Raise SecurityError if `data` names code to run, or trusts a model's code outside the command line."""
+    for key, value in iter_leaves(data):
+        if any(part in ("_target_", "_partial_") for part in key.split(".")) or _has_target_key(value):
+            raise SecurityError(
                 f"{key}: a config names registered components, never code to run "
                 f"(set by: {origin_of(key, origins) or 'a file'})\n"
                 "  remove it; to add a component, register its config class (entry-point group runner.components)"
             )
         if key.endswith("trust_remote_code") and value is True and origin_of(key, origins) != COMMAND_LINE:
-            raise SecurityRefusal(
+            raise SecurityError(
                 f"{key}: only the command line may allow a model to run its own code, "
                 f"not {origin_of(key, origins) or 'a file'}\n  if you have read that code, type {key}=true"
             )
@@ -94,7 +102,7 @@ Callbacks = tuple[tuple[str, type[ComponentConfig]], ...]
 def job_model(
     classes: tuple[tuple[str, type[ComponentConfig] | None], ...], callbacks: Callbacks = ()
 ) -> type[JobSpec]:
-    """JobSpec with each group narrowed to its chosen class; None leaves a group that could not be chosen unchecked."""
+    """JobSpec with each group narrowed to its chosen class; a group whose class is None is not checked."""
     fields: dict[str, Any] = {
         group: (Any if cls is None else cls, None if cls is None else ...) for group, cls in classes
     }
@@ -134,7 +142,7 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
         name = section.get("name") if isinstance(section, Mapping) else None
         chosen[group] = members.get(name) if isinstance(name, str) else None
         if section is not None and not isinstance(section, Mapping):
-            found.append((group, f"expected a section of options, got {shown(section)}"))
+            found.append((group, f"expected a section of options, got {format_value(section)}"))
         elif name is None:
             found.append((group, f"nothing is chosen; type {group}=NAME ({', '.join(sorted(members))})"))
         elif chosen[group] is None:
@@ -147,9 +155,9 @@ def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
     members = sorted(members)
     if (lost := LEFT_OUT.get((ENTRY_POINT_GROUP, name))) is not None:
         return f"no {group} named '{name}'; {lost}"
-    if (why := suggest.absent(group, name)) is not None:
+    if (why := suggest.absence_reason(group, name)) is not None:
         return f"no {group} named '{name}' ({', '.join(members)}): {why}"
-    meant = suggest.name(group, name, members)
+    meant = suggest.suggest_name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""
     return f"no {group} named '{name}'{hint} ({', '.join(members)})"
 
@@ -157,7 +165,7 @@ def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
 def _missing(data: Mapping[str, Any], chosen: Classes) -> tuple[dict[str, Any], list[Found]]:
     """The data without its `???`, and a problem for each."""
     found = []
-    for key, value in leaves(data):
+    for key, value in iter_leaves(data):
         if value == MISSING:
             group, _, field = key.partition(".")
             found.append((key, _must_be_given(key, (chosen.get(group), field))))
@@ -170,22 +178,27 @@ def _must_be_given(key: str, where: tuple[type[BaseModel] | None, str]) -> str:
     return f"must be given: {key}=…" + (f"  ({info.description})" if info and info.description else "")
 
 
-def _validate(data: Mapping[str, Any], chosen: Classes, keys: Keys) -> tuple[JobSpec | None, list[Found]]:
-    """The job, if nothing but unknown keys is wrong, and what is wrong."""
+def _validate(
+    data: Mapping[str, Any], chosen: Classes, keys: OptionIndex
+) -> tuple[JobSpec | None, list[Found], list[str]]:
+    """The job, what is wrong, and the keys whose wrong values the job has the defaults of.
+
+    No job where a component is unknown or a wrong value has no default.
+    """
     model = job_model(tuple(chosen.items()), _callbacks(data, keys.registry)[0])
     try:
         whole = model.model_validate(data)
-        return (whole if None not in chosen.values() else None), []
+        return (whole if None not in chosen.values() else None), [], []
     except ValidationError as error:
         errors = [_Error.of(e["type"], e["loc"], model) for e in error.errors(include_url=False, include_input=False)]
-    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _typed(e, data)]
+    unknown = [item for e in errors if e.path[-1] not in e.model.model_fields for item in _unknown_keys(e, data)]
     context = _context(data, chosen, dict(unknown)) if unknown else NO_JOB
     judged = [e for e in errors if chosen.get(e.path[0], True) is not None]
     found = [item for e in judged for item in _messages(e, data, chosen, keys, context)]
-    if all(e.kind == "extra_forbidden" for e in errors):
-        job, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
-        return job, found
-    return None, found
+    if any(e.kind == "missing" for e in errors):
+        return None, found, []
+    job, _, _ = _validate(_without(data, [e.path for e in errors]), chosen, keys)
+    return job, found, [e.key for e in errors if e.path[-1] in e.model.model_fields]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +211,7 @@ class _Error:
 
     @classmethod
     def of(cls, kind: str, loc: Sequence[int | str], model: type[BaseModel]) -> _Error:
-        """Cut pydantic's location, which goes on into unions and list items, to the option itself."""
+        """Cut pydantic's location, which continues into unions and list items, to the option itself."""
         for depth, part in enumerate(loc, 1):
             info = model.model_fields.get(str(part))
             inner = info.annotation if info else None
@@ -212,19 +225,25 @@ class _Error:
         return ".".join(self.path)
 
 
-def _typed(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """The unknown keys at and below that of an error, with their values: a section as its options where the table has
-    one of them."""
+def _unknown_keys(error: _Error, data: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The unknown keys at and below that of an error, with their values.
+
+    A section is split into its options where the table of other frameworks' words has one of them.
+    """
+    from runner.spec.migrate import table
+
     value: Any = data
     for name in error.path:
         value = next(inner for key, inner in value.items() if str(key) == name)
-    below = list(leaves(value, error.key)) if isinstance(value, Mapping) and value else []
+    below = list(iter_leaves(value, error.key)) if isinstance(value, Mapping) and value else []
     known = any(table().find(name) for leaf, _ in below for name in (leaf, leaf.rpartition(".")[2]))
     return below if known else [(error.key, value)]
 
 
 def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any]) -> Job:
     """The job, with the defaults of its components, for the words of other frameworks in it."""
+    from runner.spec.migrate import table
+
     members = {group: cls.component_name() for group, cls in chosen.items() if cls}
     defaults = {
         f"{group}.{name}": info.default
@@ -233,33 +252,35 @@ def _context(data: Mapping[str, Any], chosen: Classes, unknown: Mapping[str, Any
         for name, info in cls.model_fields.items()
     }
     top = {name: info.default for name, info in JobSpec.model_fields.items()}
-    return table().with_typed(Job(members, top | defaults | dict(leaves(data)), unknown))
+    return table().with_typed(Job(members, top | defaults | dict(iter_leaves(data)), unknown))
 
 
-def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Keys, context: Job) -> list[Found]:
+def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: OptionIndex, context: Job) -> list[Found]:
     leaf, section = error.path[-1], ".".join(error.path[:-1])
     if leaf not in error.model.model_fields:
         cls = chosen.get(section)
         owner = cls.component_name() if cls else ""
         return [
             (key, unknown_key(section, owner, key[len(section) + 1 if section else 0 :], keys, value, context))
-            for key, value in _typed(error, data)
+            for key, value in _unknown_keys(error, data)
         ]
     if error.kind == "missing":
         return [(error.key, _must_be_given(error.key, (error.model, leaf)))]
-    return [(error.key, complaint(model_schema(error.model)[leaf], error.key, at(data, error.key)))]
+    return [(error.key, value_complaint(model_schema(error.model)[leaf], error.key, value_at(data, error.key)))]
 
 
-def unknown_key(section: str, member: str, leaf: str, keys: Keys, value: Any = None, job: Job = NO_JOB) -> str:
+def unknown_key(section: str, member: str, leaf: str, keys: OptionIndex, value: Any = None, job: Job = NO_JOB) -> str:
     """`not an option of algorithm=grpo; did you mean 'group_size'?`."""
     owner = f"{section}={member}" if member else section or "a job"
-    hint = suggest.key(section, member, leaf, keys.options, value, job)
+    hint = suggest.suggest_key(section, member, leaf, keys.options, value, job)
     return f"not an option of {owner}" + (f"; {hint}" if hint else "")
 
 
-def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[Problem]:
-    """The problems; the last option that a recipe left over from another component, of the algorithm where there is
-    one, says what to do about them all."""
+def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) -> list[Problem]:
+    """The problems, with advice at the last option that a recipe left over from another component.
+
+    An option of the algorithm is preferred.
+    """
     left = [place for place, problem in enumerate(problems) if _left_over(problem, chosen, keys)]
     if not left:
         return problems
@@ -272,7 +293,7 @@ def _with_way_out(problems: list[Problem], chosen: Classes, keys: Keys) -> list[
     return [*problems[:place], replace(problem, message=text), *problems[place + 1 :]]
 
 
-def _left_over(problem: Problem, chosen: Classes, keys: Keys) -> bool:
+def _left_over(problem: Problem, chosen: Classes, keys: OptionIndex) -> bool:
     """Whether a recipe set an option that only other components of the group have."""
     group, _, leaf = problem.key.partition(".")
     cls = chosen.get(group)
@@ -295,15 +316,21 @@ def _contradictions(job: JobSpec) -> list[Found]:
     return [problem for part in parts if isinstance(part, Config) for problem in part.problems(job)]
 
 
-def _names_target(value: Any) -> bool:
+def _mentions(found: Found, keys: Iterable[str]) -> bool:
+    """Whether a contradiction may come from the default that replaced a wrong value of these options."""
+    words = set(re.findall(r"\w+", " ".join(found)))
+    return any(key.rpartition(".")[2] in words for key in keys)
+
+
+def _has_target_key(value: Any) -> bool:
     if isinstance(value, Mapping):
-        return "_target_" in value or any(map(_names_target, value.values()))
-    return isinstance(value, list | tuple) and any(map(_names_target, value))
+        return "_target_" in value or any(map(_has_target_key, value.values()))
+    return isinstance(value, list | tuple) and any(map(_has_target_key, value))
 
 
 def _without(data: Mapping[str, Any], paths: Iterable[Path]) -> dict[str, Any]:
     """A copy of `data` without the leaves at `paths`."""
     gone = set(paths)
     inner = {p[0]: {q[1:] for q in gone if len(q) > 1 and q[0] == p[0]} for p in gone if len(p) > 1}
-    kept = {name: value for name, value in data.items() if (name,) not in gone}
+    kept = {name: value for name, value in data.items() if (str(name),) not in gone}  # YAML's keys may be numbers
     return {name: _without(value, inner[name]) if name in inner else value for name, value in kept.items()}

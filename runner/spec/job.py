@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field
 from runner.adapter.config import AdapterConfig
 from runner.algorithm.config import AlgorithmConfig
 from runner.checkpoint.config import CheckpointConfig
-from runner.data.config import DataConfig
+from runner.data.config import ChatConfig, DataConfig
 from runner.device.config import DeviceConfig
 from runner.environment.config import EnvironmentConfig
 from runner.launch.config import LaunchConfig
@@ -21,6 +21,7 @@ from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import Config, Dtype
+from runner.spec.evaluation import EvaluationConfig as EvaluationConfig
 from runner.tracker.config import TrackerConfig
 from runner.trainer.config import CallbackConfig
 
@@ -28,35 +29,22 @@ RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
-class EvaluationConfig(Config):
-    """When and how the model is asked held-out questions."""
-
-    every: int = Field(
-        default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
-    )
-    max_new_tokens: int = Field(
-        default=64, ge=1, description="Longest greedy answer in tokens; it ends earlier where the model has no room."
-    )
-    batch_size: int = Field(
-        default=64, ge=1, description="Most questions in work at once; an answer that ends makes room for the next."
-    )
-    samples: int = Field(default=8, ge=0, description="Answers per evaluation that are written to samples.jsonl.")
-
-
 class WatchConfig(Config):
     """Guards that look at a run from outside its mathematics."""
 
-    stall_s: float = Field(
+    hang_timeout_s: float = Field(
         default=1800.0,
         gt=0,
         description="Seconds a step may take before every thread's stack is written to stacks.log.",
     )
-    device_s: float = Field(
+    device_stats_interval_s: float = Field(
         default=10.0,
         ge=0,
         description="Seconds between readings of the device's load, memory, temperature and power; 0 = none.",
     )
-    samples: int = Field(default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl.")
+    logged_rollouts: int = Field(
+        default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl."
+    )
 
 
 class CallbacksConfig(Config):
@@ -65,12 +53,12 @@ class CallbacksConfig(Config):
     model_config = ConfigDict(json_schema_extra={"additionalProperties": {"type": "object"}})  # whatever is installed
 
     @property
-    def chosen(self) -> dict[str, CallbackConfig]:
+    def by_name(self) -> dict[str, CallbackConfig]:
         """The callbacks by name, in the order in which they were chosen."""
         return {name: getattr(self, name) for name in type(self).model_fields}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [problem for config in self.chosen.values() for problem in config.problems(job)]
+        return [problem for config in self.by_name.values() for problem in config.problems(job)]
 
 
 class JobSpec(Config):
@@ -81,6 +69,9 @@ class JobSpec(Config):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Every random stream is derived from it.")
     steps: int = Field(default=100, ge=1, description="Loop steps.")
+    epochs: float | None = Field(
+        default=None, gt=0, description="Passes over the training items, which then give the steps; null = by steps."
+    )
     init_from: str | None = Field(
         default=None,
         description="Weights to start from: a run, an export, or recipe:NAME, which is run first; null = the model's.",
@@ -92,6 +83,7 @@ class JobSpec(Config):
     model: ModelConfig
     adapter: AdapterConfig
     data: DataConfig
+    chat: ChatConfig = Field(default_factory=ChatConfig, description="How conversations become tokens.")
     algorithm: AlgorithmConfig
     sampler: SamplerConfig
     reward: RewardConfig
@@ -104,8 +96,14 @@ class JobSpec(Config):
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
     callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
 
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if self.epochs is None or not self.data.is_mixture:
+            return []
+        why = "each source of data.mixture_weights has epochs of its own"
+        return [("epochs", f"{why}; give steps, or leave out data.mixture_weights")]
+
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
-        """The data type that a model's own weights are stored in; without `trains`, of a copy that only scores."""
+        """The data type that a model's own weights are stored in; without `trains`, of a reference model."""
         if trains and self.adapter.trains_base:
             return self.optimizer.weights_dtype
         return self.model.compute_dtype

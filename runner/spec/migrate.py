@@ -1,4 +1,4 @@
-"""Answers options of other frameworks, and our own old names, with what is typed here. The table is migrate.yaml.
+"""Answers options of other frameworks, and old names of this project, with ours (migrate.yaml).
 
 key=value ─▶ entry ─▶ its rule for the algorithm ─▶ for the value ─▶ words to type, or a sentence
 """
@@ -6,8 +6,8 @@ key=value ─▶ entry ─▶ its rule for the algorithm ─▶ for the value �
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 from math import ceil
@@ -16,7 +16,8 @@ from typing import Any
 
 import yaml
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluated
+from runner.core.safe_arithmetic import NotArithmetic, evaluate
+from runner.spec.suggest import Job, Options
 
 PATH = Path(__file__).with_name("migrate.yaml")
 BRACES = re.compile(r"\{([^{}]*)\}")
@@ -29,17 +30,6 @@ WHOLE = "int:"  # an expression that is rounded up
 UNKNOWN = "…"
 MOST_OWNERS = 3  # that are named of those that have an option
 Rule = str | Mapping[str, Any]
-# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
-Options = Mapping[str, Mapping[str, Iterable[str]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What is known of the job in which a word is typed."""
-
-    chosen: Mapping[str, str] = field(default_factory=dict)  # group → its member
-    data: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of our options
-    typed: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of the keys that are no options
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +43,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What to type instead (none where nothing fits) or why not; `algorithms`: those it is for, all where empty."""
+    """What to type instead, or why nothing fits; `algorithms`: those it is for, all where empty."""
 
     words: tuple[str, ...]
     formulas: tuple[str, ...]  # of values that other options decide which are not given
@@ -66,8 +56,8 @@ class Answer:
         return said + (f" (algorithm={self.algorithms.replace(' ', ', ')})" if self.algorithms else "")
 
 
-class Table:
-    """The parsed table; `entries` and `metrics` are looked up by key, `pages` keeps the order for the documentation."""
+class MigrationTable:
+    """The parsed table; `entries` and `metrics` are looked up by key, `pages` has the order of the docs."""
 
     def __init__(self, text: str) -> None:
         content = yaml.safe_load(text)
@@ -96,10 +86,10 @@ class Table:
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
         """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""
         found = []
-        for algorithms, rule in _picked(entry.rule, value, job.chosen.get("algorithm", "")):
+        for algorithms, rule in _matching_rules(entry.rule, value, job.chosen.get("algorithm", "")):
             to, sentence = _parts(rule)
             formulas: list[str] = []
-            words = tuple(self._filled(word, value, job, formulas) for word in _split(to))
+            words = tuple(self._fill_word(word, value, job, formulas) for word in _split(to))
             found.append(Answer(words, tuple(formulas), sentence, algorithms))
         return found
 
@@ -108,24 +98,24 @@ class Table:
         made = dict[str, str]()
         for key, value in job.typed.items():
             entry = self.find(key)
-            picked = _picked(entry.rule, value, job.chosen.get("algorithm", "")) if entry else []
+            picked = _matching_rules(entry.rule, value, job.chosen.get("algorithm", "")) if entry else []
             for word in _split(_parts(picked[0][1])[0]) if len(picked) == 1 else ():
                 if not BRACES.search(word.replace("{}", "")):
                     name, _, text = word.partition("=")
-                    made.setdefault(name, text.replace("{}", written(value)))
+                    made.setdefault(name, text.replace("{}", format_value(value)))
         algorithm = made.get("algorithm", job.chosen.get("algorithm", ""))
         return Job({**job.chosen, "algorithm": algorithm}, {**job.data, **made}, job.typed)
 
-    def _filled(self, word: str, value: Any, job: Job, formulas: list[str]) -> str:
+    def _fill_word(self, word: str, value: Any, job: Job, formulas: list[str]) -> str:
         """A word of a rule with its values; of those that cannot be computed the formula goes to `formulas`."""
 
         def fill(match: re.Match[str]) -> str:
             inner = match[1]
             if not inner:
-                return UNKNOWN if value is None else written(value)
+                return UNKNOWN if value is None else format_value(value)
             if inner.startswith(TEXT):
                 return str(self._value(inner.removeprefix(TEXT), value, job) or UNKNOWN)
-            computed = self._computed(inner, value, job)
+            computed = self._compute(inner, value, job)
             if computed:
                 return computed
             shown = NAME.sub(lambda name: _name_shown(name[0], value), inner.removeprefix(WHOLE)).replace("*", "×")
@@ -133,14 +123,14 @@ class Table:
             formulas.append(f"{letter} = {shown.strip()}")
             return letter
 
-        return quoted(BRACES.sub(fill, word))
+        return quote_word(BRACES.sub(fill, word))
 
-    def _computed(self, expression: str, value: Any, job: Job) -> str:
+    def _compute(self, expression: str, value: Any, job: Job) -> str:
         names = {name: self._value(name, value, job) for name in NAME.findall(expression.removeprefix(WHOLE))}
         try:
             numbers = {name: Fraction(str(number)) for name, number in names.items()}
             text = NAME.sub(lambda name: f"({numbers[name[0]]})", expression.removeprefix(WHOLE))
-            result = evaluated(text)[0]
+            result = evaluate(text)[0]
         except (NotArithmetic, ValueError):
             return ""
         whole = result.denominator == 1 or expression.startswith(WHOLE)
@@ -158,13 +148,13 @@ class Table:
 
 
 @cache
-def table() -> Table:
+def table() -> MigrationTable:
     """The table of this package, read when it is first needed."""
-    return Table(PATH.read_text(encoding="utf-8"))
+    return MigrationTable(PATH.read_text(encoding="utf-8"))
 
 
 def answer(key: str, value: Any, job: Job, options: Options) -> str:
-    """What to type instead of a key of another framework, or why nothing; empty where the table does not have it."""
+    """What to type instead of another framework's key, or why nothing; empty for an unknown key."""
     entry = table().find(key)
     found = table().answers(entry, value, job) if entry else []
     return "; ".join(f"{_without_choices(one, job, options)}{_owners(one, job, options)}" for one in found)
@@ -206,16 +196,16 @@ def renamed_metric(name: str) -> str | None:
     return table().metrics.get(name)
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is typed on the command line: true, null, [a,b]."""
     if value is None or isinstance(value, bool):
         return {True: "true", False: "false", None: "null"}[value]
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(written, value))}]"
+        return f"[{','.join(map(format_value, value))}]"
     return str(value)
 
 
-def quoted(word: str) -> str:
+def quote_word(word: str) -> str:
     """A word in quotes where a shell, or Hydra's grammar, would read it otherwise."""
     key, equals, value = word.partition("=")
     plain = PLAIN.fullmatch(value) or value == UNKNOWN
@@ -232,19 +222,21 @@ def _spellings(names: str) -> list[str]:
     return names.split() if all(name.startswith("-") for name in names.split()) else [names]
 
 
-def _picked(rule: Rule, value: Any, algorithm: str) -> list[tuple[str, Rule]]:
+def _matching_rules(rule: Rule, value: Any, algorithm: str) -> list[tuple[str, Rule]]:
     """The rules that hold for a value and an algorithm, each with the algorithms it is for."""
     if isinstance(rule, str):
         return [("", rule)]
     if "by" in rule:
         own = [inner for names, inner in rule["by"].items() if algorithm in names.split()]
         if own:
-            return _picked(own[0], value, algorithm)
-        return [(names, one) for names, inner in rule["by"].items() for _, one in _picked(inner, value, algorithm)]
-    values = {name: inner for names, inner in rule.get("values", {}).items() for name in written(names).split()}
+            return _matching_rules(own[0], value, algorithm)
+        return [
+            (names, one) for names, inner in rule["by"].items() for _, one in _matching_rules(inner, value, algorithm)
+        ]
+    values = {name: inner for names, inner in rule.get("values", {}).items() for name in format_value(names).split()}
     for item in value if isinstance(value, list) else [value]:
-        if item is not None and written(item).lower() in values:
-            return _picked(values[written(item).lower()], value, algorithm)
+        if item is not None and format_value(item).lower() in values:
+            return _matching_rules(values[format_value(item).lower()], value, algorithm)
     if values and not rule.keys() & {"to", "say"}:
         return [("", {"say": "; ".join(f"{name} → {inner}" for name, inner in values.items())})]
     return [("", rule)]
@@ -265,4 +257,4 @@ def _split(text: str) -> list[str]:
 
 def _name_shown(name: str, value: Any) -> str:
     name = name.partition("|")[0]
-    return (UNKNOWN if value is None else written(value)) if name == IT else name
+    return (UNKNOWN if value is None else format_value(value)) if name == IT else name

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.core.plugins import plugins
+from runner.core.imports import load_plugins
 from runner.spec.base import ComponentConfig
 
 ENTRY_POINT_GROUP = "runner.components"
@@ -50,7 +50,8 @@ class Registry:
         name = cls.component_name()
         if names.setdefault(name, cls) is not cls:
             raise RunnerError(
-                f"two components are registered as {cls.group}={name}: {_place(names[name])}, {_place(cls)}"
+                f"two components are registered as {cls.group}={name}: {_qualified_name(names[name])}, "
+                f"{_qualified_name(cls)}"
             )
         return cls
 
@@ -67,7 +68,7 @@ class Registry:
         return resolve(type(config).factory)
 
 
-def _place(cls: type[ComponentConfig]) -> str:
+def _qualified_name(cls: type[ComponentConfig]) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -99,8 +100,8 @@ def built_in_registry() -> Registry:
 
 @cache
 def default_registry() -> Registry:
-    """Every built-in component and every installed plug-in's; one that cannot be had is left out, and named."""
-    registry = Registry(cls.extended() for cls in _built_in())
-    for _ in plugins(ENTRY_POINT_GROUP, lambda point: registry.register(_load(point).extended())):
+    """All built-in components and those of installed plug-ins; a broken plug-in is left out and named."""
+    registry = Registry(cls.with_plugin_options() for cls in _built_in())
+    for _ in load_plugins(ENTRY_POINT_GROUP, lambda point: registry.register(_load(point).with_plugin_options())):
         pass
     return registry

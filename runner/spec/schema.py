@@ -25,7 +25,7 @@ def groups_of(registry: Registry) -> tuple[str, ...]:
     return tuple(name for name in JobSpec.model_fields if name in known and name != CALLBACKS)
 
 
-def packages_of(registry: Registry) -> tuple[str, ...]:
+def second_model_keys(registry: Registry) -> tuple[str, ...]:
     """The options that take a second model, by their dotted keys."""
     groups = groups_of(registry)
     found = (f"{group}.{name}" for group in groups for cls in registry.classes(group).values() for name in cls.models)
@@ -51,7 +51,7 @@ def model_schema(model: type[BaseModel]) -> dict[str, dict[str, Any]]:
     return properties
 
 
-class Keys:
+class OptionIndex:
     """Every option there is: section → member → names; sections that are no group have one member, ""."""
 
     def __init__(self, registry: Registry) -> None:
@@ -69,7 +69,7 @@ class Keys:
 
 
 def job_schema(registry: Registry | None = None) -> dict[str, Any]:
-    """JSON Schema of a whole job (spec.yaml): in each group a union of its components, discriminated by `name`."""
+    """JSON Schema of a job (spec.yaml): in each group a union of its components, discriminated by `name`."""
     known = registry or default_registry()
     fields: dict[str, Any] = {group: _union(group, known) for group in groups_of(known)}
     model = create_model("Job", __base__=JobSpec, __doc__="One run: everything that defines it.", **fields)
@@ -79,7 +79,7 @@ def job_schema(registry: Registry | None = None) -> dict[str, Any]:
 def recipe_schema(
     options: Mapping[str, list[str]], beside: Mapping[str, type[BaseModel]], registry: Registry | None = None
 ) -> dict[str, Any]:
-    """JSON Schema of a recipe: a job with anything left out, and a defaults list that picks from `options`.
+    """JSON Schema of a recipe: a job with optional parts, and a defaults list that picks from `options`.
 
     beside: sections that a recipe may have and no job has
     """
@@ -95,7 +95,7 @@ def recipe_schema(
     overrides: dict[str, Any] = {f"override /{group}": {"enum": names} for group, names in options.items()}
     overrides[f"override /{CALLBACKS}"] = {"type": "array", "items": {"type": "string"}}
     second = {
-        f"/{MODEL}@{package}": {"enum": options[MODEL]} for package in packages_of(registry or default_registry())
+        f"/{MODEL}@{package}": {"enum": options[MODEL]} for package in second_model_keys(registry or default_registry())
     }
     overrides |= second | {f"override {key}": value for key, value in second.items()}
     choice = {"type": "object", "properties": overrides, "additionalProperties": False, "maxProperties": 1}
@@ -123,14 +123,14 @@ Found = tuple[str, str]  # key, message
 def with_second_models(
     data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry
 ) -> tuple[dict[str, Any], dict[str, str], list[Found]]:
-    """Data and origins with each second model as the options that its owner has for it, and what is wrong with it."""
+    """Data and origins with each second model as options of its owner, and the problems with it."""
     filled, sources, found = dict(data), dict(origins), list[Found]()
     for group in groups_of(registry):
         section = data.get(group)
         cls = registry.classes(group).get(str(section.get("name"))) if isinstance(section, Mapping) else None
         for option, own in (cls.models if cls else {}).items():
             if isinstance(section, Mapping) and isinstance(section.get(option), Mapping):
-                values, wrong = _own(f"{group}.{option}", section, section[option], own, registry)
+                values, wrong = _owner_options(f"{group}.{option}", section, section[option], own, registry)
                 filled[group] = {**filled[group], **{name: value for name, (value, _) in values.items()}}
                 sources = {key: who for key, who in sources.items() if not key.startswith(f"{group}.{option}.")}
                 sources |= {f"{group}.{name}": origins.get(key, "") for name, (_, key) in values.items()}
@@ -138,7 +138,7 @@ def with_second_models(
     return filled, sources, found
 
 
-def _own(
+def _owner_options(
     key: str, section: Mapping[str, Any], model: Mapping[str, Any], own: Mapping[str, str], registry: Registry
 ) -> tuple[dict[str, tuple[Any, str]], list[Found]]:
     """What an owner's options become (with the key that says so), and what is wrong with the model."""
@@ -146,13 +146,18 @@ def _own(
     cls = registry.classes(MODEL).get(str(model.get("name")))
     missing = {option: ("???", key)}
     if cls is None:
-        how = f"type {MODEL}@{key}={_usual(registry)} {key}.path=…, or {key}=PATH"
+        how = f"type {MODEL}@{key}={_path_model_name(registry)} {key}.path=…, or {key}=PATH"
         return missing, [(key, f"a section without the name of a model; {how}")]
     if "path" not in cls.model_fields:
         made = f"{MODEL}={cls.component_name()} has random weights"
-        return missing, [(key, f"{made}; a second model needs trained weights: {MODEL}@{key}={_usual(registry)}")]
+        return missing, [
+            (key, f"{made}; a second model needs trained weights: {MODEL}@{key}={_path_model_name(registry)}")
+        ]
     # the option itself takes the path, or it is null beside one that does
-    values, found = (missing if option in own.values() else {option: (None, key)}), list(_unused(key, model, own, cls))
+    values, found = (
+        (missing if option in own.values() else {option: (None, key)}),
+        list(_unused_options(key, model, own, cls)),
+    )
     for name, mine in own.items():
         value, before = model.get(name), section.get(mine)
         if name == "path" and value in (None, "???"):
@@ -164,11 +169,13 @@ def _own(
     return values, found
 
 
-def _unused(key: str, model: Mapping[str, Any], own: Mapping[str, str], cls: type[ComponentConfig]) -> Iterator[Found]:
+def _unused_options(
+    key: str, model: Mapping[str, Any], own: Mapping[str, str], cls: type[ComponentConfig]
+) -> Iterator[Found]:
     """What is set of the model and means nothing where it only scores."""
     for name, value in model.items():
         if name not in cls.model_fields:
-            close = suggest.nearest(name, cls.model_fields)
+            close = suggest.nearest_word(name, cls.model_fields)
             hint = f"; did you mean '{close}'?" if close else ""
             yield f"{key}.{name}", f"not an option of {MODEL}={cls.component_name()}{hint}"
         elif name != "name" and name not in own and value != cls.model_fields[name].default:
@@ -176,6 +183,6 @@ def _unused(key: str, model: Mapping[str, Any], own: Mapping[str, str], cls: typ
             yield f"{key}.{name}", f"not used of a model that only scores; there is {names}"
 
 
-def _usual(registry: Registry) -> str:
+def _path_model_name(registry: Registry) -> str:
     """The model that any folder is."""
     return next(name for name, cls in registry.classes(MODEL).items() if "path" in cls.model_fields)

@@ -1,5 +1,6 @@
-"""Words for what is wrong with a key: what the user probably meant (another framework's word: migrate.yaml, the same
-key elsewhere, the nearest spelling), what a field expects, what it got, and pydantic's errors as sentences.
+"""Words for a wrong key: what the user probably meant, what a field expects, and what it got.
+
+The meaning is looked up in migrate.yaml, in other sections, and by spelling.
 """
 
 from __future__ import annotations
@@ -7,16 +8,27 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from runner.spec import migrate
-from runner.spec.migrate import Job, Options
+# (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
+Options = Mapping[str, Mapping[str, Iterable[str]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is known of the job in which a word is typed."""
+
+    chosen: Mapping[str, str] = field(default_factory=dict)  # group → its member
+    data: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of our options
+    typed: Mapping[str, Any] = field(default_factory=dict)  # dotted key → value, of the keys that are no options
+
 
 NO_JOB = Job()
 NPU_SIMULATOR = "npu_sim"
 _ON_RAY = "Ray takes as many nodes as it needs; leave it out: launch.devices counts the ranks of all of them"
-OF_OTHERS = {  # done otherwise
+WRONG_MEMBER = {  # done otherwise
     ("launch", "ray", "nodes"): _ON_RAY,
     ("launch", "ray", "node"): _ON_RAY,
     ("launch", "ray", "folder"): "a job is submitted to a cluster by `ray job submit`, with --folder: docs/launch.md",
@@ -25,15 +37,17 @@ OF_OTHERS = {  # done otherwise
 CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
 
 
-def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+def nearest_word(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known word closest in spelling, if any is close."""
     by_lower = {k.lower(): k for k in known}
     found = get_close_matches(word.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 
-def absent(group: str, wrong: str) -> str | None:
+def absence_reason(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
+    from runner.spec import migrate
+
     if group == "device" and re.fullmatch(r"[a-z_]+:\d+", wrong.lower()):
         return migrate.answer("device.id", None, NO_JOB, {})
     if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
@@ -41,39 +55,43 @@ def absent(group: str, wrong: str) -> str | None:
     return migrate.table().absent.get(wrong.lower())
 
 
-def name(group: str, wrong: str, known: Iterable[str]) -> str | None:
+def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     """The member of `group` that `wrong` probably means."""
+    from runner.spec import migrate
+
     known = list(known)
     other = migrate.table().choices.get(group, {}).get(wrong.lower())
-    return other if other in known else nearest(wrong, known)
+    return other if other in known else nearest_word(wrong, known)
 
 
-def key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
-    """What to say about the unknown key `section.wrong`: `type optimizer.lr=1e-5`; empty if nothing is close.
+def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
+    """Advice on the unknown key `section.wrong`, e.g. `type optimizer.lr=1e-5`; empty if none is close.
 
     `chosen` is the section's chosen member; `options` lists every option there is; `value` (None: none was typed) and
     `job` are what another framework's word is answered with.
     """
+    from runner.spec import migrate
+
     own = list(options.get(section, {}).get(chosen, ()))
     members = [member for member, names in options.get(section, {}).items() if member and wrong in set(names)]
     # Where another member has an option of that name, that one is meant.
     foreign = [_join(section, wrong), *([wrong, wrong.rpartition(".")[2]] if not members else [])]
     if said := next((said for word in foreign if (said := migrate.answer(word, value, job, options))), ""):
         return said
-    if said := OF_OTHERS.get((section, chosen, wrong.lower()), ""):
+    if said := WRONG_MEMBER.get((section, chosen, wrong.lower()), ""):
         return said
     if why := migrate.table().absent.get(wrong.lower()):
         return why
     if members:
         return "an option of " + ", ".join(f"{section}={m}" for m in members)
-    if close := nearest(wrong, own, cutoff=CLOSEST):
+    if close := nearest_word(wrong, own, cutoff=CLOSEST):
         return f"did you mean '{close}'?"
     if places := [place for place in options if place != section and _has(options, place, wrong)]:
         return "did you mean " + " or ".join(f"'{_join(p, wrong)}'" for p in places) + "?"
-    if close := nearest(wrong, own):
+    if close := nearest_word(wrong, own):
         return f"did you mean '{close}'?"
     anywhere = {n: p for p, members in options.items() for names in members.values() for n in names}
-    if close := nearest(wrong, anywhere, cutoff=0.75):
+    if close := nearest_word(wrong, anywhere, cutoff=0.75):
         return f"did you mean '{_join(anywhere[close], close)}'?"
     return ""
 
@@ -102,29 +120,31 @@ PATTERNS = {  # in words, where a newcomer meets them
 SAME = {"bf16": "bfloat16", "fp32": "float32"}  # what people call a choice
 
 
-def expectation(schema: Mapping[str, Any]) -> str:
+def expected_type(schema: Mapping[str, Any]) -> str:
     """What a field takes, from its JSON Schema: `a number above 0 or null`."""
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(expectation(option) for option in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(expected_type(option) for option in schema["anyOf"]))
     if "const" in schema:
         return f"'{schema['const']}'"
     if "enum" in schema:
-        return "one of " + ", ".join(shown(v, bare=True) for v in schema["enum"])
+        return "one of " + ", ".join(format_value(v, bare=True) for v in schema["enum"])
     if schema.get("type") == "array":
         return _list(schema)
-    return " ".join(filter(None, (TYPES.get(str(schema.get("type")), ("a section", ""))[0], limits(schema))))
+    return " ".join(filter(None, (TYPES.get(str(schema.get("type")), ("a section", ""))[0], range_text(schema))))
 
 
-def span(schema: Mapping[str, Any]) -> str:
+def allowed_values(schema: Mapping[str, Any]) -> str:
     """The values a field takes within its type: `above 0`, `one of a, b`; empty if all."""
     if "anyOf" in schema:
-        return "; ".join(filter(None, map(span, schema["anyOf"])))
+        return "; ".join(filter(None, map(allowed_values, schema["anyOf"])))
     if "enum" in schema.get("items", {}):
-        return expectation(schema).removeprefix("a list of ")
-    return expectation(schema) if "enum" in schema or "const" in schema else limits(schema).removeprefix("that is ")
+        return expected_type(schema).removeprefix("a list of ")
+    return (
+        expected_type(schema) if "enum" in schema or "const" in schema else range_text(schema).removeprefix("that is ")
+    )
 
 
-def limits(schema: Mapping[str, Any]) -> str:
+def range_text(schema: Mapping[str, Any]) -> str:
     """The range of a field in words; empty if it has none."""
     low, high = schema.get("minimum"), schema.get("maximum")
     parts = [f"from {low} to {high}"] if low is not None and high is not None else []
@@ -140,7 +160,7 @@ def limits(schema: Mapping[str, Any]) -> str:
     return " and ".join(parts)
 
 
-def shown(value: Any, bare: bool = False) -> str:
+def format_value(value: Any, bare: bool = False) -> str:
     """A value as it would be typed: `'fast'`, `true`, `null`, `[1, 2]`."""
     if isinstance(value, str):
         return value if bare else f"'{value}'"
@@ -148,27 +168,29 @@ def shown(value: Any, bare: bool = False) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
+def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     """What was expected and what came instead, with the remedy for a number where text is wanted."""
-    said = f"expected {expectation(schema)}, got {shown(value)}"
+    from runner.spec import migrate
+
+    said = f"expected {expected_type(schema)}, got {format_value(value)}"
     few = [choice for s in schema.get("anyOf", [schema]) for choice in s.get("enum", ())]
     if isinstance(value, str) and (meant := SAME.get(value.lower())) in few:
         said += f"; did you mean '{meant}'?"
     elif isinstance(value, str) and few and (why := migrate.table().absent.get(value.lower())) is not None:
         said += f"; {why}"
-    elif isinstance(value, str) and (close := nearest(value, few)):
+    elif isinstance(value, str) and (close := nearest_word(value, few)):
         said += f"; did you mean '{close}'?"
     kinds = schema.get("anyOf", [schema])
     wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):
-        said += f"; to give it as a text: '{key}=\"{shown(value)}\"'"
+        said += f"; to give it as a text: '{key}=\"{format_value(value)}\"'"
     return said
 
 
 def _list(schema: Mapping[str, Any]) -> str:
     fixed = schema.get("prefixItems")
     items = fixed[0] if fixed else schema.get("items", {})
-    choices = ", ".join(shown(choice, bare=True) for choice in items.get("enum", ()))
+    choices = ", ".join(format_value(choice, bare=True) for choice in items.get("enum", ()))
     kinds = f"some of {choices}" if choices else TYPES.get(str(items.get("type")), ("", "values"))[1]
     count = f"{len(fixed)} " if fixed else "one or more " if schema.get("minItems") == 1 else ""
     return f"a list of {count}{kinds}"

@@ -14,25 +14,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
-from runner.launch.need import Need
-from runner.run_dir.folder import RunFolder, is_locked, locked, read_mapping, shown
-from runner.spec.base import leaves
+from runner.launch.resources import ResourceRequest
+from runner.run_dir.folder import RunFolder, display_path, hold_lock, is_locked, read_mapping
+from runner.spec.base import iter_leaves
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor
 from runner.sweep.executors import local, ray, slurm
-from runner.sweep.job import FAILED, FINISHED, SILENT_S, StopReason, job_result, read_status, silent_s
-from runner.sweep.plan import JobPlan, Plan, Record, SweepFolder
-from runner.sweep.results import gather, write_files
+from runner.sweep.job import FAILED, FINISHED, SILENT_S, StopReason, heartbeat_age_s, job_result, read_status
+from runner.sweep.plan import JobPlan, Plan, SweepFolder, SweepState
+from runner.sweep.results import read_results, write_files
 from runner.sweep.scheduler import Command, Scheduler
 from runner.sweep.search import Propose
-from runner.tracker.text import duration, labeled
+from runner.tracker.text import format_duration, labeled_line
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which jobs a resume runs, of those that are not done: the unfinished ones, unless `only` names others."""
+class ResumeSelection:
+    """Which unfinished jobs a resume runs: all of them, or those that `only` names."""
 
     retry_failed: bool = False
     only: tuple[int, ...] = ()
@@ -48,7 +48,7 @@ def make_executor(options: SweepConfig) -> Executor:
     return executors[options.on](options)
 
 
-def start(
+def start_sweep(
     folder: SweepFolder,
     plan: Plan,
     options: SweepConfig,
@@ -60,73 +60,75 @@ def start(
 
     Raises SweepFailed, Interrupted.
     """
-    executor.check(needs(plan, options))
-    with locked(RunFolder(folder.root)):
+    executor.check(resource_requests(plan, options))
+    with hold_lock(RunFolder(folder.root)):
         for job in plan.jobs:
-            plans.write_spec(folder, plan, job)
-        record = Record.begin(folder, len(plan.jobs))
-        plans.write(folder, plan)
+            plans.write_job_spec(folder, plan, job)
+        record = SweepState.create(folder, len(plan.jobs))
+        plans.write_plan(folder, plan)
         scheduler = Scheduler(folder, plan, record, options, executor, propose)
-        scheduler.screen.say(*reports.planned(folder, plan, options, executor.describe(), executor.parallel))
+        scheduler.screen.say(*reports.plan_lines(folder, plan, options, executor.describe(), executor.parallel))
         scheduler.adopt()
         return _run(scheduler, range(len(plan.jobs)), command)
 
 
-def resume(
+def resume_sweep(
     folder: SweepFolder,
     plan: Plan,
-    wanted: Wanted,
+    wanted: ResumeSelection,
     options: SweepConfig,
     executor: Executor,
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
-    """Continue a sweep: jobs that are done never run again, and those that still run elsewhere are followed.
+    """Continue a sweep: finished jobs are not run again, jobs that still run elsewhere are followed.
 
     Raises SweepFailed, Interrupted, SpecError.
     """
-    with locked(RunFolder(folder.root)):
+    with hold_lock(RunFolder(folder.root)):
         refuse_changed(folder, plan)
-        record = Record.read(folder)
-        record.grow(len(plan.jobs))  # a search was killed between the two files
-        executor.check(needs(plan, options, record))
+        record = SweepState.read(folder)
+        record.extend_to(len(plan.jobs))  # a search was killed between the two files
+        executor.check(resource_requests(plan, options, record))
         scheduler = Scheduler(folder, plan, record, options, executor, None if wanted.only else propose)
         scheduler.adopt()
-        todo = [index for index in chosen(record, wanted) if index not in scheduler.running]
+        todo = [index for index in jobs_to_run(record, wanted) if index not in scheduler.running]
         new = 0 if scheduler.trials is None else max((options.trials or 0) - len(plan.jobs), 0)
-        scheduler.screen.say(f"sweep    {shown(folder.root)}: {_counts(record)}; now {len(todo) + new} to run")
+        scheduler.screen.say(
+            f"sweep    {display_path(folder.root)}: {_state_counts(record)}; now {len(todo) + new} to run"
+        )
         if not todo and not new and not scheduler.running:
-            return _end(scheduler)
-        record.wait(todo)
+            return _finish(scheduler)
+        record.mark_waiting(todo)
         return _run(scheduler, todo, command)
 
 
-def status(where: str) -> int:
+def print_status(where: str) -> int:
     """Print how far a sweep is, beside a running one or after one that died; returns 0. Changes nothing."""
-    folder, plan = plans.find(where)
-    record, running = Record.read(folder), is_locked(RunFolder(folder.root))
-    lines = [] if running else list(_catch_up(folder, record))
-    print(f"{shown(folder.root)}: {_counts(record)}; {'running' if running else 'not running'}")
-    print("\n".join([*reports.table(gather(folder, plan, record)), *lines]))
+    folder, plan = plans.find_sweep(where)
+    record, running = SweepState.read(folder), is_locked(RunFolder(folder.root))
+    lines = [] if running else list(_update_states(folder, record))
+    print(f"{display_path(folder.root)}: {_state_counts(record)}; {'running' if running else 'not running'}")
+    print("\n".join([*reports.job_table(read_results(folder, plan, record)), *lines]))
     if not running and any(job.state not in FINISHED for job in record):
-        print(labeled("continue", f"run sweep resume {reports.name_of(folder)}"))
+        print(labeled_line("continue", f"run sweep resume {reports.sweep_argument(folder)}"))
     return 0
 
 
-def report(where: str) -> int:
-    """Write results.csv, results.json and report.html again, of one that died with what its jobs noted; returns 0."""
-    folder, plan = plans.find(where)
-    record = Record.read(folder)
-    for line in () if is_locked(RunFolder(folder.root)) else _catch_up(folder, record):
+def rewrite_report(where: str) -> int:
+    """Write results.csv, results.json and report.html of an interrupted sweep; returns 0."""
+    folder, plan = plans.find_sweep(where)
+    record = SweepState.read(folder)
+    for line in () if is_locked(RunFolder(folder.root)) else _update_states(folder, record):
         print(line)
-    results = gather(folder, plan, record)
+    results = read_results(folder, plan, record)
     write_files(results)
     reports.write_page(results)
-    print(shown(folder.report))
+    print(display_path(folder.report))
     return 0
 
 
-def runs(folder: SweepFolder) -> Command:
+def make_job_command(folder: SweepFolder) -> Command:
     """What starts a job in a process of its own, or resumes it where it has begun."""
 
     def command(job: JobPlan, begun: bool) -> list[str]:
@@ -139,7 +141,7 @@ def runs(folder: SweepFolder) -> Command:
     return command
 
 
-def chosen(record: Record, wanted: Wanted) -> list[int]:
+def jobs_to_run(record: SweepState, wanted: ResumeSelection) -> list[int]:
     """The jobs to run now. Raises EnvironmentProblem for one that is not there, or is done."""
     for index in wanted.only:
         if not 0 <= index < len(record):
@@ -159,77 +161,82 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
     problems = []
     for job in plan.jobs:
         path = folder.spec(job.index)
-        now, before = dict(leaves(read_mapping(path, must_exist=True))), dict(leaves(plan.data(job)))
+        now, before = dict(iter_leaves(read_mapping(path, must_exist=True))), dict(iter_leaves(plan.data(job)))
         for key in dict.fromkeys([*before, *now]):
             if now.get(key) != before.get(key) or (key in now) != (key in before):
                 was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))
-                text = f"was {was} when the sweep began, is {is_now}; put it back, or start anew"
-                problems.append(Problem(key, text, shown(path)))
+                text = f"was {was} when the sweep began, is {is_now}; put it back, or start again"
+                problems.append(Problem(key, text, display_path(path)))
     if problems:
         raise SpecError(problems)
 
 
-def needs(plan: Plan, options: SweepConfig, record: Record | None = None) -> list[Need]:
-    """What the jobs occupy, those that a search is still to propose included; with a record, without finished ones."""
+def resource_requests(plan: Plan, options: SweepConfig, record: SweepState | None = None) -> list[ResourceRequest]:
+    """Resources of the jobs, including those that a search will propose.
+
+    With a record, without finished jobs.
+    """
     later = [] if plan.search is None else [plan.search.need] * max((options.trials or 0) - len(plan.jobs), 0)
     left = [job for job in plan.jobs if record is None or record[job.index].state not in FINISHED]
     return [job.need for job in left] + later
 
 
-def _counts(record: Record) -> str:
+def _state_counts(record: SweepState) -> str:
     return ", ".join(f"{count} {state}" for state, count in record.count_states().items())
 
 
-def _catch_up(folder: SweepFolder, record: Record) -> Iterator[str]:
-    """Take into `record`, in memory only, what became of jobs that a sweep which is gone has left; a line for each that
-    continues without it."""
+def _update_states(folder: SweepFolder, record: SweepState) -> Iterator[str]:
+    """Read the results of jobs that an ended sweep left into `record`, in memory only.
+
+    Yields a line for each job that still runs.
+    """
     left = {index: job.identity for index, job in enumerate(record) if job.identity is not None}
     queued: Mapping[int, str] = {}
     try:
-        queued = slurm.waiting(folder.root, left)
+        queued = slurm.waiting_reasons(folder.root, left)
     except EnvironmentProblem as error:
         yield f"note     {error}; what is said here, the jobs have noted"
     for index, known in left.items():
         if index in queued:
-            record.assume(index, state="waiting")
+            record.update_in_memory(index, state="waiting")
             yield f"waiting  job {index}  in Slurm: {queued[index]}"
         elif known.get("on") == "local":  # without a number, the sweep died before it could write that down
             if "pid" not in known or not local.is_alive((known["pid"], known["started"])):
-                _settle(folder, record, index, -signal.SIGTERM, StopReason("the sweep ended"))
+                _record_end(folder, record, index, -signal.SIGTERM, StopReason("the sweep ended"))
         elif (noted := read_status(Path(known["note"]), known["token"])) is None:
             yield f"waiting  job {index}  was handed over, and has not begun"
         else:
-            record.assume(index, devices=noted.where, seconds=record[index].seconds + noted.seconds)
+            record.update_in_memory(index, devices=noted.where, seconds=record[index].seconds + noted.seconds)
             if noted.exit_code is None:
-                record.assume(index, state="running")
-                silent = silent_s(Path(known["note"]))
-                gone = f"silent for {duration(silent)}: its machine may be gone, which a resume finds out"
+                record.update_in_memory(index, state="running")
+                silent = heartbeat_age_s(Path(known["note"]))
+                gone = f"silent for {format_duration(silent)}: its machine may be gone, which a resume finds out"
                 yield f"runs     job {index}  on {noted.host}, {'without its sweep' if silent <= SILENT_S else gone}"
             else:
-                _settle(folder, record, index, noted.exit_code, noted.reason)
+                _record_end(folder, record, index, noted.exit_code, noted.reason)
 
 
-def _settle(folder: SweepFolder, record: Record, index: int, code: int, reason: StopReason | None) -> None:
+def _record_end(folder: SweepFolder, record: SweepState, index: int, code: int, reason: StopReason | None) -> None:
     state, error = job_result(code, reason, folder.run(index), folder.output(index))
-    record.assume(index, state=state, exit_code=code, error=error)
+    record.update_in_memory(index, state=state, exit_code=code, error=error)
 
 
 def _run(scheduler: Scheduler, todo: Sequence[int], command: Command | None) -> int:
     with scheduler.screen:
-        scheduler.run(todo, command or runs(scheduler.folder))
-    return _end(scheduler)
+        scheduler.run(todo, command or make_job_command(scheduler.folder))
+    return _finish(scheduler)
 
 
-def _end(scheduler: Scheduler) -> int:
-    record, results = scheduler.record, gather(scheduler.folder, scheduler.plan, scheduler.record)
+def _finish(scheduler: Scheduler) -> int:
+    record, results = scheduler.record, read_results(scheduler.folder, scheduler.plan, scheduler.record)
     write_files(results)
     reports.write_page(results)
-    scheduler.screen.say(*reports.ending(results))
-    total, again = len(record), f"run sweep resume {reports.name_of(scheduler.folder)}"
+    scheduler.screen.say(*reports.ending_lines(results))
+    total, again = len(record), f"run sweep resume {reports.sweep_argument(scheduler.folder)}"
     failed = sum(job.state in FAILED for job in record)
     left = sum(job.state not in FAILED | FINISHED for job in record)
-    if scheduler.interrupted is not None:
-        raise Interrupted(scheduler.interrupted, f"{total - failed - left} of {total} jobs done; continue: {again}")
+    if scheduler.first_signal is not None:
+        raise Interrupted(scheduler.first_signal, f"{total - failed - left} of {total} jobs done; continue: {again}")
     if left:
         raise SweepFailed(f"{failed} of {total} jobs failed, {left} not finished\n  continue: {again}")
     if failed:

@@ -10,7 +10,7 @@ from runner.spec.base import Config, Names
 
 Better = Literal["max", "min"]
 SLURM = ("partition", "account", "qos", "gres", "cpus", "sbatch")
-BY_THE_SWEEP = {
+SET_BY_SWEEP = {
     **dict.fromkeys(("array", "job-name", "comment", "dependency", "output", "error", "signal"), "the sweep itself"),
     **{name: f"sweep.{name}" for name in ("partition", "account", "qos", "gres")},
     **{"cpus-per-task": "sweep.cpus", "nodes": "launch", "ntasks": "launch", "ntasks-per-node": "launch"},
@@ -98,14 +98,14 @@ class SweepConfig(Config):
         if self.on != "slurm":
             yield from ((bool(getattr(self, name)), name, "is for sweep.on=slurm; leave it out") for name in SLURM)
             return
-        yield from ((True, "sbatch", text) for text in sbatch_problems(self.sbatch, BY_THE_SWEEP))
+        yield from ((True, "sbatch", text) for text in sbatch_problems(self.sbatch, SET_BY_SWEEP))
         text = "time follows from sweep.timeout_s; leave one of them out"
         yield "time" in self.sbatch and self.timeout_s is not None, "sbatch", text
         text = "must be given: what a search learns from is what has ended before"
         yield self.search is not None and self.parallel is None, "parallel", text
 
     def _of_metrics(self) -> Iterator[tuple[bool, str, str]]:
-        metrics, modes = several(self.metric), several(self.metric_mode)
+        metrics, modes = as_tuple(self.metric), as_tuple(self.metric_mode)
         yield self.metric is not None and not metrics, "metric", "names no metric; leave it out"
         yield len(set(metrics)) < len(metrics), "metric", "names a metric twice; leave one out"
         text = f"has {len(modes)} entries for {len(metrics)} metrics; say max or min for each, in their order"
@@ -121,6 +121,6 @@ class SweepConfig(Config):
             yield self.trials is None, "trials", "must be given: sweep.trials=20 (jobs of the search, in all)"
 
 
-def several(value: Any) -> tuple[Any, ...]:
+def as_tuple(value: Any) -> tuple[Any, ...]:
     """The values of an option that may be one, several, or none."""
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)

@@ -1,7 +1,7 @@
-"""The executor interface: what runs the jobs of a sweep, and what they need. `executors` has this machine, Ray, Slurm.
+"""The executor interface: it runs the jobs of a sweep. `executors` has this machine, Ray and Slurm.
 
-a new job ─▶ Executor.has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ Job ─ poll, signal ─▶ exit code
-a resume  ─▶ identities from state.json ─▶ adopt ─▶ the Jobs that continued without their sweep
+a new job ─▶ has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
+a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that continued without their sweep
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 from runner.sweep.config import SweepConfig
-from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, read_status, silent_s
+from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, heartbeat_age_s, read_status
 
 # JSON, with which an executor finds a job again that was submitted to it. `on` (which executor) and the attempt's
 # `token` and `note` are always in it: they are on the disk before a job is submitted; what the job adds, after that.
@@ -31,7 +31,7 @@ LOWER_CORES = "lower device.threads, launch.devices or launch.samplers"
 POLL_S = 0.05
 
 
-class Job(Protocol):
+class ExecutorJob(Protocol):
     """An attempt of a job that an executor has. None of its methods blocks.
 
     identity: with which `adopt` finds it again; devices: what it runs on, empty as long as that is not known
@@ -64,11 +64,14 @@ class Job(Protocol):
 
 
 class Executor(ABC):
-    """Where jobs run; a context, whose end releases what it holds. parallel: jobs at once, known after `check`."""
+    """Runs jobs; a context manager that releases its resources at the end.
+
+    parallel: number of jobs that run at once, known after `check`
+    """
 
     def __init__(self, options: SweepConfig) -> None:
         self.options = options
-        self.needs: list[Need] = []
+        self.needs: list[ResourceRequest] = []
         self.parallel = 0
 
     def __enter__(self) -> Self:
@@ -84,7 +87,7 @@ class Executor(ABC):
         """The kinds of card there, for device=auto; None where that is known on the nodes only."""
 
     @abstractmethod
-    def check(self, needs: Iterable[Need]) -> None:
+    def check(self, needs: Iterable[ResourceRequest]) -> None:
         """Take in what the jobs need. Raises SpecError or EnvironmentProblem where one can never start."""
 
     @abstractmethod
@@ -92,16 +95,16 @@ class Executor(ABC):
         """What each job gets of what is there: `1 core each, of 2; 2 jobs at once`."""
 
     @abstractmethod
-    def has_room(self, need: Need) -> bool:
+    def has_room(self, need: ResourceRequest) -> bool:
         """Whether a job may be submitted now."""
 
     @abstractmethod
-    def submit(self, need: Need, attempt: JobAttempt) -> Job:
+    def submit(self, need: ResourceRequest, attempt: JobAttempt) -> ExecutorJob:
         """Submit a job, where there is room. Raises StorageError where it cannot be started at all."""
 
     @abstractmethod
-    def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, Job]:
-        """Jobs that the sweep before left behind, by their numbers: those that still run or have told how they ended.
+    def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, ExecutorJob]:
+        """Take over the jobs of an earlier sweep, by index: those that still run or have reported their end.
 
         All others have ended when this returns; nothing is known of how. Called once, before the first `submit`.
         """
@@ -111,24 +114,28 @@ class Executor(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class Gone:
-    """What a cluster says of a job that it does not run any more; wait_s: for a status file that a shared folder may
-    show late."""
+class JobEnd:
+    """What a cluster reports about a job that no longer runs.
+
+    wait_s: how long to wait for a status file that a shared folder may show late
+    """
 
     reason: StopReason | None = None
     wait_s: float = 0.0
 
 
 class RemoteExecutor(Executor):
-    """Runs jobs on other machines, beside a wrapper that writes their status (`job_wrapper`); the jobs outlive the
-    sweep. `version`: changes when there may be news of them."""
+    """Runs jobs on other machines, with a wrapper that writes their status (`job_wrapper`).
+
+    Jobs continue when the sweep ends. `version` changes when there may be news of them.
+    """
 
     def __init__(self, options: SweepConfig) -> None:
         super().__init__(options)
         self.jobs: list[RemoteJob] = []
         self.version = 0
 
-    def has_room(self, need: Need) -> bool:
+    def has_room(self, need: ResourceRequest) -> bool:
         return sum(job.exit_code is None for job in self.jobs) < self.parallel
 
     def add(self, *jobs: RemoteJob) -> None:
@@ -136,7 +143,7 @@ class RemoteExecutor(Executor):
         self.jobs = [*(job for job in self.jobs if job.exit_code is None), *jobs]
 
     @abstractmethod
-    def gone(self, job: RemoteJob) -> Gone | None:
+    def find_end(self, job: RemoteJob) -> JobEnd | None:
         """What is known of a job that neither waits nor runs there; None of one that does, as far as is known."""
 
     @abstractmethod
@@ -177,7 +184,7 @@ class RemoteJob:
     @property
     def is_running(self) -> bool:
         """Whether it has begun, has not ended, and its heartbeat is not too old."""
-        return self.status is not None and self.status.ended is None and silent_s(self._path) <= SILENT_S
+        return self.status is not None and self.status.ended is None and heartbeat_age_s(self._path) <= SILENT_S
 
     def read_status(self) -> None:
         """Read its status file."""
@@ -188,7 +195,7 @@ class RemoteJob:
         if self.exit_code is None and self._executor.version != self._version:
             self._version = self._executor.version
             self.read_status()
-            self._take(self._executor.gone(self))
+            self._record_end(self._executor.find_end(self))
         return self.exit_code
 
     def signal(self, number: int) -> None:
@@ -196,7 +203,7 @@ class RemoteJob:
             self.signals.append(number)
             self._executor.signal(self, number)
 
-    def _take(self, gone: Gone | None) -> None:
+    def _record_end(self, gone: JobEnd | None) -> None:
         """Find its end: in its status file, or, where that does not come, in the cluster's words."""
         if gone is None:
             self._gone_since = None
@@ -209,12 +216,14 @@ class RemoteJob:
 
 
 def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
-    """Raise EnvironmentProblem for jobs that another kind of executor has: only that one knows whether they still run,
-    and a job must not run twice."""
+    """Raise EnvironmentProblem for jobs of another kind of executor.
+
+    Only that executor knows whether they still run, and a job must not run twice.
+    """
     for place in dict.fromkeys(identity["on"] for identity in left.values() if identity.get("on", on) != on):
         jobs = [str(index) for index, identity in left.items() if identity.get("on") == place]
         which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
-        text = f"{which} may still run where sweep.on={place} had put them; go on with sweep.on={place} first"
+        text = f"{which} may still run where sweep.on={place} had put them; continue sweep.on={place} first"
         raise EnvironmentProblem(text)
 
 
@@ -229,13 +238,13 @@ def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Sa
     return left
 
 
-def placed(need: Need, devices: Sequence[str]) -> str:
-    """On what a job runs: `core 0,1`, `npu 3`; `node7`, where only its machine is known and it wants no card."""
+def placement_text(need: ResourceRequest, devices: Sequence[str]) -> str:
+    """The devices of a job as text: `core 0,1`, `npu 3`; `node7` where only the machine is known."""
     names = ",".join(devices)
     return names if need.kind == "core" and not all(map(str.isdigit, devices)) else f"{need.kind} {names}".rstrip()
 
 
-def capacity(needs: Sequence[Need], on_nodes: Callable[[str], Sequence[int]]) -> int:
+def capacity(needs: Sequence[ResourceRequest], on_nodes: Callable[[str], Sequence[int]]) -> int:
     """How many jobs all nodes hold at once, if they were as small as the smallest of their kind.
 
     on_nodes: kind of device → how many each node has
@@ -244,17 +253,19 @@ def capacity(needs: Sequence[Need], on_nodes: Callable[[str], Sequence[int]]) ->
     return sum(there // max(count, 1) for kind, count in least.items() for there in on_nodes(kind))
 
 
-def described(needs: Sequence[Need], on_nodes: Callable[[str], Sequence[int]], parallel: int, where: str = "") -> str:
+def capacity_text(
+    needs: Sequence[ResourceRequest], on_nodes: Callable[[str], Sequence[int]], parallel: int, where: str = ""
+) -> str:
     """`1 to 4 NPUs each, of 8 on 2 nodes; 2 jobs at once`"""
     parts = []
     for kind in dict.fromkeys(need.kind for need in needs):
         counts = [need.count for need in needs if need.kind == kind]
         least = "" if min(counts) == max(counts) else f"{min(counts)} to "
-        parts.append(f"{least}{Need(kind, max(counts))} each, of {sum(on_nodes(kind))}")
+        parts.append(f"{least}{ResourceRequest(kind, max(counts))} each, of {sum(on_nodes(kind))}")
     return f"{', '.join(parts)}{where}; {parallel} job{'s' if parallel > 1 else ''} at once"
 
 
-def need_of(spec: Any, cards: Cards) -> Need:
+def request_of(spec: Any, cards: Cards) -> ResourceRequest:
     """What a job occupies where there are these kinds of card.
 
     Raises SpecError for device=auto if none is known, and for a job on several machines, or that something else starts.
@@ -264,4 +275,4 @@ def need_of(spec: Any, cards: Cards) -> Need:
     if (nodes := spec.launch.machines) > 1:
         text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])
-    return Need.of(spec, cards)
+    return ResourceRequest.of_spec(spec, cards)

@@ -1,4 +1,4 @@
-"""One attempt of a job: what its executor runs, what is written down of it where it runs, and what became of it.
+"""One attempt of a job: its command, its status file, and its result.
 
 scheduler ─ JobAttempt ─▶ executor ─▶ the process ─▶ exit code, StopReason ─▶ job_result ─▶ state.json
                                           └─ JobStatus (jobs/003.note.json), where that is another machine: replaced
@@ -68,7 +68,7 @@ class JobAttempt:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """One attempt of a job, as the machine where it runs reports it. Times are seconds since the epoch, of its clock.
+    """Status of one attempt, written by the machine that runs it. Times are seconds since the epoch.
 
     token: of the attempt; process: of the wrapper beside the job; devices: the cards that it was given
     exit_code: negative for a signal; None while it runs; reason: why it was told to stop, where that was decided there
@@ -130,7 +130,7 @@ def read_status(path: Path, token: str) -> JobStatus | None:
     return from_json(JobStatus, data) if data.get("token") == token else None
 
 
-def silent_s(path: Path) -> float:
+def heartbeat_age_s(path: Path) -> float:
     """Seconds since the last heartbeat of a job that runs; infinite where there never was one."""
     try:
         return max(now() - path.stat().st_mtime, 0.0)
@@ -139,8 +139,10 @@ def silent_s(path: Path) -> float:
 
 
 def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> tuple[State, str | None]:
-    """The state that an exit code (negative: a signal) means, for a job that was told to stop or was not; and the
-    error, None where it is done."""
+    """The state that an exit code (negative: a signal) means, and the error, None where it is done.
+
+    reason: why the job was told to stop, None if it was not
+    """
     status = read_if_whole(run.status)
     if status.get("state") == "done" and (code == 0 or reason):
         return "done", None

@@ -1,4 +1,4 @@
-"""Runs beside a job on the machine where that runs, which may be another than the sweep's, and writes its status file.
+"""Runs beside a job, on the job's machine, and writes its status file.
 
 python -m runner.sweep.job_wrapper [PARENT]      the attempt as JSON on stdin
 
@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.core.errors import RunnerError, StorageError
-from runner.core.subprocess import ChildProcess, end_with_parent, identify, with_pdeathsig
+from runner.core.subprocess import ChildProcess, end_with_parent, process_identity, with_pdeathsig
 from runner.sweep.job import TOUCH_S, JobAttempt, JobStatus, StopReason, from_json, now
 
 POLL_S = 0.05
@@ -40,7 +40,9 @@ class JobProcess(ChildProcess):
     """A job's process, in a session of its own, which is signalled as a whole; it ends with this process."""
 
     def __init__(self, attempt: JobAttempt, environment: Mapping[str, str], cores: Sequence[str] = ()) -> None:
-        """Start the attempt's command, whose output goes to the end of its log; `cores`: on which, none: on all.
+        """Start the attempt's command and append its output to its log.
+
+        cores: the cores it may use, none: all
 
         Raises StorageError where it cannot be started.
         """
@@ -51,21 +53,21 @@ class JobProcess(ChildProcess):
                 super().__init__(command, stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=attempt.place)
         except OSError as error:
             raise StorageError(f"cannot start a job: {error}") from error
-        found = identify(self.pid)  # None: it has ended
+        found = process_identity(self.pid)  # None: it has ended
         self.identity: Mapping[str, int] = {"pid": found[0], "started": found[1]} if found else {}
 
     def poll(self) -> int | None:
-        """The exit code (negative: the signal that killed it), None while it runs. What it left behind is killed."""
-        return None if self.runs() else self.returncode
+        """The exit code (negative: a signal), None while it runs. Remaining child processes are killed."""
+        return None if self.is_running() else self.returncode
 
     def signal(self, number: int) -> None:
         """Signal the job and what it started."""
-        if self.runs():
+        if self.is_running():
             with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
                 os.killpg(self.pid, number)
 
 
-class Signals(list[int]):
+class SignalQueue(list[int]):
     """The signals that came and are not forwarded yet, in their order."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
@@ -76,10 +78,13 @@ class Signals(list[int]):
 
 
 class JobWrapper:
-    """A job's process, and the signals for it. `first`: the first signal; `reason`: a time limit, if one ended it."""
+    """A job's process and its signals.
+
+    first: the first signal; reason: a time limit, if one ended the job
+    """
 
     def __init__(
-        self, attempt: JobAttempt, forwarded: Mapping[int, int], signals: Signals, environment: Mapping[str, str]
+        self, attempt: JobAttempt, forwarded: Mapping[int, int], signals: SignalQueue, environment: Mapping[str, str]
     ) -> None:
         """Starts it. Raises StorageError where it cannot.
 
@@ -125,7 +130,7 @@ class JobWrapper:
                 os.utime(self._attempt.note)
 
 
-def bind(parent: int) -> None:
+def bind_to_parent(parent: int) -> None:
     """Make the end of this process's parent a SIGTERM. Raises OSError where the kernel cannot."""
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it has ended by now
@@ -141,9 +146,9 @@ def begin_status(attempt: JobAttempt, devices: Iterable[str]) -> JobStatus:
 
 def main() -> int:
     """Run an attempt to its end, and write how it ended."""
-    signals = Signals(FORWARDED)
+    signals = SignalQueue(FORWARDED)
     for parent in sys.argv[1:]:
-        bind(int(parent))
+        bind_to_parent(int(parent))
     attempt = from_json(JobAttempt, json.load(sys.stdin))
     try:
         wrapper = JobWrapper(attempt, FORWARDED, signals, {})

@@ -22,11 +22,11 @@ from typing import Any, Literal
 import yaml
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 from runner.run_dir.folder import OUTPUTS, RunFolder, make_unique, point_latest, read_mapping, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.job import STATES, State, from_json, to_json
-from runner.sweep.space import Search
+from runner.sweep.space import SearchSpace
 
 SWEEPS = OUTPUTS / "sweeps"
 
@@ -64,13 +64,13 @@ class SweepFolder:
 
 @dataclass(frozen=True, slots=True)
 class JobPlan:
-    """One job: what it varies, the words that make it, and the sections in which its spec is not the sweep's base."""
+    """One job: what it varies, its command-line words, and the sections that differ from the base spec."""
 
     index: int
     varied: Mapping[str, str] = field(default_factory=dict)
     words: tuple[str, ...] = ()
     sections: Mapping[str, Any] = field(default_factory=dict)
-    need: Need = field(default_factory=Need)
+    need: ResourceRequest = field(default_factory=ResourceRequest)
     again: tuple[str, ...] = ()  # what no spec.yaml may say for the user: model.trust_remote_code=true
 
     @property
@@ -92,7 +92,7 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sweep as it was begun. `base` is the first job's spec; no `rankings`: one is found when results are there.
+    """The plan of a sweep. `base` is the first job's spec; without `rankings`, results decide on one.
 
     A search appends to `jobs`; nothing else of it ever changes.
     """
@@ -103,7 +103,7 @@ class Plan:
     jobs: list[JobPlan]
     options: Mapping[str, Any]
     rankings: tuple[Ranking, ...] = ()
-    search: Search | None = None
+    search: SearchSpace | None = None
     place: str = field(default_factory=os.getcwd)  # where it was begun: relative paths of its jobs are read from there
     created: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
 
@@ -124,30 +124,30 @@ def short_names(keys: list[str]) -> dict[str, str]:
     return {key: name if list(last.values()).count(name) == 1 else key for key, name in last.items()}
 
 
-def create(name: str, sweeps: Path = SWEEPS) -> SweepFolder:
+def create_sweep_folder(name: str, sweeps: Path = SWEEPS) -> SweepFolder:
     """Make a new sweep's folder. Raises StorageError where it cannot."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return SweepFolder(make_unique(sweeps, f"{stamp}-{name}", "sweep's folder", "jobs"))
 
 
-def write(folder: SweepFolder, plan: Plan) -> None:
+def write_plan(folder: SweepFolder, plan: Plan) -> None:
     """Write sweep.json and make `latest`, beside the folder, point to it. Raises StorageError."""
     write_json(folder.plan, asdict(plan))
     point_latest(RunFolder(folder.root), folder.root.parent)
 
 
-def write_spec(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
+def write_job_spec(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
     """Write a job's jobs/003.yaml. Raises StorageError."""
     write_atomic(folder.spec(job.index), str(yaml.safe_dump(plan.data(job), sort_keys=False, allow_unicode=True)))
 
 
-def append(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
+def append_job(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
     """Add a job that a search proposes, on the disk first. Raises StorageError."""
     write_json(folder.plan, asdict(replace(plan, jobs=[*plan.jobs, job])))
     plan.jobs.append(job)
 
 
-def find(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
+def find_sweep(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
     """The sweep called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is none."""
     root = sweeps / "latest" if where == "latest" else Path(where)
     folder = SweepFolder(root.resolve())
@@ -176,7 +176,7 @@ class JobState:
     seconds: float = 0.0
 
 
-class Record(list[JobState]):
+class SweepState(list[JobState]):
     """The states of all jobs, in memory and on the disk."""
 
     def __init__(self, folder: SweepFolder, jobs: Iterable[JobState]) -> None:
@@ -184,36 +184,36 @@ class Record(list[JobState]):
         self._folder = folder
 
     @classmethod
-    def begin(cls, folder: SweepFolder, count: int) -> Record:
+    def create(cls, folder: SweepFolder, count: int) -> SweepState:
         """All jobs waiting, written."""
         record = cls(folder, [])
-        record.grow(count)
+        record.extend_to(count)
         return record
 
     @classmethod
-    def read(cls, folder: SweepFolder) -> Record:
+    def read(cls, folder: SweepFolder) -> SweepState:
         """As a sweep left it. Raises EnvironmentProblem where it cannot be read."""
         try:
             return cls(folder, from_json(list[JobState], read_mapping(folder.state, must_exist=True)["jobs"]))
         except (ValueError, KeyError) as error:
             raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
 
-    def change(self, index: int, **changes: Any) -> None:
+    def update(self, index: int, **changes: Any) -> None:
         """Change what is known of a job, and write it. Raises StorageError."""
-        self.assume(index, **changes)
+        self.update_in_memory(index, **changes)
         self._write()
 
-    def assume(self, index: int, **changes: Any) -> None:
+    def update_in_memory(self, index: int, **changes: Any) -> None:
         """Change what is known of a job in memory only."""
         self[index] = replace(self[index], **changes)
 
-    def wait(self, indices: Iterable[int]) -> None:
+    def mark_waiting(self, indices: Iterable[int]) -> None:
         """Have these jobs wait for their turn, and write it once. Raises StorageError."""
         for index in indices:
-            self.assume(index, state="waiting")
+            self.update_in_memory(index, state="waiting")
         self._write()
 
-    def grow(self, count: int) -> None:
+    def extend_to(self, count: int) -> None:
         """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
         self += [JobState()] * (count - len(self))
         self._write()

@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from runner.run_dir.folder import OUTPUTS, RunFolder, shown
-from runner.spec.base import leaves
+from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
+from runner.spec.base import iter_leaves
 from runner.sweep.job import State, read_if_whole
-from runner.sweep.plan import Plan, Record, SweepFolder, run_name, short_names
+from runner.sweep.plan import Plan, SweepFolder, SweepState, run_name, short_names
 from runner.tracker.console import Console
-from runner.tracker.text import duration, number, visible
+from runner.tracker.text import escape_for_terminal, format_duration, format_number
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from runner.sweep.results import MetricsTail
-    from runner.sweep.scheduler import Running
+    from runner.sweep.scheduler import RunningJob
 
 ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupted", "done", "pruned", "waiting")
 COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
@@ -51,7 +51,7 @@ class SweepScreen:
         self,
         folder: SweepFolder,
         plan: Plan,
-        record: Record,
+        record: SweepState,
         trials: int | None = None,
         stream: TextIO | None = None,
     ) -> None:
@@ -60,7 +60,7 @@ class SweepScreen:
         self._console = Console(folder.log, stream)
         self._timed = any(job.state == "done" for job in record)  # or: the first job that is done tells the time to go
         self._began = time.monotonic()
-        self._running: dict[int, Running] = {}
+        self._running: dict[int, RunningJob] = {}
         self._tails: dict[int, MetricsTail] = {}  # of ended jobs, too
 
     def __enter__(self) -> Self:
@@ -75,18 +75,18 @@ class SweepScreen:
     def say(self, *lines: str) -> None:
         """Lines for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
         for line in lines:
-            self._console.message(visible(line))
+            self._console.message(escape_for_terminal(line))
 
-    def show(self, running: dict[int, Running]) -> None:
+    def show(self, running: dict[int, RunningJob]) -> None:
         """Take in how far the running jobs are."""
         self._running = dict(running)
         self._tails |= {index: job.metrics for index, job in running.items()}
-        if not self._timed and (line := first_done(self._plan, self._record, running, self._trials)):
+        if not self._timed and (line := first_done_line(self._plan, self._record, running, self._trials)):
             self._timed = True
             self.say(line)
 
     def table(self, height: int) -> RenderableType:
-        """The live table, at most `height` lines: running jobs first, then those that failed, are done, and wait."""
+        """The live table, at most `height` lines: running, failed, finished and waiting jobs."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Group
         from rich.table import Table
@@ -106,11 +106,11 @@ class SweepScreen:
             values = [tail.values.get(metric) if tail else None for metric in metrics]
             grid.add_row(
                 str(index),
-                *(visible(job.varied.get(axis, "")) for axis in plan.axes),
+                *(escape_for_terminal(job.varied.get(axis, "")) for axis in plan.axes),
                 state.state,
-                f"{tail.step}/{plan.data(job).get('steps', '?')}" if tail else "",
-                *("" if value is None else number(value) for value in values),
-                duration(seconds) if seconds else "",
+                f"{tail.step}/{planned_steps(plan.data(job))}" if tail else "",
+                *("" if value is None else format_number(value) for value in values),
+                format_duration(seconds) if seconds else "",
                 ",".join(running.job.devices if running else state.devices),
                 run_name(index) if state.attempts else "",
                 style=COLOURS.get(state.state),
@@ -118,37 +118,40 @@ class SweepScreen:
         more = f"  and {len(order) - room} more" if len(order) > room else ""
         counts = " · ".join(f"{count} {state}" for state, count in record.count_states().items())
         left = remaining_s(plan, record, self._running, self._trials)
-        clock = duration(time.monotonic() - self._began) + ("" if left is None else f" · about {spoken(left)} to go")
+        clock = format_duration(time.monotonic() - self._began) + (
+            "" if left is None else f" · about {duration_words(left)} to go"
+        )
         return Group(grid, Text(more), Text(f"  {counts} · {clock}"))
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """Seconds per step, with all that a run does beside its steps shared out over them; and which run says so."""
+class StepPace:
+    """Seconds per step, including start and end of the run, and the run they were measured on."""
 
     seconds: float
     steps: int
     source: str
 
 
-def expected(plan: Plan, trials: int | None, parallel: int) -> str:
+def estimated_time(plan: Plan, trials: int | None, parallel: int) -> str:
     """For a plan: how long it will take and how that is known, or that it is not."""
-    found = earlier(plan)
+    found = find_earlier_run(plan)
     if found is None:
         return "known after the first job"
     steps = [_steps(plan, job.sections) for job in plan.jobs] or [_steps(plan, {})] * (trials or 0)
-    total = spoken(_in_parallel([found.seconds * count for count in steps], parallel))
+    total = duration_words(_in_parallel([found.seconds * count for count in steps], parallel))
     at_most = "at most " if plan.options.get("prune") else ""
     return (
-        f"{at_most}about {total}, as {found.source} took {spoken(found.seconds * found.steps)} for {found.steps} steps"
+        f"{at_most}about {total}, as {found.source} took {duration_words(found.seconds * found.steps)} for "
+        f"{found.steps} steps"
     )
 
 
-def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
-    """The pace of the newest run that is as a job of this sweep but for what varies; its steps are not far off."""
+def find_earlier_run(plan: Plan, outputs: Path = OUTPUTS) -> StepPace | None:
+    """The pace of the newest run that differs from this sweep's jobs only in what varies."""
     axes = plan.axes
-    if RECIPE in axes:
-        return None  # what the jobs have in common is not known by keys
+    if RECIPE in axes or "epochs" in axes or plan.base.get("epochs"):
+        return None  # what the jobs have in common, or how many steps they have, is not known by keys
     ignored = {*SAME_TIME, *axes, "steps"}
     wanted = _comparable(plan.base, ignored)
     most = max((_steps(plan, job.sections) for job in plan.jobs), default=_steps(plan, {}))
@@ -160,13 +163,17 @@ def earlier(plan: Plan, outputs: Path = OUTPUTS) -> Pace | None:
         if seconds is not None and _comparable(spec, ignored) == wanted:
             steps = max(int(spec.get("steps", 1)), 1)
             if most <= steps * FAR and steps <= most * FAR:
-                return Pace(seconds / steps, steps, shown(run.root))
+                return StepPace(seconds / steps, steps, display_path(run.root))
     return None
 
 
-def remaining_s(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> float | None:
-    """Seconds to go: what is left of the steps, those of a search's `trials` to come included, at the pace of the jobs
-    that run and, before those have made steps, of the jobs that are done. None where there are neither."""
+def remaining_s(
+    plan: Plan, record: SweepState, running: Mapping[int, RunningJob], trials: int | None = None
+) -> float | None:
+    """Estimate the remaining seconds, including the `trials` that a search will propose.
+
+    Uses the pace of running jobs, or of finished jobs before those have made steps. None where there are neither.
+    """
     left = {
         job.index: _steps(plan, job.sections) - (running[job.index].metrics.step if job.index in running else 0)
         for job in plan.jobs
@@ -182,16 +189,21 @@ def remaining_s(plan: Plan, record: Record, running: Mapping[int, Running], tria
     return _in_parallel([count * each for count in to_go], max(len(running), 1))
 
 
-def first_done(plan: Plan, record: Record, running: Mapping[int, Running], trials: int | None = None) -> str:
+def first_done_line(
+    plan: Plan, record: SweepState, running: Mapping[int, RunningJob], trials: int | None = None
+) -> str:
     """A line for the moment when the first job is done; empty before, and where nothing is left."""
     left, each = remaining_s(plan, record, running, trials), _of_done(plan, record)
     if left is None or each is None or left < 1:
         return ""
     [first, *_] = [job for job in plan.jobs if record[job.index].state == "done"]
-    return f"time     about {spoken(left)} to go: job {first.index} took {spoken(record[first.index].seconds)}"
+    return (
+        f"time     about {duration_words(left)} to go: job {first.index} took "
+        f"{duration_words(record[first.index].seconds)}"
+    )
 
 
-def spoken(seconds: float) -> str:
+def duration_words(seconds: float) -> str:
     """40 s, 12 min, 3 h 20 min, 2 d 4 h."""
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
         if seconds >= size:
@@ -208,7 +220,7 @@ def _in_parallel(seconds: Sequence[float], parallel: int) -> float:
     return max(places)
 
 
-def _of_done(plan: Plan, record: Record) -> float | None:
+def _of_done(plan: Plan, record: SweepState) -> float | None:
     """Seconds per step of the jobs of this sweep that are done."""
     done = [job for job in plan.jobs if record[job.index].state == "done"]
     steps = sum(_steps(plan, job.sections) for job in done)
@@ -216,13 +228,17 @@ def _of_done(plan: Plan, record: Record) -> float | None:
     return seconds / steps if steps and seconds else None
 
 
+def planned_steps(data: Mapping[str, Any]) -> str:
+    """The steps of a job by its config; ? where its epochs and its data decide them."""
+    return "?" if data.get("epochs") else str(data.get("steps", "?"))
+
+
 def _steps(plan: Plan, sections: Mapping[str, Any]) -> int:
     return int(sections.get("steps", plan.base.get("steps", 0)))
 
 
 def _seconds(run: RunFolder) -> float | None:
-    """How long a run of this machine took that was done at its first attempt: its spec is written first, its status
-    last."""
+    """Duration of a run that finished at its first attempt: from writing its spec to its last status."""
     status, host = read_if_whole(run.status), read_if_whole(run.manifest).get("platform", {}).get("host")
     if status.get("state") != "done" or status.get("attempt") != 1 or host != socket.gethostname():
         return None
@@ -230,9 +246,9 @@ def _seconds(run: RunFolder) -> float | None:
 
 
 def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """The values of a spec that make how long it takes; paths as a run has them, its stages as a recipe has them."""
+    """The values of a spec that decide how long it takes, with upstream runs named by their recipes."""
     kept = {}
-    for key, value in leaves(spec):
+    for key, value in iter_leaves(spec):
         parts = key.split(".")
         if not any(".".join(parts[: i + 1]) in ignored for i in range(len(parts))):
             kept[key] = _as_typed(value)

@@ -1,4 +1,4 @@
-"""What a sweep found: one result per job, read from the jobs' own files; the best of them; seeds folded together.
+"""Results of a sweep: one per job, read from the jobs' files; the best job; means over seeds.
 
 One ranking: the best job. Several: the jobs of which none is beaten in all that counts (the Pareto front).
 """
@@ -14,16 +14,16 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runner.checkpoint.config import direction
-from runner.run_dir.folder import shown, write_atomic, write_json
+from runner.run_dir.folder import display_path, write_atomic, write_json
 from runner.sweep.job import FAILED
-from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
-from runner.tools.report.facts import PREFERRED, Series
-from runner.tools.report.facts import read as read_series
+from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, SweepFolder, SweepState
+from runner.tools.report.run_facts import PREFERRED, Series
+from runner.tools.report.run_facts import read_metrics as read_series
 
 SEED = "seed"
 INTERVAL = "mean ± 95 % interval of the mean (Student's t)"
@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job and what came of it; a score per ranking, None where it never had a finite value of the metric."""
+    """One job and its result; one score per ranking, None where the metric never had a finite value."""
 
     job: JobPlan
     state: JobState
@@ -73,14 +73,13 @@ class Results:
 
     @property
     def best(self) -> Result | None:
-        """The winner, the first of equals; None with several rankings, or where no job that is done has a value."""
-        front = self.front
+        """The best job, the first of equals; None with several rankings, or where no finished job has a value."""
+        front = self.pareto_front
         return front[0] if len(self.rankings) == 1 and front else None
 
     @property
-    def front(self) -> list[Result]:
-        """The jobs that are done and beaten by none: no other is as good by each ranking and better by one. In the
-        order of the first ranking; of equals the first."""
+    def pareto_front(self) -> list[Result]:
+        """Finished jobs that no other job beats in all rankings, in the order of the first ranking."""
         signs = [-1.0 if ranking.mode == "max" else 1.0 for ranking in self.rankings]  # less is better then
         done = [(r, r.values) for r in self.results if r.state.state == "done" and r.values is not None]
         ranked = [(tuple(map(operator.mul, signs, values)), result) for result, values in done]
@@ -91,21 +90,21 @@ class Results:
         return [result for _, result in kept]
 
     @property
-    def failed(self) -> list[Result]:
+    def failed_jobs(self) -> list[Result]:
         """Jobs that ran and failed, were killed, or took too long."""
         return [r for r in self.results if r.state.state in FAILED]
 
 
-def gather(folder: SweepFolder, plan: Plan, record: Record) -> Results:
+def read_results(folder: SweepFolder, plan: Plan, record: SweepState) -> Results:
     """Read what every job has left so far."""
     series = [read_series(folder.run(job.index).metrics) for job in plan.jobs]
-    rankings = plan.rankings or _common(series, [state.state == "done" for state in record])
+    rankings = plan.rankings or _default_rankings(series, [state.state == "done" for state in record])
     rows = [_result(job, record[job.index], series[job.index], rankings) for job in plan.jobs]
     return Results(plan, folder, rankings, tuple(rows))
 
 
-def values_of(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
-    """What ranks one job, as far as it has come, by each ranking; None where one of the numbers is not there."""
+def ranking_values(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
+    """The current values of one job, one for each ranking; None where one of them is missing."""
     return _result(plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
 
 
@@ -120,7 +119,7 @@ def write_files(results: Results) -> None:
         "axes": results.plan.axes,
         "rankings": [{"metric": r.metric, "mode": r.mode, "take": r.take} for r in results.rankings],
         "best": None if best is None else best.job.index,
-        "front": [row.job.index for row in results.front],
+        "front": [row.job.index for row in results.pareto_front],
     }
     write_json(results.folder.results, head | {"jobs": [_entry(results, row) for row in results.results]})
 
@@ -132,7 +131,7 @@ def _write_table(results: Results) -> None:
     text = io.StringIO()
     table = csv.writer(text, lineterminator="\n")
     table.writerow(["job", *axes, *before, *scores, *after])
-    front = {row.job.index for row in results.front}
+    front = {row.job.index for row in results.pareto_front}
     for row in results.results:
         entry = _entry(results, row) | {"best": "yes" if row.job.index in front else ""}
         pairs = [(None, None) if score is None else (score.value, score.step) for score in row.scores]
@@ -154,7 +153,7 @@ def _entry(results: Results, row: Result) -> dict[str, Any]:
         "steps": row.steps,
         "scores": {r.metric: None if s is None else {"value": _finite(s.value), "step": s.step} for r, s in scored},
         "seconds": row.state.seconds,
-        "folder": shown(results.folder.run(row.job.index).root),
+        "folder": display_path(results.folder.run(row.job.index).root),
         "error": row.state.error,
         "last": {name: _finite(series.last[1]) for name, series in row.series.items()},
     }
@@ -165,7 +164,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _common(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:
+def _default_rankings(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:
     """The first of the preferred metrics that all finished jobs have."""
     finished = [of_job for of_job, is_done in zip(series, done, strict=True) if is_done]
     why = "the first of the usual ones that all jobs have; sweep.metric names another"
@@ -182,9 +181,10 @@ def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], ranking
 
 
 def _score(series: Series | None, ranking: Ranking) -> Score | None:
-    if series is None:
-        return None
-    step, value = series.best(ranking.mode) if ranking.take == "best" else series.last
+    trained = None if series is None else replace(series, points=tuple(p for p in series.points if p[0] > 0))
+    if trained is None or not trained.points:
+        return None  # step 0 is the evaluation before the first step, which ranks nothing
+    step, value = trained.best(ranking.mode) if ranking.take == "best" else trained.last
     return Score(value, step)
 
 
@@ -201,7 +201,7 @@ class MetricsTail:
         self.steps: dict[str, int] = {}  # when each of them was measured
 
     @property
-    def made(self) -> int:
+    def steps_made(self) -> int:
         """Steps made while it was watched."""
         return self.step - (self.step if self.first is None else self.first)
 
@@ -236,8 +236,8 @@ class Mean:
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
-    """Jobs that differ in their seed only, and a mean per ranking: of the `seeds` that are done and have values."""
+class SeedAggregate:
+    """Jobs that differ in their seed only, with one mean per ranking over the finished `seeds`."""
 
     varied: Mapping[str, str]
     jobs: int
@@ -245,19 +245,19 @@ class Fold:
     means: tuple[Mean, ...]
 
 
-def folds(results: Results) -> list[Fold]:
-    """The jobs that are done, seeds folded together, best by the first ranking first; empty where no seed varies."""
+def aggregate_seeds(results: Results) -> list[SeedAggregate]:
+    """Finished jobs with seeds averaged, best first by the first ranking; empty where no seed varies."""
     if SEED not in results.plan.axes or not results.rankings:
         return []
     grouped: dict[tuple[tuple[str, str], ...], list[Result]] = {}
     for row in results.results:
         rest = tuple((k, v) for k, v in row.job.varied.items() if k != SEED)
         grouped.setdefault(rest, []).append(row)
-    found = [fold for rest, rows in grouped.items() if (fold := _fold(dict(rest), rows)) is not None]
+    found = [fold for rest, rows in grouped.items() if (fold := _aggregate(dict(rest), rows)) is not None]
     return sorted(found, key=lambda f: f.means[0].value, reverse=results.rankings[0].mode == "max")
 
 
-def mean(values: Sequence[float]) -> Mean:
+def mean_with_interval(values: Sequence[float]) -> Mean:
     """Mean and 95 % interval of the mean (Student's t): mean ± t · s / √n, s with n − 1."""
     count, middle = len(values), statistics.fmean(values)
     if count == 1:
@@ -266,9 +266,9 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(middle, quantile * statistics.stdev(values) / math.sqrt(count))
 
 
-def _fold(varied: Mapping[str, str], rows: Sequence[Result]) -> Fold | None:
+def _aggregate(varied: Mapping[str, str], rows: Sequence[Result]) -> SeedAggregate | None:
     """None where no job has values."""
     values = [row.values for row in rows if row.state.state == "done" and row.values is not None]
     if not values:
         return None
-    return Fold(varied, len(rows), len(values), tuple(map(mean, zip(*values, strict=True))))
+    return SeedAggregate(varied, len(rows), len(values), tuple(map(mean_with_interval, zip(*values, strict=True))))

@@ -16,34 +16,34 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from runner.core.errors import OutOfMemory
-from runner.core.signals import Interrupts
-from runner.launch.need import kind_of
+from runner.core.signals import SignalRecorder
+from runner.launch.resources import kind_of
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Executor, Job, Say, placed, refuse_elsewhere
+from runner.sweep.executor import Executor, ExecutorJob, Say, placement_text, refuse_elsewhere
 from runner.sweep.job import FAILED, JobAttempt, StopReason, job_result
-from runner.sweep.plan import JobPlan, Plan, Record, SweepFolder, append, write_spec
+from runner.sweep.plan import JobPlan, Plan, SweepFolder, SweepState, append_job, write_job_spec
 from runner.sweep.progress import SweepScreen
 from runner.sweep.results import MetricsTail
-from runner.sweep.search import Propose, Trials
+from runner.sweep.search import OptunaTrials, Propose
 
 POLL_S = 0.05
 LOOK_S = 0.5  # between looks at the metrics of running jobs
 KILLED_S = 30.0  # for an executor to confirm that a killed job is gone
 FIRST_RETRY_S = 10.0
-RETRIED = (OutOfMemory.exit_code,)  # and whatever a signal ended that was not ours
+RETRYABLE_CODES = (OutOfMemory.exit_code,)  # and whatever a signal ended that was not ours
 
 Command = Callable[[JobPlan, bool], Sequence[str]]  # what starts a job or, where it has begun, resumes it
 
 
 @dataclass(slots=True)
-class Running:
+class RunningJob:
     """A job that the executor has.
 
     since: when it was first seen to run (monotonic seconds); None while it waits for room there
     reason: why it was told to stop, if it was; deadline: when it is killed if it has not ended (monotonic seconds)
     """
 
-    job: Job
+    job: ExecutorJob
     metrics: MetricsTail
     since: float | None = None
     reason: StopReason | None = None
@@ -57,11 +57,11 @@ class Running:
     @property
     def pace(self) -> float:
         """Steps per second, of those that were watched."""
-        return 0.0 if self.since is None else self.metrics.made / max(time.monotonic() - self.since, 1e-3)
+        return 0.0 if self.since is None else self.metrics.steps_made / max(time.monotonic() - self.since, 1e-3)
 
 
-class RunningJobs(dict[int, Running]):
-    """The jobs that the executor has, by their numbers: told to save and end, and killed where they do not."""
+class RunningJobs(dict[int, RunningJob]):
+    """The jobs that the executor runs, by index; tells them to save and end, and kills late ones."""
 
     def __init__(self, options: SweepConfig, executor: Executor, say: Say) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Retries:
 
     def wait_s(self, index: int, code: int) -> float | None:
         """Seconds until a job that ended like this is tried again, each time twice as long; None: it is not."""
-        if self.tries[index] > self._options.retries or not (code in RETRIED or code < 0):
+        if self.tries[index] > self._options.retries or not (code in RETRYABLE_CODES or code < 0):
             return None
         seconds = (self._options.retry_wait_s or FIRST_RETRY_S) * 2.0 ** (self.tries[index] - 1)
         self._not_before[index] = time.monotonic() + seconds
@@ -151,32 +151,32 @@ class Retries:
 
 
 class Scheduler:
-    """One start, or one resume, of a sweep that the caller has locked; `propose` makes jobs of a search's values."""
+    """Runs or resumes a sweep that the caller has locked. `propose` makes jobs from a search's values."""
 
     def __init__(
         self,
         folder: SweepFolder,
         plan: Plan,
-        record: Record,
+        record: SweepState,
         options: SweepConfig,
         executor: Executor,
         propose: Propose | None = None,
     ) -> None:
         self.folder, self.plan, self.record, self.options, self._executor = folder, plan, record, options, executor
         self.screen = SweepScreen(folder, plan, record, options.trials)
-        self.trials = None if propose is None else Trials(folder, plan, options, propose, self.screen.say)
+        self.trials = None if propose is None else OptunaTrials(folder, plan, options, propose, self.screen.say)
         self._exhausted = self.trials is None
         self.running = RunningJobs(options, executor, self.screen.say)
         self._waiting: list[int] = []
         self._retries = Retries(options)
-        self._interrupts = Interrupts()
+        self._interrupts = SignalRecorder()
         self._forwarded = 0  # of the signals received, those that the jobs got
         self.stopped = ""  # why no more jobs are started
 
     @property
-    def interrupted(self) -> int | None:
+    def first_signal(self) -> int | None:
         """The first signal that came, None if there was none."""
-        return self._interrupts.received[0] if self._interrupts.received else None
+        return self._interrupts.stop_signals[0] if self._interrupts.stop_signals else None
 
     def adopt(self) -> None:
         """Follow the jobs of the sweep before that continue without it, and write down how the others ended.
@@ -188,7 +188,7 @@ class Scheduler:
         jobs = self._executor.adopt(left, self.options.grace_s, self.screen.say)
         for index in left:
             if index in jobs:
-                self._follow(index, jobs[index], "goes on, on")
+                self._follow(index, jobs[index], "continues, on")
             else:
                 self._finish(index, -signal.SIGTERM, StopReason("the sweep ended"), 0.0)
         self._collect()
@@ -197,7 +197,7 @@ class Scheduler:
         """Run these jobs to their ends. A first SIGINT or SIGTERM stops all of them, a second kills them."""
         self._waiting = list(todo)
         looked = 0.0
-        with self._interrupts.noted():
+        with self._interrupts.record_signals():
             try:
                 while self.running or ((self._waiting or not self._exhausted) and not self.stopped):
                     self._forward_signals()
@@ -207,13 +207,13 @@ class Scheduler:
                     self._propose()
                     if time.monotonic() - looked >= LOOK_S:
                         looked = time.monotonic()
-                        self._look()
+                        self._read_metrics()
                     time.sleep(POLL_S)
             finally:
                 self.running.end()
 
     def _submit_what_fits(self, command: Command) -> None:
-        """Submit jobs in their order; one that does not fit holds back those behind it that need the same devices."""
+        """Submit jobs in order. A job that does not fit holds back later ones that need the same devices."""
         held_back: set[str] = set()
         for index in list(self._waiting) if not self.stopped else ():
             job = self.plan.jobs[index]
@@ -226,19 +226,18 @@ class Scheduler:
             self._submit(job, command)
 
     def _propose(self) -> None:
-        """Take the next job of a search, which starts at once, where there is room and only waits between tries want
-        it."""
+        """Add the next job of a search where there is room and only retries are waiting."""
         if self._exhausted or self.stopped or not all(map(self._retries.is_waiting, self._waiting)):
             return
         assert self.trials is not None and self.plan.search is not None
         if not self._executor.has_room(self.plan.search.need):
             return
-        if (job := self.trials.next()) is None:
+        if (job := self.trials.propose_next()) is None:
             self._exhausted = True
             return
-        write_spec(self.folder, self.plan, job)
-        append(self.folder, self.plan, job)
-        self.record.grow(len(self.plan.jobs))
+        write_job_spec(self.folder, self.plan, job)
+        append_job(self.folder, self.plan, job)
+        self.record.extend_to(len(self.plan.jobs))
         self._waiting.append(job.index)
 
     def _submit(self, job: JobPlan, command: Command) -> None:
@@ -260,14 +259,14 @@ class Scheduler:
         known = {"on": self.options.on, "token": attempt.token, "note": attempt.note}
         attempts = self.record[job.index].attempts + 1
         cleared = {"exit_code": None, "error": None, "devices": ()}
-        self.record.change(job.index, state="waiting", attempts=attempts, identity=known, **cleared)
+        self.record.update(job.index, state="waiting", attempts=attempts, identity=known, **cleared)
         submitted = self._executor.submit(job.need, attempt)
-        self.record.change(job.index, identity={**known, **submitted.identity})
+        self.record.update(job.index, identity={**known, **submitted.identity})
         self._follow(job.index, submitted)
 
-    def _follow(self, index: int, job: Job, begun: str = "started on") -> None:
+    def _follow(self, index: int, job: ExecutorJob, begun: str = "started on") -> None:
         self._retries.tries[index] += 1
-        self.running[index] = Running(job, MetricsTail(self.folder.run(index).metrics))
+        self.running[index] = RunningJob(job, MetricsTail(self.folder.run(index).metrics))
         self._record_start(index, begun)
 
     def _record_start(self, index: int, begun: str = "started on") -> None:
@@ -275,8 +274,8 @@ class Scheduler:
         if running.since is not None or running.job.seconds is None:
             return
         running.since = time.monotonic()
-        self.record.change(index, state="running", devices=running.job.devices)
-        self.screen.say(f"job {index}  {job.label}: {begun} {placed(job.need, running.job.devices)}")
+        self.record.update(index, state="running", devices=running.job.devices)
+        self.screen.say(f"job {index}  {job.label}: {begun} {placement_text(job.need, running.job.devices)}")
 
     def _collect(self) -> None:
         """Poll all jobs, and finish those that have ended."""
@@ -285,7 +284,7 @@ class Scheduler:
             code = running.job.poll()
             self._record_start(index)
             if code is not None:
-                self._look()  # its last lines
+                self._read_metrics()  # its last lines
                 del self.running[index]
                 self._finish(index, code, running.reason, running.seconds, running.job.reason)
 
@@ -301,12 +300,12 @@ class Scheduler:
             again_s = self._retries.wait_s(index, code)
         if again_s is not None:
             self._waiting.append(index)
-            self.record.change(index, state="waiting", **known)
+            self.record.update(index, state="waiting", **known)
             self.screen.say(f"job {index}  {job.label}: {error}; again in {again_s:.0f} s")
             return
-        self.record.change(index, state=state, **known)
+        self.record.update(index, state=state, **known)
         if self.trials is not None:
-            self.trials.ended(index, self.record[index])
+            self.trials.record_end(index, self.record[index])
         text = f"done in {seconds:.1f} s" if state == "done" else f"{state}: {error}"
         self.screen.say(f"job {index}  {job.label}: {text}")
         if state in FAILED and (why := self._retries.reason_to_stop()) and not self.stopped:
@@ -315,10 +314,10 @@ class Scheduler:
     def _stop(self, why: str, number: int) -> None:
         """Start no more jobs, and signal the running ones to save and end."""
         self.stopped = why
-        self.running.stop_all(why, number, again=self.interrupted is not None)
+        self.running.stop_all(why, number, again=self.first_signal is not None)
 
     def _forward_signals(self) -> None:
-        received = self._interrupts.received
+        received = self._interrupts.stop_signals
         if len(received) == self._forwarded:
             return
         first = self._forwarded == 0
@@ -328,11 +327,11 @@ class Scheduler:
         else:
             self.running.kill()
 
-    def _look(self) -> None:
+    def _read_metrics(self) -> None:
         """Read the newest metrics of all jobs; stop those that a search gives up."""
         for index, running in self.running.items():
             running.metrics.read()
-            if self.trials is not None and running.reason is None and self.trials.is_hopeless(index, running.metrics):
+            if self.trials is not None and running.reason is None and self.trials.should_prune(index, running.metrics):
                 why = f"worse than the median of the others at step {running.metrics.step}"
                 self.running.stop(index, StopReason(why, "pruned"))
         self.screen.show(self.running)

@@ -1,9 +1,9 @@
-"""Optuna as the source of a sweep's jobs: asked for one whenever a slot is free, told what became of each.
+"""Optuna as the source of a sweep's jobs: it proposes one per free slot and receives each result.
 
     ask ─▶ values ─▶ job ─▶ running ─▶ tell: its values | pruned | failed
                               └─ report each new value ─▶ worse than the others were at this step? ─▶ stop
 
-The study is a journal in the sweep's folder, so that a search goes on where it stopped. Jobs need not know of Optuna.
+The study is a journal in the sweep's folder, so that a search continues where it stopped. Jobs need not know of Optuna.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Say
 from runner.sweep.job import FAILED, FINISHED
-from runner.sweep.plan import JobPlan, JobState, Plan, Record, SweepFolder
-from runner.sweep.results import MetricsTail, values_of
-from runner.sweep.space import Dimension, Search
+from runner.sweep.plan import JobPlan, JobState, Plan, SweepFolder, SweepState
+from runner.sweep.results import MetricsTail, ranking_values
+from runner.sweep.space import Dimension, SearchSpace
 
 JOB = "job"  # the attribute of a trial that names its job
 STARTUP = 4  # trials that must have ended before one is stopped early
@@ -35,11 +35,11 @@ DEFAULT = "tpe"
 Propose = Callable[[int, Sequence[str], Mapping[str, str]], JobPlan]  # (number, words, what it varies) → its plan
 
 
-class Trials:
+class OptunaTrials:
     """The study of one sweep. Raises EnvironmentProblem where Optuna, or what a sampler needs, is missing."""
 
     def __init__(self, folder: SweepFolder, plan: Plan, options: SweepConfig, propose: Propose, say: Say) -> None:
-        optuna = load(options.sampler)
+        optuna = load_optuna(options.sampler)
         self._folder, self._plan, self._propose, self._say = folder, plan, propose, say
         assert plan.search is not None and options.trials is not None  # the options' own check
         assert plan.rankings  # a search without a metric is refused where it is composed
@@ -52,7 +52,7 @@ class Trials:
                 study_name="sweep",
                 load_if_exists=True,
                 directions=["maximize" if ranking.mode == "max" else "minimize" for ranking in plan.rankings],
-                sampler=sampler(optuna, options.sampler, int(plan.base.get("seed", 0)), len(plan.jobs)),
+                sampler=make_sampler(optuna, options.sampler, int(plan.base.get("seed", 0)), len(plan.jobs)),
                 pruner=optuna.pruners.MedianPruner(n_startup_trials=STARTUP),
             )
             self._study.set_metric_names([ranking.metric for ranking in plan.rankings])
@@ -61,8 +61,8 @@ class Trials:
         self._reported: dict[int, int] = {}
         self._restore()
 
-    def next(self) -> JobPlan | None:
-        """The next job; None when all trials have been proposed. Raises SpecError where too many proposals are none."""
+    def propose_next(self) -> JobPlan | None:
+        """The next job; None after the last trial. Raises SpecError where too many proposals are invalid."""
         if len(self._plan.jobs) >= self._count:
             return None
         index = len(self._plan.jobs)
@@ -86,22 +86,22 @@ class Trials:
         text = f"{MOST_REFUSED} proposals in a row are no job; narrow the space, the last one's problems follow"
         raise SpecError([Problem("sweep.search", text), *reason.problems])
 
-    def is_hopeless(self, index: int, metrics: MetricsTail) -> bool:
+    def should_prune(self, index: int, metrics: MetricsTail) -> bool:
         """Whether a running job is to be stopped early; takes in the newest value of its metric."""
         trial, metric = self._trials.get(index), self._plan.rankings[0].metric
         step = metrics.steps.get(metric)
-        if not self._prune or trial is None or step is None or step <= self._reported.get(index, -1):
+        if not self._prune or trial is None or step is None or step <= self._reported.get(index, 0):
             return False
         self._reported[index] = step
         trial.report(metrics.values[metric], step)
         return bool(trial.should_prune())
 
-    def ended(self, index: int, state: JobState) -> None:
-        """Tell the study what became of a job. One that was interrupted goes on later, and is told then."""
+    def record_end(self, index: int, state: JobState) -> None:
+        """Tell the study what became of a job. One that was interrupted continues later, and is told then."""
         trial = self._trials.get(index)
         if trial is None or state.state not in FAILED | FINISHED:
             return
-        values = values_of(self._folder, self._plan, index)
+        values = ranking_values(self._folder, self._plan, index)
         if state.state == "done" and values is not None:
             if self._study.trials[trial.number].state.is_finished():  # it had failed before, and was tried again
                 known = {"params": trial.params, "distributions": trial.distributions, "values": list(values)}
@@ -116,16 +116,18 @@ class Trials:
         self._study.tell(trial, state=told, skip_if_finished=True)
 
     def _restore(self) -> None:
-        """Find the trials of the jobs of an earlier start, and tell what a crash kept from being told; a trial that
-        never became a job is given up."""
-        states = list(Record.read(self._folder)) if self._folder.state.exists() else []
+        """Find the trials of an earlier start and report results that a crash kept from Optuna.
+
+        A trial that never became a job is marked as failed.
+        """
+        states = list(SweepState.read(self._folder)) if self._folder.state.exists() else []
         for frozen in self._study.trials:
             index = frozen.user_attrs.get(JOB)
             if index is not None and index < len(self._plan.jobs):
                 self._trials[index] = self._optuna.trial.Trial(self._study, frozen._trial_id)
                 self._reported[index] = max(frozen.intermediate_values, default=-1)
                 if not frozen.state.is_finished() and index < len(states):
-                    self.ended(index, states[index])
+                    self.record_end(index, states[index])
             elif not frozen.state.is_finished():
                 self._study.tell(frozen.number, state=self._states.FAIL)
 
@@ -139,7 +141,7 @@ def _suggest(trial: Any, dimension: Dimension) -> Any:
     return trial.suggest_int(dimension.name, low, high, log=dimension.log, step=dimension.step)
 
 
-def load(name: str | None) -> Any:
+def load_optuna(name: str | None) -> Any:
     """Optuna. Raises EnvironmentProblem where it, or what the sampler needs, is not installed."""
     wanted = ("optuna", *PACKAGES.get(name or DEFAULT, ()))
     if missing := [package for package in wanted if find_spec(package) is None]:
@@ -152,14 +154,16 @@ def load(name: str | None) -> Any:
     return optuna
 
 
-def sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
-    """A sampler for a study that has `jobs` jobs already: one that keeps no state of its own in the study draws anew,
-    and not what it drew when the search began."""
+def make_sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
+    """A sampler for a study that has `jobs` jobs already.
+
+    One without a state in the study gets another seed than at the start of the search.
+    """
     kind = name or DEFAULT
     return getattr(optuna.samplers, CLASSES[kind])(seed=seed if kind == "qmc" else seed + jobs)
 
 
-def unfit(options: SweepConfig, search: Search, objectives: int) -> list[Problem]:
+def search_problems(options: SweepConfig, search: SearchSpace, objectives: int) -> list[Problem]:
     """What the sampler, or Optuna, cannot do of what is asked for."""
     name = options.sampler or DEFAULT
     choices = [d.key for d in search.space if d.kind == "choice"]

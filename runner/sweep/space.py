@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 
 T = TypeVar("T")
 Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown
@@ -50,21 +50,23 @@ class Dimension:
         return len(self.values) if self.kind == "choice" else int(self.high - self.low) // self.step + 1
 
     def corners(self) -> list[Pair]:
-        """Its ends and, of real numbers, one between them, or all of its choices: what is wrong with one of them is
-        wrong with the space."""
+        """Both ends and, of real numbers, a value between them; or all choices.
+
+        A value that is wrong here is wrong in the whole space.
+        """
         if self.kind == "choice":
             return list(self.values)
         within = [self.low + (self.high - self.low) * WITHIN] if self.kind == "float" else []
-        return [self.typed(value) for value in dict.fromkeys((self.low, *within, self.high))]
+        return [self.override_for(value) for value in dict.fromkeys((self.low, *within, self.high))]
 
-    def typed(self, value: Any) -> Pair:
+    def override_for(self, value: Any) -> Pair:
         """The word that sets a value, and the value as it is shown."""
         if self.kind == "choice":
             return next(pair for pair in self.values if pair[0] == value)
         text = str(int(value)) if self.kind == "int" else f"{value:.6g}"
         return f"{self.word}={text}", text
 
-    def described(self) -> str:
+    def range_text(self) -> str:
         """For a plan: 1e-05 … 0.01 (log)."""
         where = f" (with {self.given.lstrip('+')})" if self.given else ""
         if self.kind == "choice":
@@ -74,15 +76,15 @@ class Dimension:
 
 
 @dataclass(frozen=True, slots=True)
-class Search:
-    """What a search varies, and how a job is made of values: one job at a time, from what those before have shown.
+class SearchSpace:
+    """What a search varies, and how a job is made from values, one at a time.
 
     fixed: the words that all jobs share; prefix: the options with dashes that their command needs, too
     """
 
     space: tuple[Dimension, ...]
     fixed: tuple[str, ...]
-    need: Need = field(default_factory=Need)
+    need: ResourceRequest = field(default_factory=ResourceRequest)
     prefix: tuple[str, ...] = ()
     config_dir: str | None = None
     spec: str | None = None
@@ -94,12 +96,12 @@ class Search:
 
     def only_in(self, values: Mapping[str, Any]) -> tuple[Dimension, ...]:
         """The dimensions that a job with these values has beside those of every job."""
-        chosen = {dimension.typed(values[dimension.name])[0] for dimension in self.always}
+        chosen = {dimension.override_for(values[dimension.name])[0] for dimension in self.always}
         return tuple(dimension for dimension in self.space if dimension.given in chosen)
 
     def words(self, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
         """The words of a job with these values (dimension's name → value), and what of them it varies."""
-        pairs = {d.key: d.typed(values[d.name]) for d in self.space if d.name in values}
+        pairs = {d.key: d.override_for(values[d.name]) for d in self.space if d.name in values}
         return [*self.fixed, *(word for word, _ in pairs.values())], {key: shown for key, (_, shown) in pairs.items()}
 
     def size(self) -> int | None:
@@ -110,8 +112,10 @@ class Search:
         return math.prod(size for size in sizes if size is not None)
 
     def corners(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Words of jobs that together try every end and every choice, and choices together as far as they are few; and
-        what each of them varies."""
+        """Words of jobs that together try every end and every choice, with the values each of them varies.
+
+        Combinations of choices are tried as far as they are few.
+        """
         choices = [[(d, pair) for pair in d.corners()] for d in self.always if d.kind == "choice"]
         few = math.prod(map(len, choices)) <= MOST_COMBINED
         together = list(itertools.product(*choices)) if few else list(_side_by_side(choices))

@@ -19,35 +19,37 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import CheckpointError, RunnerError
 from runner.core.signals import StopSignal
-from runner.interfaces import NoOp, StepEnd, TrainableModel
+from runner.interfaces import BaseCallback, StepResult, TrainableModel
 from runner.optimizer.config import OptimizerConfig
 from runner.run_dir.folder import RunFolder
 from runner.schedule.config import ScheduleConfig
-from runner.testing.parts import built, check_config, require, tiny_model
-from runner.trainer.learner_state import restore, state_of
+from runner.testing.components import build_component, build_tiny_model, check_config, require
+from runner.tracker.screen import MACHINE_METRICS
+from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
-MACHINE = ("time/", "perf/", "device/")  # metrics that depend on the machine
 LOGPROBS = frozenset({"logprobs"})
 Parameters = dict[str, nn.Parameter]
 
 
 def check_schedule(config: ScheduleConfig, *, steps: int = 100) -> list[float]:
-    """The factor on the peak learning rate is a function of the step, from 0 to 1; returns it at each step."""
+    """Check that the factor on the peak learning rate is a function of the step, from 0 to 1; returns it."""
     check_config(config)
     for count in (1, steps):
-        factor: Callable[[int], float] = built(config, steps=count)
+        factor: Callable[[int], float] = build_component(config, steps=count)
         factors = [factor(step) for step in range(count)]
         wrong = [value for value in factors if not 0 <= value <= 1]
         require(not wrong, f"of {count} steps, factors from 0 to 1 are expected (NaN is none); got {wrong[:3]}")
-        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be learnt")
+        require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be trained")
         backwards = [factor(step) for step in reversed(range(count))][::-1]
         require(backwards == factors, "the factor depends on what was asked before; a resumed run asks from the middle")
     return factors
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """The optimizer lowers a loss, obeys the rate that the loop sets, leaves alone what has no gradient, and goes on
-    after a checkpoint with the same bits."""
+    """Check that the optimizer lowers a loss, obeys the learning rate, and resumes with the same bits.
+
+    Parameters without gradient must not change.
+    """
     check_config(config)
     config.preflight()
     parameters = _parameters()
@@ -84,7 +86,7 @@ def _loss(parameters: Parameters) -> Tensor:
 
 
 def _optimizer(config: OptimizerConfig, parameters: Parameters) -> torch.optim.Optimizer:
-    optimizer = built(config, parameters=parameters, decide=Decisions())
+    optimizer = build_component(config, parameters=parameters, decide=Decisions())
     require(isinstance(optimizer, torch.optim.Optimizer), f"the factory returns a torch optimizer, not {optimizer!r}")
     held = [id(p) for group in optimizer.param_groups for p in group["params"]]
     require(sorted(held) == sorted(map(id, parameters.values())), "each parameter is in one group, and in no other")
@@ -108,10 +110,10 @@ def _check_resume(config: OptimizerConfig, parameters: Parameters, optimizer: to
     fresh = _parameters()
     twin = _optimizer(config, fresh)
     try:
-        state = state_of(parameters, optimizer)
+        state = learner_state(parameters, optimizer)
         plain = json.loads(json.dumps(state["optimizer"]))
         tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        restore(fresh, twin, {"tensors": tensors, "optimizer": plain})
+        restore_learner_state(fresh, twin, {"tensors": tensors, "optimizer": plain})
     except (RunnerError, TypeError, ValueError) as error:
         raise AssertionError(f"its state cannot be kept in a checkpoint: {error}") from error
     _step(optimizer, parameters, config.lr)
@@ -123,11 +125,11 @@ def _check_resume(config: OptimizerConfig, parameters: Parameters, optimizer: to
 def check_adapter(config: AdapterConfig) -> None:
     """What the adapter makes of a model learns, and its base is still there with the adapter off."""
     check_config(config)
-    base = tiny_model()
+    base = build_tiny_model()
     batch = pack([[5, 6, 7, 8], [9, 10]], [[1.0] * 4, [1.0] * 2])
     with torch.no_grad():
         before = base.outputs(batch, LOGPROBS)["logprobs"].clone()
-    model: TrainableModel = built(config, base, decide=Decisions())
+    model: TrainableModel = build_component(config, base, decide=Decisions())
     learning = model.trainable()
     require(bool(learning), "nothing is trainable")
     own = {id(p) for p in learning.values()}
@@ -144,7 +146,9 @@ def check_adapter(config: AdapterConfig) -> None:
 
 
 def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
-    """A job of these words, and one that is resumed from its checkpoint, learn the same; returns each step's numbers.
+    """Check that a job of these words, and one resumed from its checkpoint, train the same.
+
+    Returns each step's metrics.
 
     words: as after `run`, e.g. "+recipe=grpo_demo", "algorithm=mine"; the model is tiny, the batch small unless set
     """
@@ -164,16 +168,16 @@ def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
     if given & {"data"}:
         small = {key: value for key, value in small.items() if not key.startswith("data.")}
     own = [f"{key}={value}" for key, value in small.items() if key not in given]
-    whole, states = _journal([*words, *own, f"steps={steps}"], None)
-    rest, _ = _journal([*words, *own, f"steps={steps}"], states[0])
+    whole, states = _run_job([*words, *own, f"steps={steps}"], None)
+    rest, _ = _run_job([*words, *own, f"steps={steps}"], states[0])
     for step, (one, other) in enumerate(zip(whole[1:], rest, strict=True), 2):
-        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE)]
+        names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE_METRICS)]
         differing = {n: (one.get(n), other.get(n)) for n in names if repr(one.get(n)) != repr(other.get(n))}  # NaN
         require(not differing, f"step {step} differs after a resume (whole, resumed): {differing}")
     return whole
 
 
-class _Keep(NoOp):
+class _StateRecorder(BaseCallback):
     """Keeps each step's numbers, and a copy of the job's state."""
 
     def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
@@ -181,12 +185,12 @@ class _Keep(NoOp):
         self.states: list[dict[str, Any]] = []
         self._state = state
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         self.values.append(dict(end.values))
-        self.states.append({name: _copied(section) for name, section in self._state().items()})
+        self.states.append({name: _as_checkpointed(section) for name, section in self._state().items()})
 
 
-def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
+def _as_checkpointed(section: Mapping[str, Any]) -> dict[str, Any]:
     """A section as a checkpoint keeps it. Raises AssertionError for what it cannot."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in section.items() if k != "tensors"}))
@@ -196,27 +200,27 @@ def _copied(section: Mapping[str, Any]) -> dict[str, Any]:
     return plain | ({"tensors": tensors} if tensors else {})
 
 
-def _journal(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
-    """Run a job, from `state` after its first step where there is one; the numbers and states of its steps."""
+def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Run a job, from `state` after its first step where given; returns metrics and states of its steps."""
     from runner.build import build, build_store
-    from runner.build.job import Outlets
-    from runner.cli.compose import compose_job
-    from runner.trainer.loop import run
+    from runner.build.job import OutputSinks
+    from runner.cli.job_builder import compose_job
+    from runner.trainer.loop import run_loop
 
     spec = compose_job(words).spec
     with tempfile.TemporaryDirectory() as root, chdir(root):
         folder, decide = RunFolder(Path(root) / "outputs" / "run"), Decisions()
         folder.root.mkdir(parents=True)
-        outlets = Outlets(step=(), samples=_ignore, rollouts=_ignore, say=_ignore)
+        outlets = OutputSinks(step=(), samples=_ignore, rollouts=_ignore, say=_ignore)
         made = build(spec, folder, build_store(spec, folder), decide, StopSignal(), outlets)
-        keep = _Keep(made.state)
+        keep = _StateRecorder(made.state)
         if state is not None:
             try:
                 made.restore(state)
             except CheckpointError as error:
                 raise AssertionError(f"its state cannot be restored: {error}") from error
         callbacks = [*made.job.callbacks[:-1], keep]  # the last one writes checkpoints
-        run(replace(made.job, callbacks=callbacks), 0 if state is None else 1)
+        run_loop(replace(made.job, callbacks=callbacks), 0 if state is None else 1)
         made.world.close()
     return keep.values, keep.states
 

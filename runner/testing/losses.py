@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from runner.interfaces.losses import Registration, registration_of
-from runner.testing.parts import require
+from runner.testing.components import require
 
 ROW = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3])  # of ten tokens
 MASK = torch.tensor([False, True, True, True, True, False, True, True, False, True])
@@ -20,8 +20,9 @@ Inputs = dict[str, Any]
 
 
 def check_loss(function: Callable[..., Any]) -> None:
-    """A function with a decorator of `runner.interfaces.losses` gives numbers of the right shape, with a gradient where
-    it has to have one, that depend on nothing but their own token, row or pair.
+    """Check shapes, gradients and independence of a function decorated by `runner.interfaces.losses`.
+
+    Its values may depend on nothing but their own token, row or pair.
 
     Of an aggregation and an advantage, only what their kind promises of each token or row.
     """
@@ -40,7 +41,7 @@ def check_loss(function: Callable[..., Any]) -> None:
     }[one.kind](one)
 
 
-def _given(one: Registration, inputs: Mapping[str, Any]) -> Any:
+def _call_registered(one: Registration, inputs: Mapping[str, Any]) -> Any:
     return one.function(**{name: inputs[name] for name in one.inputs})
 
 
@@ -68,7 +69,7 @@ def _policy_inputs() -> Inputs:
 def _check_policy_loss(one: Registration) -> None:
     inputs = _policy_inputs()
     shape = f"{one.name} returns (loss [T], diagnostics by name, [T] each)"
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     require(isinstance(made, tuple) and len(made) == 2 and _is_tensor(made[0], 10), f"{shape}; got {made!r}")
     loss, diagnostics = made
     odd = [name for name, value in diagnostics.items() if not _is_tensor(value, 10)]
@@ -78,7 +79,7 @@ def _check_policy_loss(one: Registration) -> None:
     loose = (inputs[name].requires_grad for name in ("old_logprobs", "advantages"))
     require(not any(loose), f"{one.name} changes its inputs in place")
     part = ROW != 1  # a micro-batch that has not all rows
-    few = _given(one, {name: value[part] for name, value in inputs.items()})[0]
+    few = _call_registered(one, {name: value[part] for name, value in inputs.items()})[0]
     same = torch.allclose(few[MASK[part]], loss[part][MASK[part]])
     require(same, f"{one.name}: the loss of a token depends on other rows, which another micro-batch may have")
 
@@ -99,7 +100,7 @@ def _check_advantage(one: Registration) -> None:
     inputs: Inputs = {"rewards": rewards, "group": GROUP, "lengths": LENGTHS, "token_rewards": token_rewards}
     inputs |= {"mask": MASK, "row": ROW}
     size = 10 if one.per_token else 4
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     require(
         _is_tensor(made, size), f"{one.name} returns a number for each {'token' if size == 10 else 'row'}; got {made!r}"
     )
@@ -109,16 +110,17 @@ def _check_advantage(one: Registration) -> None:
     )
     if "rewards" in one.inputs and not one.per_token:
         require(float(made[1]) == 0, f"{one.name}: a row without a reward (NaN) has the advantage 0; got {made[1]}")
-    require(torch.equal(_given(one, inputs), made), f"{one.name} gives other numbers when it is called again")
+    require(torch.equal(_call_registered(one, inputs), made), f"{one.name} gives other numbers when it is called again")
 
 
 def _check_kl_estimator(one: Registration) -> None:
     logprobs = (-_normal(10).abs() - 0.1).requires_grad_()
     reference = (logprobs + 0.5 * _normal(10, seed=1)).detach()
     inputs: Inputs = {"logprobs": logprobs, "reference_logprobs": reference, "ratio": torch.ones(10)}
-    made = _given(one, inputs)
+    inputs |= {"max_log_ratio": 20.0}
+    made = _call_registered(one, inputs)
     require(_is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns a finite [T]; got {made!r}")
-    zero = _given(one, inputs | {"reference_logprobs": logprobs.detach()})
+    zero = _call_registered(one, inputs | {"reference_logprobs": logprobs.detach()})
     text = f"{one.name}: the KL divergence of a policy from itself is 0; got {zero}"
     require(torch.allclose(zero, torch.zeros(10), atol=1e-6), text)
     if one.kl_in == "loss":
@@ -131,7 +133,7 @@ def _check_preference_loss(one: Registration) -> None:
     names = ("chosen_log_ratios", "rejected_log_ratios", "chosen_logprobs", "rejected_logprobs")
     inputs: Inputs = {name: (-_normal(4, seed=at).abs()).requires_grad_() for at, name in enumerate(names)}
     inputs |= {"chosen_lengths": torch.tensor([3, 1, 4, 2]), "rejected_lengths": torch.tensor([2, 2, 5, 1])}
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     fits = isinstance(made, tuple) and len(made) == 3 and all(_is_tensor(part, 4) for part in made)
     require(
         fits, f"{one.name} returns PreferenceLosses(losses, chosen_rewards, rejected_rewards), [P] each; got {made!r}"
@@ -139,14 +141,14 @@ def _check_preference_loss(one: Registration) -> None:
     require(bool(made[0].isfinite().all()), f"{one.name}: losses are finite; got {made[0]}")
     learning = [inputs[name] for name in one.inputs if name in names]
     _check_gradient(one, made[0], learning)
-    few = _given(one, {name: value[:2] for name, value in inputs.items()})[0]
+    few = _call_registered(one, {name: value[:2] for name, value in inputs.items()})[0]
     require(torch.allclose(few, made[0][:2]), f"{one.name}: the loss of a pair depends on other pairs")
 
 
 def _check_aggregation(one: Registration) -> None:
     inputs: Inputs = {"mask": MASK.float(), "row": ROW, "group": GROUP[ROW], "tokens": 7, "rows": 4, "groups": 2}
     inputs["max_length"] = 8.0
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     require(
         _is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns finite weights [T]; got {made!r}"
     )
@@ -156,24 +158,24 @@ def _check_aggregation(one: Registration) -> None:
 
 def _check_correction(one: Registration) -> None:
     inputs: Inputs = {"log_ratio": torch.where(MASK, 0.3 * _normal(10), 0), "mask": MASK, "row": ROW}
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     fits = isinstance(made, tuple) and len(made) == 2 and all(_is_tensor(part, 10) for part in made)
     require(fits, f"{one.name} returns Correction(weights, affected), [T] each; got {made!r}")
     kept = made[0][MASK]
     require(bool((kept.isfinite() & (kept >= 0)).all()), f"{one.name}: a weight is finite and at least 0; got {kept}")
-    same = _given(one, inputs | {"log_ratio": torch.zeros(10)})[0]
+    same = _call_registered(one, inputs | {"log_ratio": torch.zeros(10)})[0]
     require(bool((same[MASK] == 1).all()), f"{one.name}: where the two policies are one the weight is 1; got {same}")
 
 
 def _check_divergence(one: Registration) -> None:
     student = _normal(4, 6).requires_grad_()
     inputs: Inputs = {"teacher": _normal(4, 6, seed=1).log_softmax(-1), "student": student.log_softmax(-1)}
-    made = _given(one, inputs)
+    made = _call_registered(one, inputs)
     fits = _is_tensor(made, 4) and bool((made.isfinite() & (made > 0)).all())
     require(fits, f"{one.name} returns finite numbers above 0 for two distributions, [S]; got {made!r}")
     _check_gradient(one, made, [student])
-    zero = _given(one, inputs | {"student": inputs["teacher"]})
+    zero = _call_registered(one, inputs | {"student": inputs["teacher"]})
     text = f"{one.name}: the divergence of a distribution from itself is 0; got {zero}"
     require(torch.allclose(zero, torch.zeros(4), atol=1e-6), text)
-    few = _given(one, {name: value[:2] for name, value in inputs.items()})
+    few = _call_registered(one, {name: value[:2] for name, value in inputs.items()})
     require(torch.allclose(few, made[:2]), f"{one.name}: the divergence of a token depends on other tokens")

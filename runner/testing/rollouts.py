@@ -16,24 +16,29 @@ from runner.environment.config import EnvironmentConfig
 from runner.interfaces import (
     Completion,
     Data,
-    Environments,
-    Item,
-    Judged,
+    EnvironmentFactory,
+    EvalQuestion,
+    LabeledCompletion,
     Observation,
-    Pair,
+    PreferencePair,
     Prompt,
-    Question,
     Request,
     Reward,
     Sampler,
+    TokenizedExample,
 )
 from runner.reward.base import RewardConfig
 from runner.sampler.base import SamplerConfig
 from runner.spec.base import ItemKind
-from runner.testing.parts import CPU, built, check_config, require, tiny_model, tokenizer
+from runner.testing.components import CPU, build_component, build_tiny_model, check_config, require, tiny_tokenizer
 
 Scores = Sequence[float | None]
-ITEMS: dict[ItemKind, type] = {"sft": Item, "pairs": Pair, "judged": Judged, "prompts": Prompt}
+ITEMS: dict[ItemKind, type] = {
+    "sft": TokenizedExample,
+    "pairs": PreferencePair,
+    "judged": LabeledCompletion,
+    "prompts": Prompt,
+}
 
 
 def completion(text: str, *, prompt: str = "", columns: Mapping[str, Any] | None = None) -> Completion:
@@ -45,23 +50,29 @@ def completion(text: str, *, prompt: str = "", columns: Mapping[str, Any] | None
 def check_reward(
     config: RewardConfig, scores: Mapping[str, float | None], *, prompt: str = "", columns: Mapping[str, Any]
 ) -> None:
-    """The reward gives each text, as one sample of a prompt, its score, whenever and wherever in a group it is asked.
+    """Check that the reward scores each text alike, whenever and wherever in a group it is scored.
 
     scores: text → score, None = cannot be scored; columns: of the prompt's row
     """
     check_config(config)
-    unknown = [name for _, name in config.columns() if name not in columns]
+    unknown = [name for _, name in config.required_columns() if name not in columns]
     require(not unknown, f"columns() asks for {', '.join(unknown)}, which the data of this check have not")
     group = [completion(text, prompt=prompt, columns=columns) for text in scores]
     wanted = list(scores.values())
     with tempfile.TemporaryDirectory() as folder:
-        context = {"device": CPU, "tokenizer": tokenizer(), "seed": 0, "decide": Decisions(), "folder": Path(folder)}
-        reward: Reward = built(config, **context, fit=None)
+        context = {
+            "device": CPU,
+            "tokenizer": tiny_tokenizer(),
+            "seed": 0,
+            "decide": Decisions(),
+            "folder": Path(folder),
+        }
+        reward: Reward = build_component(config, **context, fit=None)
         try:
             _compare_scores(scores, reward.score([group]), [wanted])
             _compare_scores(scores, reward.score([group, group[::-1]]), [wanted, wanted[::-1]])
             require(reward.score([]) == [], "score([]) must be []: a step may leave a rank without a group")
-            if config.columns():
+            if config.required_columns():
                 _check_missing_columns(reward, [completion(text, prompt=prompt) for text in scores])
         finally:
             reward.close()
@@ -94,24 +105,24 @@ def _check_missing_columns(reward: Reward, group: Sequence[Completion]) -> None:
 def check_environment(
     config: EnvironmentConfig, turns: Sequence[str], *, prompt: str = "", columns: Mapping[str, Any] | None = None
 ) -> list[Observation]:
-    """Episodes of these turns of the policy are equal and independent of one another; returns what one observes."""
+    """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
-    made = built(config, decide=Decisions())
-    require(isinstance(made, Environments), f"the factory returns Environments(make, max_turns), not {made!r}")
+    made = build_component(config, decide=Decisions())
+    require(isinstance(made, EnvironmentFactory), f"the factory returns Environments(make, max_turns), not {made!r}")
     most = f"most_turns() is {config.most_turns()}, and the factory says max_turns={made.max_turns}"
     require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)
-    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts anew")
-    one, two = made.fresh(asked), made.fresh(asked)
+    require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
+    one, two = made.start_episode(asked), made.start_episode(asked)
     for turn, said in zip(turns, alone, strict=False):
         require(one.step(turn) == said and two.step(turn) == said, "two episodes at the same time disturb one another")
     return [said for said in alone if said is not None]
 
 
-def _episode(made: Environments, prompt: Prompt, turns: Sequence[str]) -> list[Observation | None]:
+def _episode(made: EnvironmentFactory, prompt: Prompt, turns: Sequence[str]) -> list[Observation | None]:
     """What the environment says to each turn, up to the None that ends the episode."""
-    environment, heard = made.fresh(prompt), list[Observation | None]()
+    environment, heard = made.start_episode(prompt), list[Observation | None]()
     for turn in turns[: made.max_turns]:
         said = environment.step(turn)
         fits = said is None or (isinstance(said, Observation) and isinstance(said.role, str | None))
@@ -123,14 +134,14 @@ def _episode(made: Environments, prompt: Prompt, turns: Sequence[str]) -> list[O
 
 
 def check_sampler(config: SamplerConfig) -> None:
-    """A sampler that needs no engine draws what it is asked for from the tiny model, and says how likely it was."""
+    """Check that a sampler without an engine samples from the tiny model and reports log-probabilities."""
     check_config(config)
     require(not config.engine and not config.served, "this check is for samplers that run the trainer's model")
-    model = tiny_model()
-    sampler: Sampler = built(config, model=model, decide=Decisions())
+    model = build_tiny_model()
+    sampler: Sampler = build_component(config, model=model, decide=Decisions())
     try:
-        sampler.load(None, 3)
-        vocabulary = model.bounds().vocabulary
+        sampler.load_weights(None, 3)
+        vocabulary = model.limits().vocab_size
         prompts = [(5, 6, 7), (5, 6, 7), (9, 10)]
         requests = [Request(ids, seed, 6, len(ids), raw=True) for seed, ids in enumerate(prompts)]
         rollouts = sampler.sample(requests)
@@ -142,7 +153,7 @@ def check_sampler(config: SamplerConfig) -> None:
             sound = all(math.isfinite(value) and value <= 0 for value in (*rollout.logprobs, *raw))
             require(sound, f"log-probabilities are finite and not above 0; got {rollout}")
             require(all(0 <= i < vocabulary for i in rollout.ids), f"ids of the vocabulary; got {rollout.ids}")
-            require(rollout.version == 3, f"version is that of the last load(), 3; got {rollout.version}")
+            require(rollout.version == 3, f"version is that of the last load_weights(), 3; got {rollout.version}")
             require(rollout.finish in ("stop", "length"), f"finish is stop or length; got {rollout.finish!r}")
         again = sampler.sample(requests[::-1])[::-1]
         same = [one.ids for one in again] == [one.ids for one in rollouts]
@@ -150,19 +161,19 @@ def check_sampler(config: SamplerConfig) -> None:
         rows = [(*r.prompt, *o.ids) for r, o in zip(requests, rollouts, strict=True)]
         sizes_of = [[len(row) for row in engine] for engine in sampler.score(rows)]
         require(all(s == [len(row) - 1 for row in rows] for s in sizes_of), "score() leaves out each row's first id")
-        prefixed = [name for name in sampler.measured() if name.startswith("sampler/")]
-        require(not prefixed, f"measured() names metrics without sampler/, which is put before them: {prefixed}")
-        sampler.release()
+        prefixed = [name for name in sampler.pop_metrics() if name.startswith("sampler/")]
+        require(not prefixed, f"pop_metrics() names metrics without sampler/, which is put before them: {prefixed}")
+        sampler.release_memory()
     finally:
         sampler.close()
 
 
 def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> Data:
-    """Items are a function of the config, the seed and the step alone, and of their kind's type; returns the data."""
+    """Check that items depend on config, seed and step alone and have their kind's type; returns the data."""
     check_config(config)
     with tempfile.TemporaryDirectory() as folder:
-        context = {"tokenizer": tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
-        data, twin = (built(config, **context, kind=kind) for _ in range(2))
+        context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
+        data, twin = (build_component(config, **context, kind=kind) for _ in range(2))
         require(len(data) > 0, "len(data) counts the items, and there are none")
         first = list(data.take(0, 3))
         wrong = [item for item in first if not isinstance(item, ITEMS[kind])]
@@ -171,11 +182,11 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         require(list(twin.take(0, 3)) == first, "take(step, count) depends on what was taken before, or on chance")
         require(list(data.take(0, 2)) + list(data.take(1, 2))[:1] == first, "take(step, n) begins at item step·n")
         require(data.fingerprint == twin.fingerprint, "the same data have two fingerprints")
-        require(data.style in ("chat", "text"), f"style is chat or text, not {data.style!r}")
-        questions = list(data.held_out())
-        require(all(isinstance(q, Question) for q in questions), "held_out() gives Questions")
+        require(data.prompt_style in ("chat", "text"), f"prompt_style is chat or text, not {data.prompt_style!r}")
+        questions = list(data.held_out_questions())
+        require(all(isinstance(q, EvalQuestion) for q in questions), "held_out_questions() gives EvalQuestions")
         for prompt in first if kind == "prompts" else ():
             unknown = set(prompt.columns) - set(data.columns)
-            require(not unknown, f"data.columns leaves out {sorted(unknown)}")
+            require(not unknown, f"data.rename_columns leaves out {sorted(unknown)}")
             json.dumps(dict(prompt.columns), allow_nan=False)
     return data  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ class TrackerConfig(ComponentConfig):
     group: ClassVar[str] = "tracker"
 
     def of_sweep(self, sweep: str, job: str) -> dict[str, str]:
-        """The options that a job of a sweep gets where they are not set, by which the sink shows jobs together.
+        """Options of a sweep's job that are not set, by which the tracker groups jobs.
 
         sweep: the name of the sweep's folder; job: what this job varies, e.g. "lr=1e-4 seed=2"
         """

@@ -3,14 +3,19 @@
 step, sample ─▶ Progress ─┬─▶ live panel, redrawn by a thread of its own   (terminal)
                           └─▶ LogTable: a row now and then                 (pipe, file; and always run.log)
 message ─────────────────▶ above the panel, or a line                      and run.log with a time stamp
+
+The table has a header every 50 rows, the columns of METRICS["columns"] that the run measures, and lines below a row for
+what was evaluated and sampled.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from threading import RLock
@@ -18,14 +23,25 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.manifest import redact
-from runner.tracker.log_table import LogTable, sample_lines
-from runner.tracker.screen import Progress, panel, sample_line
-from runner.tracker.text import visible
+from runner.spec.evaluation import HIGH, LOW
+from runner.tracker.screen import METRICS, Progress, render_panel, sample_line
+from runner.tracker.text import (
+    escape_for_terminal,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+    labeled_line,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
     from rich.live import Live
 
+COLUMNS: dict[str, dict[str, Any]] = METRICS["columns"]
+LINE_WIDTH = 82  # with the time stamp and the level in run.log: 120
+HEADER_EVERY = 50  # rows
+TIME_WIDTH = 8  # of 12d04:05
 LINE_EVERY_S = 5.0
 REDRAWS_PER_S = 4
 WIDEST = 100  # columns of the panel
@@ -94,7 +110,7 @@ class Console:
             self.message(line)
 
     def show(self, draw: Callable[[RichConsole], Any]) -> None:
-        """Keep what `draw` returns, called by a thread of rich, below all lines until `stop`; on a terminal only."""
+        """Draw what `draw` returns below all lines until `stop`, in a thread of rich; on a terminal only."""
         if not self._live_wanted:
             return
         from rich.console import Console as RichConsole
@@ -110,7 +126,7 @@ class Console:
         if progress is None:
             return ""
         with self._lock:
-            return panel(progress, time.monotonic(), min(rich.width, WIDEST))
+            return render_panel(progress, time.monotonic(), min(rich.width, WIDEST))
 
     def _write_log(self, lines: Sequence[str]) -> None:
         """Write to run.log, and to the screen where it has no live panel."""
@@ -118,7 +134,7 @@ class Console:
             self._write(line, on_screen=self._live is None)
 
     def _write(self, text: str, level: str = "info", *, head: str | None = None, on_screen: bool = True) -> None:
-        line = visible(text)
+        line = escape_for_terminal(text)
         self._log(line, level)
         if on_screen:
             prefix = f"{level}: " if level != "info" else ""
@@ -142,7 +158,7 @@ class Console:
             write()
         except OSError as error:
             self._screen_lost, self._live = True, None
-            self._log(f"the screen is gone ({error.strerror}); the work goes on", "warning")
+            self._log(f"the screen is gone ({error.strerror}); the work continues", "warning")
 
     def _log(self, line: str, level: str) -> None:
         stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -151,3 +167,87 @@ class Console:
                 file.write(f"{stamp} {level:7} {line}\n")
         except OSError as error:
             raise StorageError(f"cannot write {self._log_path}: {error.strerror}") from error
+
+
+@dataclass(slots=True)
+class LogTable:
+    """The rows of one run; columns are chosen at its first row, and again when a new metric appears."""
+
+    _columns: list[str] = field(default_factory=list)
+    _rows: int = 0  # since the last header
+
+    def lines(self, progress: Progress, now: float) -> list[str]:
+        """The last step's row, the header before it where one is due, and the held-out values after it."""
+        measured = [name for name in COLUMNS if name in progress.now or name in self._columns]
+        columns = _fit_columns(measured, _step_width(progress))
+        header = []
+        if columns != self._columns or self._rows == HEADER_EVERY:
+            self._columns, self._rows = columns, 0
+            heads = [COLUMNS[name]["head"].rjust(_width(name)) for name in columns]
+            times = [head.rjust(TIME_WIDTH) for head in ("elapsed", "ETA")]
+            header = [" ".join(["step".rjust(_step_width(progress)), *heads, *times])]
+        self._rows += 1
+        return [*header, self._row(progress, now), *eval_lines(progress.step, progress.now)]
+
+    def _row(self, progress: Progress, now: float) -> str:
+        cells = [_cell(name, progress.now.get(name)) for name in self._columns]
+        times = [
+            format_duration(seconds).replace(" ", "") for seconds in (now - progress.begin, progress.remaining_s())
+        ]
+        step = f"{progress.step}/{progress.steps}".rjust(_step_width(progress))
+        return " ".join([step, *cells, *(time.rjust(TIME_WIDTH) for time in times)])
+
+
+def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
+    """The held-out values of a step as `name=value`, intervals in brackets; none without values."""
+    pairs = [
+        f"{name}={format_number(value)}{_interval_text(name, metrics)}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and not name.endswith((LOW, HIGH))
+    ]
+    return _wrap_text("eval", " ".join([f"step={step}", *pairs])) if pairs else []
+
+
+def _interval_text(name: str, metrics: Mapping[str, float]) -> str:
+    low, high = metrics.get(name + LOW), metrics.get(name + HIGH)
+    return "" if low is None or high is None else f"({format_number(low)}..{format_number(high)})"
+
+
+def sample_lines(line: str) -> list[str]:
+    """A sample (`sample_line`), wrapped."""
+    return _wrap_text("sample", line)
+
+
+def _wrap_text(word: str, text: str) -> list[str]:
+    indent = labeled_line("", "")
+    lines = textwrap.wrap(text, LINE_WIDTH - len(indent), break_on_hyphens=False) or [""]
+    return [labeled_line(word if index == 0 else "", line) for index, line in enumerate(lines)]
+
+
+def _step_width(progress: Progress) -> int:
+    return max(2 * len(str(progress.steps)) + 1, len("999/999"))
+
+
+def _width(name: str) -> int:
+    return max(int(COLUMNS[name]["width"]), len(COLUMNS[name]["head"]))
+
+
+def _fit_columns(names: list[str], step_width: int) -> list[str]:
+    """The columns without the least important ones, so that a row has at most LINE_WIDTH characters."""
+    left = list(names)
+    for name in (None, *METRICS["dropped_first"]):
+        if name in left:
+            left.remove(name)
+        if step_width + sum(_width(column) + 1 for column in left) + 2 * (TIME_WIDTH + 1) <= LINE_WIDTH:
+            break
+    return left
+
+
+def _cell(name: str, value: float | None) -> str:
+    """A value in the width of its column, with fewer digits where four do not fit; - where not measured."""
+    width, form = _width(name), COLUMNS[name].get("form")
+    if value is None:
+        return "-".rjust(width)
+    shown = {"rate": format_rate, "size": format_bytes, "share": "{:.0%}".format, "fine_share": "{:.1%}".format}
+    texts = [shown[form](value)] if form else [format_number(value), *(f"{value:.{digits}g}" for digits in (3, 2, 1))]
+    return next((text for text in texts if len(text) <= width), texts[-1]).rjust(width)

@@ -1,7 +1,7 @@
-"""metrics.jsonl and samples.jsonl: the truth about a run, which every other sink is replayed from.
+"""metrics.jsonl and samples.jsonl: the record of a run, from which every tracker can be replayed.
 
     log(step, metrics) ─▶ one write of one line ─▶ metrics.jsonl        {"step": 7, "train/loss": 0.5, ...}
-    cut_back(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
+    truncate_after(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
 
 A line holds numbers only, "step" (finished steps, counted from 1) first. JSON has no NaN and no infinity:
 a number that is not finite is written as null.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.folder import RunFolder, write_atomic
-from runner.run_dir.manifest import redacted
+from runner.run_dir.manifest import redact_values
 
 if TYPE_CHECKING:
     from runner.tracker.config import NoTrackerConfig
@@ -46,12 +46,12 @@ class JsonlTracker:
             raise RunnerError(f"{self._metrics.path}: step {step} after step {self._metrics.last}")
         self._metrics.write(step, [_record(step, {name: _number(name, value) for name, value in metrics.items()})])
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write one line per row, with anything that looks like a secret masked."""
         if step < self._samples.last:
             raise RunnerError(f"{self._samples.path}: step {step} after step {self._samples.last}")
         if rows:
-            self._samples.write(step, [_record(step, redacted(_finite(row))) for row in rows])
+            self._samples.write(step, [_record(step, redact_values(_finite(row))) for row in rows])
 
     def finish(self, status: str) -> list[str]:
         """Put both files on the disk and close them; nothing needs saying."""
@@ -60,10 +60,10 @@ class JsonlTracker:
         return []
 
 
-def cut_back(folder: RunFolder, step: int, attempt: int) -> int:
-    """Prepare both files for going on after `step`: what lies beyond moves to attempts/<attempt>/.
+def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
+    """Prepare both files for continuing after `step`: what lies beyond moves to attempts/<attempt>/.
 
-    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins anew. A crash
+    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins again. A crash
     at any moment loses nothing, and calling again is harmless. Returns the number of lines of metrics.jsonl moved.
     """
     moved = 0
@@ -73,15 +73,15 @@ def cut_back(folder: RunFolder, step: int, attempt: int) -> int:
         content = path.read_bytes()
         kept, cut = _split(content, step)
         if cut:
-            _keep(folder.attempts / str(attempt) / path.name, "".join(cut))
+            _append_once(folder.attempts / str(attempt) / path.name, "".join(cut))
         if cut or not content.endswith(b"\n"):  # a line may lack nothing but its newline
             write_atomic(path, "".join(kept))
         moved += len(cut) if path == folder.metrics else 0
     return moved
 
 
-def holes(folder: RunFolder, step: int) -> str:
-    """What metrics.jsonl lacks of the lines 1 … `step` after `cut_back`, or has too often; empty if it is whole."""
+def missing_steps(folder: RunFolder, step: int) -> str:
+    """Which of the lines 1 … `step` metrics.jsonl lacks or has twice; empty if it is complete."""
     found = list(_steps(folder.metrics))
     wanted, held = range(1, step + 1), set(found)
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
@@ -112,7 +112,7 @@ def _step_of(line: str) -> int | None:
     return at if isinstance(at, int) else None
 
 
-def _keep(path: Path, text: str) -> None:
+def _append_once(path: Path, text: str) -> None:
     """Add `text` to what `path` holds, once: a crash between here and the cut makes us come again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -192,7 +192,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """The step of each line. Raises RunnerError at a damaged one: `cut_back` comes first."""
+    """The step of each line. Raises RunnerError at a damaged one: `truncate_after` comes first."""
     if not path.exists():
         return
     content = path.read_text(encoding="utf-8", errors="replace")
@@ -211,7 +211,7 @@ class NoTracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Nothing."""
 
     def finish(self, status: str) -> list[str]:

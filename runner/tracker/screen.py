@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
-from runner.tracker.text import duration, number, rate, size, sparkline, visible
+from runner.tracker.text import (
+    escape_for_terminal,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+    sparkline,
+)
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -25,6 +32,7 @@ Better = Literal["less", "more"]
 
 # metrics.yaml: how the metrics of a run are shown, by their names
 METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+MACHINE_METRICS: tuple[str, ...] = tuple(METRICS["machine"])
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
@@ -33,7 +41,7 @@ RECENT = 50  # steps from which the time to go is estimated
 
 
 @dataclass(slots=True)
-class Curve:
+class MetricCurve:
     """The course of one metric in at most POINTS means, its last value and its best."""
 
     better: Better
@@ -74,7 +82,7 @@ class Progress:
     step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
     now: Mapping[str, float] = field(default_factory=dict)  # what the last step measured
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, MetricCurve] = field(default_factory=dict)
     last_sample: str = ""
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -86,7 +94,7 @@ class Progress:
         self.times.append((step, now))
         for name, one in CURVES.items():
             if name in metrics:
-                self.curves.setdefault(name, Curve(one["better"])).add(step, metrics[name])
+                self.curves.setdefault(name, MetricCurve(one["better"])).add(step, metrics[name])
 
     def remaining_s(self) -> float:
         """Seconds to go at the pace of the last steps; NaN before two steps are known."""
@@ -97,25 +105,27 @@ class Progress:
 
 
 def sample_line(row: Mapping[str, Any]) -> str:
-    """One line of a sample: prompt → turns before the last, if any → answer (and what was expected, or its reward),
-    control characters written out."""
+    """One line of a sample: prompt → earlier turns → answer (expected answer or reward).
+
+    Control characters are escaped.
+    """
     if "prompt" not in row or "answer" not in row:
-        facts = {k: number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
-        return _shortened("  ".join(f"{k}={v}" for k, v in facts.items()))
+        facts = {k: format_number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
+        return _shorten("  ".join(f"{k}={v}" for k, v in facts.items()))
     said = [turn["content"] for turn in row.get("turns", ())]
     line = " → ".join([row["prompt"], *said, row["answer"]])
     if row.get("expected") not in (None, "", row["answer"]):
         line += f"  (expected {row['expected']})"
     if isinstance(row.get("reward"), int | float):
-        line += f"  reward {number(row['reward'])}"
-    return _shortened(line)
+        line += f"  reward {format_number(row['reward'])}"
+    return _shorten(line)
 
 
-def _shortened(text: str) -> str:
-    return visible(text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…")
+def _shorten(text: str) -> str:
+    return escape_for_terminal(text if len(text) <= SAMPLE_CHARACTERS else text[: SAMPLE_CHARACTERS - 1] + "…")
 
 
-def panel(progress: Progress, now: float, width: int) -> Panel:
+def render_panel(progress: Progress, now: float, width: int) -> Panel:
     """The live screen."""
     from rich.box import ROUNDED
     from rich.panel import Panel
@@ -127,9 +137,9 @@ def panel(progress: Progress, now: float, width: int) -> Panel:
         rows.append(Text.assemble((f"{'last':12}", "dim"), progress.last_sample))
     for row in rows:
         row.truncate(inner, overflow="ellipsis")
-    clock = f"{duration(now - progress.begin)} · ETA {duration(progress.remaining_s())}"
+    clock = f"{format_duration(now - progress.begin)} · ETA {format_duration(progress.remaining_s())}"
     state = f"step {progress.step}/{progress.steps} · {clock}"
-    name = visible(str(progress.title.get("name", "run")))
+    name = escape_for_terminal(str(progress.title.get("name", "run")))
     title = Text(f" {name} · {state} ")
     title.truncate(max(width - 6, 10), overflow="ellipsis")
     return Panel(Text("\n").join(rows), title=title, title_align="left", box=ROUNDED, width=width, border_style="dim")
@@ -142,9 +152,11 @@ def _curve_rows(progress: Progress, width: int) -> list[Text]:
     for name, one in CURVES.items():
         if curve := progress.curves.get(name):
             bars = sparkline(curve.series(), max(width - 48, 8))
-            best = f"best {number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
+            best = f"best {format_number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
             rows.append(
-                Text.assemble((f"{one['word']:12}", "dim"), f"{number(curve.last):>10}  ", (bars, "cyan"), "  ", best)
+                Text.assemble(
+                    (f"{one['word']:12}", "dim"), f"{format_number(curve.last):>10}  ", (bars, "cyan"), "  ", best
+                )
             )
     return rows or [Text("waiting for the first step", "dim")]
 
@@ -153,12 +165,12 @@ def _figure_rows(progress: Progress) -> list[Text]:
     from rich.text import Text
 
     shown = (
-        ("speed", "perf/tokens_per_s", lambda v: f"{rate(v)} tok/s"),
+        ("speed", "perf/tokens_per_s", lambda v: f"{format_rate(v)} tok/s"),
         ("MFU", "perf/mfu", lambda v: f"{v:.1%}"),
-        ("step time", "perf/step_s", lambda v: f"{number(v)} s"),
-        ("memory", "perf/peak_memory_bytes", size),
-        ("lr", "train/lr", number),
-        ("grad norm", "train/grad_norm", number),
+        ("step time", "perf/step_s", lambda v: f"{format_number(v)} s"),
+        ("memory", "perf/peak_memory_bytes", format_bytes),
+        ("lr", "train/lr", format_number),
+        ("grad norm", "train/grad_norm", format_number),
     )
     cells = [(word, worded(progress.latest[name])) for word, name, worded in shown if name in progress.latest]
     if (equal := progress.latest.get(EQUAL, 0)) > 0:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder, shown
-from runner.run_dir.manifest import redacted
-from runner.tracker.text import labeled
+from runner.run_dir.folder import RunFolder, display_path
+from runner.run_dir.manifest import redact_values
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.tracker.config import TensorboardConfig
@@ -20,7 +20,7 @@ INSTALL = 'pip install tensorboard, or: pip install "posttrain-run[tensorboard]"
 
 
 class TensorboardTracker:
-    """Writes scalars, and samples as text; the first write error ends the sink and is said, the run goes on."""
+    """Writes scalars and samples; the first write error ends the tracker with a message, not the run."""
 
     def __init__(self, folder: Path, writer: Any, console: Console) -> None:
         self._folder, self._writer, self._console = folder, writer, console
@@ -30,9 +30,9 @@ class TensorboardTracker:
         """One scalar per metric."""
         self._try(lambda: [self._writer.add_scalar(name, value, step) for name, value in metrics.items()])
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """The rows as one text, each a block of JSON."""
-        blocks = [json.dumps(redacted(row), indent=2, ensure_ascii=False, default=str) for row in rows]
+        blocks = [json.dumps(redact_values(row), indent=2, ensure_ascii=False, default=str) for row in rows]
         text = "\n\n".join("    " + block.replace("\n", "\n    ") for block in blocks)  # four spaces: shown as it is
         self._try(lambda: self._writer.add_text("samples", text, step))
 
@@ -40,8 +40,8 @@ class TensorboardTracker:
         """Close the file; returns how to look at it."""
         self._try(self._writer.close)
         if self._lost:
-            return [labeled("view", f"tensorboard is incomplete: {self._lost}")]
-        return [labeled("view", f"tensorboard --logdir {shown(self._folder)}")]
+            return [labeled_line("view", f"tensorboard is incomplete: {self._lost}")]
+        return [labeled_line("view", f"tensorboard --logdir {display_path(self._folder)}")]
 
     def _try(self, write: Any) -> None:
         if self._lost:
@@ -50,7 +50,7 @@ class TensorboardTracker:
             write()
         except (OSError, ValueError, RuntimeError) as error:  # what its writer thread passes on: a full or lost disk
             self._lost = f"{type(error).__name__}: {error}"
-            self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl goes on", "warning")
+            self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl continues", "warning")
 
 
 def build(

@@ -25,10 +25,10 @@ import psutil
 from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess, JsonLines
-from runner.run_dir.folder import RunFolder, shown, write_json
-from runner.run_dir.manifest import redacted
+from runner.run_dir.folder import RunFolder, display_path, write_json
+from runner.run_dir.manifest import redact_values
 from runner.tracker.jsonl import NoTracker
-from runner.tracker.text import labeled
+from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
@@ -62,13 +62,13 @@ def build(
     place = folder.root / "wandb"
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
-    settings = redacted({"run_id": run_id, "name": config.display_name or name, **chosen, "config": spec})
+    settings = redact_values({"run_id": run_id, "name": config.display_name or name, **chosen, "config": spec})
     write_json(place / "sink.json", settings)
     return WandbTracker(folder.root, config.mode, config.deadline_s, console, decide)
 
 
 class WandbTracker:
-    """Watches over the sink: starts it again if it dies, and bounds how long the end of the run waits for it."""
+    """Supervises the sink process: restarts it if it dies, and limits the wait at the end of the run."""
 
     def __init__(self, root: Path, mode: str, deadline_s: float, console: Console, decide: Decide) -> None:
         self._root, self._mode, self._deadline_s, self._console, self._decide = root, mode, deadline_s, console, decide
@@ -80,21 +80,21 @@ class WandbTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """The sink reads metrics.jsonl; here only its reports are read, and its death noticed."""
-        self._look()
+        self._check_sink()
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """The sink reads samples.jsonl."""
-        self._look()
+        self._check_sink()
 
     def finish(self, status: str) -> list[str]:
         """Let the sink read to the end, for deadline_s seconds at most; returns how to see or upload the run."""
         end = time.monotonic() + self._deadline_s
-        self._look()
+        self._check_sink()
         if self._process is not None:
             self._close_stdin(status)
             if not self._process.ends_within(max(end - time.monotonic(), 0.1)):
                 self._events["failed"] = {"reason": f"the sink was not done after {self._deadline_s:.0f} s"}
-            self._bury()
+            self._kill_sink()
         with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
             self._say_fallback()  # a run that failed has an error of its own to tell
         return [self._ending()]
@@ -116,22 +116,22 @@ class WandbTracker:
             self._report, self._reports = report, JsonLines(report)
         except OSError as error:
             os.close(report)
-            self._lost(f"the sink cannot be started: {error.strerror}")
+            self._give_up(f"the sink cannot be started: {error.strerror}")
         finally:
             os.close(writing)
 
-    def _look(self) -> None:
+    def _check_sink(self) -> None:
         """Take in reports; start a dead sink again, once."""
         if self._process is None:
             return
         self._read()
         self._say_fallback()
-        if self._process.runs():
+        if self._process.is_running():
             return
         code = self._process.returncode
-        self._bury()
+        self._kill_sink()
         if "failed" in self._events:
-            self._lost(self._events["failed"]["reason"])
+            self._give_up(self._events["failed"]["reason"])
         elif self._restarts:
             self._restarts -= 1
             self._console.message(
@@ -139,7 +139,7 @@ class WandbTracker:
             )
             self._start()
         else:
-            self._lost(f"the sink ended with {code}; see {shown(self._root / 'wandb' / 'sink.log')}")
+            self._give_up(f"the sink ended with {code}; see {display_path(self._root / 'wandb' / 'sink.log')}")
 
     def _read(self) -> None:
         for event in self._reports.receive() or ():
@@ -156,7 +156,7 @@ class WandbTracker:
             self._process.stdin.write(status.encode())
             self._process.stdin.close()
 
-    def _bury(self) -> None:
+    def _kill_sink(self) -> None:
         """End whatever is left of the sink, wandb-core in its own session included, and close both pipes."""
         assert self._process is not None and self._process.stdin is not None
         below = processes.descendants(self._process.pid)
@@ -167,26 +167,26 @@ class WandbTracker:
             self._process.stdin.close()
         os.close(self._report)
         reported = self._events.get("open", {}).get("processes", [])
-        alive = [psutil.Process(pid) for pid, started in reported if processes.identify(pid) == (pid, started)]
+        alive = [psutil.Process(pid) for pid, started in reported if processes.process_identity(pid) == (pid, started)]
         processes.kill([*below, *alive])
         self._process = None
 
-    def _lost(self, reason: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self._events["failed"] = {"reason": reason}
-        self._console.message(f"wandb    {reason}; the run goes on, metrics.jsonl has every number", "warning")
+        self._console.message(f"wandb    {reason}; the run continues, metrics.jsonl has every number", "warning")
 
     def _ending(self) -> str:
         opened, done = self._events.get("open"), self._events.get("done")
         if opened and done:
-            where = shown(self._root / opened["folder"])
+            where = display_path(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
-                return labeled("wandb", opened["url"])
+                return labeled_line("wandb", opened["url"])
             why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
-            return labeled("upload", f"wandb sync {where}  # {why}")
+            return labeled_line("upload", f"wandb sync {where}  # {why}")
         reason = self._events.get("failed", {}).get("reason") or "the sink died"
-        again = f"python -m runner.tracker.wandb_sink --replay {shown(self._root / 'wandb' / 'sink.json')}"
+        again = f"python -m runner.tracker.wandb_sink --replay {display_path(self._root / 'wandb' / 'sink.json')}"
         text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
-        return labeled("wandb", text)
+        return labeled_line("wandb", text)
 
 
 def _environment(root: Path, mode: str) -> dict[str, str]:

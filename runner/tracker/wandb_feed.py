@@ -1,9 +1,9 @@
-"""What the sink does with the `wandb` package: find out whether the server answers, open the run, feed it lines.
+"""What the sink process does with the `wandb` package: test the server, open the run, log lines.
 
     {"step": 7, "train/loss": 0.5}              ─▶ run.log({"train/step": 7, "train/loss": 0.5})
     {"step": 7, "prompt": ..., "answer": ...}…  ─▶ run.log({"train/step": 7, "samples": Table})
 
-W&B's own step counts calls of `log` and restarts at 0 when an offline run goes on, so every metric is
+W&B's own step counts calls of `log` and restarts at 0 when an offline run continues, so every metric is
 drawn over AXIS instead.
 """
 
@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from runner.tracker.tail import Tail
+from runner.tracker.jsonl_tail import JsonlTail
 
 AXIS = "train/step"
 CONNECT_S = 3.0
@@ -23,31 +23,31 @@ INIT_S = 10.0
 
 
 def why_unreachable() -> str:
-    """Why the configured server cannot be used, or "" if it answers anything at all within CONNECT_S seconds."""
+    """Why the configured server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
     import wandb
     from aiohttp import ClientError  # here, because an offline run asks nobody
 
-    from runner.core.http_client import cause, request, run
+    from runner.core.http_client import failure_reason, request, run_coroutine
 
     base_url = str(wandb.setup().settings.base_url)
     try:
-        run(request("HEAD", base_url, timeout_s=CONNECT_S, largest_bytes=0, proxies=True))
+        run_coroutine(request("HEAD", base_url, timeout_s=CONNECT_S, largest_bytes=0, proxies=True))
     except TimeoutError:
         return f"{base_url} does not answer within {CONNECT_S:.0f} s"
     except (OSError, ClientError) as error:
-        return f"{base_url} cannot be reached ({cause(error)})"
+        return f"{base_url} cannot be reached ({failure_reason(error)})"
     return ""
 
 
 def open_run(settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> Any:
-    """Start or go on with the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
+    """Start or continue the run `settings["run_id"]`; W&B's files go to <folder>/wandb/.
 
     Raises whatever wandb raises, within about INIT_S seconds.
     """
     import wandb
 
     if mode == "offline":
-        set_aside(folder / "wandb", settings["run_id"])
+        move_superseded(folder / "wandb", settings["run_id"])
     run = wandb.init(
         id=settings["run_id"],
         resume="allow",
@@ -89,23 +89,23 @@ def finish(run: Any, exit_code: int) -> bool:
     return whole
 
 
-def set_aside(folder: Path, run_id: str) -> None:
-    """Move earlier offline copies of this run to superseded/: the new one is written from the first line on."""
+def move_superseded(folder: Path, run_id: str) -> None:
+    """Move earlier offline copies of this run to superseded/: the new copy is complete."""
     for old in folder.glob(f"offline-run-*-{run_id}"):
         (folder / "superseded").mkdir(exist_ok=True)
         os.replace(old, folder / "superseded" / old.name)
 
 
-class Feed:
+class WandbFeed:
     """Hands the lines of a run folder to a W&B run; `after` is the last step the server already has."""
 
     def __init__(self, run: Any, folder: Path) -> None:
         self._run = run
-        self._metrics, self._samples = Tail(folder / "metrics.jsonl"), Tail(folder / "samples.jsonl")
+        self._metrics, self._samples = JsonlTail(folder / "metrics.jsonl"), JsonlTail(folder / "samples.jsonl")
         self._after = int(run.summary.get(AXIS, -1)) if run.resumed else -1
         self.written = 0
 
-    def advance(self) -> int:
+    def feed_new_lines(self) -> int:
         """Feed what has come; returns the number of lines read."""
         metrics, samples = self._metrics.lines(), self._samples.lines()
         for line in metrics:

@@ -1,8 +1,8 @@
 """The process that feeds W&B, so that nothing W&B does can slow or stop training.
 
-    metrics.jsonl ─┐                                                 ┌─▶ wandb/ in the run folder, or the server
-    samples.jsonl ─┴─▶ read from the first line on ─▶ Feed ─▶ wandb ─┤
-    stdin: "done" or EOF ─▶ read to the end, finish, exit            └─▶ report: JSON lines through a pipe
+    metrics.jsonl ─┐                                                ┌─▶ wandb/ in the run folder, or the server
+    samples.jsonl ─┴─▶ read from the first line on ─▶ log ─▶ wandb ─┤
+    stdin: "done" or EOF ─▶ read to the end, finish, exit           └─▶ report: JSON lines through a pipe
 
 It reads from the first line on whenever it starts, so a restarted one leaves nothing out. Whatever goes wrong
 with W&B (no key, no server, a dead or a stuck wandb-core), it starts itself once more, offline.
@@ -38,7 +38,7 @@ RESTART_S = 8.0  # what an offline restart needs at the end of a run, at most
 STDIN = 0
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The options; those after --report are handed over by the run, or by ourselves at a restart."""
     parser = argparse.ArgumentParser(
         prog="python -m runner.tracker.wandb_sink", description="Feed a run's metrics to W&B."
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Sink:
+class WandbSink:
     """One start of the sink."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -78,7 +78,7 @@ class Sink:
         except ImportError as error:
             self._fail(f"wandb cannot be imported: {error}")
         except Exception as error:  # wandb raises anything; whatever it is, W&B is to be tried once more, offline
-            traceback.print_exc()
+            print(redact(traceback.format_exc()), end="", file=sys.stderr)
             self._restart(f"{type(error).__name__}: {error}")
         self._leave()
         self._exit(0)
@@ -86,30 +86,30 @@ class Sink:
     def _feed(self) -> None:
         why = self._options.offline
         mode = "offline" if why else self._settings["mode"]
-        with self._calling("wandb.setup", START_S):
+        with self._limit_call("wandb.setup", START_S):
             if mode == "online" and (why := wandb_feed.why_unreachable()):
                 mode = "offline"
-        with self._calling("wandb.init", START_S):
+        with self._limit_call("wandb.init", START_S):
             run = wandb_feed.open_run(self._settings, self._folder, mode, self._options.parent or os.getpid())
         where = os.path.relpath(run.settings.sync_dir, self._folder)
-        below = [processes.identify(process.pid) for process in processes.descendants(os.getpid())]
+        below = [processes.process_identity(process.pid) for process in processes.descendants(os.getpid())]
         ours = [identity for identity in below if identity is not None]
         self._report("open", mode=mode, why=why, folder=where, url=run.url if mode == "online" else "", processes=ours)
-        feed = wandb_feed.Feed(run, self._folder)
+        feed = wandb_feed.WandbFeed(run, self._folder)
         while True:
             closing = self._closing.is_set()  # asked before reading: what the run wrote before it ended is then there
-            with self._calling("wandb.log", CALL_S):
-                lines = feed.advance()
+            with self._limit_call("wandb.log", CALL_S):
+                lines = feed.feed_new_lines()
             if closing and not lines:
                 break
             if not lines:
                 self._closing.wait(POLL_S)
-        with self._calling("wandb.finish", math.inf):
+        with self._limit_call("wandb.finish", math.inf):
             whole = wandb_feed.finish(run, 0 if self._status == "done" or self._options.replay else 1)
         self._report("done", steps=feed.written, whole=whole)
 
     @contextmanager
-    def _calling(self, name: str, limit_s: float) -> Iterator[None]:
+    def _limit_call(self, name: str, limit_s: float) -> Iterator[None]:
         self._call = (name, time.monotonic() + limit_s)
         try:
             yield
@@ -133,7 +133,7 @@ class Sink:
                 self._fail(f"not done {self._deadline_s:.0f} s after the run's end")
 
     def _run_has_ended(self) -> bool:
-        """Whether stdin is at its end, or our parent is gone while some other process still holds the pipe open."""
+        """Whether stdin is at its end, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
             said = os.read(STDIN, 64)
             self._status += said.decode(errors="replace").strip()
@@ -183,4 +183,4 @@ class Sink:
 
 
 if __name__ == "__main__":
-    Sink(parse(sys.argv[1:])).run()
+    WandbSink(parse_options(sys.argv[1:])).run()

@@ -1,4 +1,4 @@
-"""What hangs on the loop: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
+"""Callbacks: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 from runner.core.errors import RunnerError
-from runner.interfaces import Sample, State, StepEnd
-from runner.tracker.log_table import eval_lines
+from runner.interfaces import Sample, State, StepResult
+from runner.tracker.console import eval_lines
 
 
-class NoOp:
+class BaseCallback:
     """Implements every event by doing nothing, and has no state."""
 
     def on_start(self, step: int) -> None:
         """The run begins; `step` steps are done."""
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         """A step is finished."""
 
     def on_end(self) -> None:
@@ -40,10 +40,10 @@ log = logging.getLogger("runner")
 Reading = Callable[[], Mapping[str, float]]
 
 
-class Activity(NoOp):
-    """Takes the readings every `every_s` seconds; a step that ends after that gets the numbers, the next ones do not.
+class DeviceStats(BaseCallback):
+    """Reads device statistics every `every_s` seconds; the next finished step gets the numbers.
 
-    A reading that fails is said and left out from then on: a run does not end because a card cannot be watched.
+    A reader that fails is reported and not called again: a run does not end because a card cannot be read.
     """
 
     def __init__(self, readings: Sequence[Reading], every_s: float) -> None:
@@ -56,11 +56,11 @@ class Activity(NoOp):
         """Begin to watch."""
         self._thread.start()
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         """Hand over what was read since the last step."""
-        end.values.update({f"device/{name}": value for name, value in self.taken().items()})
+        end.values.update({f"device/{name}": value for name, value in self.pop_readings().items()})
 
-    def taken(self) -> Mapping[str, float]:
+    def pop_readings(self) -> Mapping[str, float]:
         """What was read since this was last asked for."""
         newest, self._newest = self._newest, {}
         return newest
@@ -84,22 +84,22 @@ class Activity(NoOp):
             return {}
 
 
-AGAIN_AFTER = 20  # steps without contrast
+WARN_EVERY = 20  # steps without contrast
 
 
-class Contrast(NoOp):
+class ZeroVarianceWarning(BaseCallback):
     """Warns at the first such step, and at every 20th further one."""
 
     def __init__(self) -> None:
         self._silent = 0
 
-    def on_step(self, end: StepEnd) -> None:
-        """Judge by the step's numbers; a step that learns from equal rewards (zero_variance=keep) is none of them."""
-        no_reward = "reward/mean" not in end.values and end.values.get("reward/unscored", 0) > 0
+    def on_step(self, end: StepResult) -> None:
+        """Count steps in which all rewards of a group are equal, unless zero_variance=keep trains on them."""
+        no_reward = "reward/mean" not in end.values and end.values.get("reward/num_failed", 0) > 0
         if not no_reward and (end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]):
             return
         self._silent += 1
-        if self._silent % AGAIN_AFTER != 1:
+        if self._silent % WARN_EVERY != 1:
             return
         so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
         if no_reward:
@@ -107,12 +107,12 @@ class Contrast(NoOp):
                 "step %d: no group had a valid reward (%d samples), so nothing was learned%s; "
                 "see reward.log and samples.jsonl",
                 end.step,
-                end.values["reward/unscored"],
+                end.values["reward/num_failed"],
                 so_far,
             )
             return
         log.warning(
-            "step %d: in every group all rewards were equal (mean %.4g), so nothing was learnt%s; "
+            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; "
             "look at samples.jsonl, reward, sampler.temperature",
             end.step,
             end.values["reward/mean"],
@@ -120,7 +120,7 @@ class Contrast(NoOp):
         )
 
 
-class Report(Protocol):
+class EvaluationReport(Protocol):
     """What an evaluation returns."""
 
     @property
@@ -130,27 +130,31 @@ class Report(Protocol):
     def samples(self) -> Sequence[Mapping[str, Any]]: ...
 
 
-class Evaluation(NoOp):
-    """Runs `evaluate` before the first step, every `every` steps and at the end; its numbers join the step's."""
+class RunEvaluation(BaseCallback):
+    """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step."""
 
     def __init__(
         self,
-        evaluate: Callable[[], Report],
+        evaluate: Callable[[], EvaluationReport],
         *,
         every: int,
         keep: int,
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
+        log_first: Callable[[int, Mapping[str, float]], None],
         say: Callable[[str], None],
     ) -> None:
-        self._evaluate, self._every, self._keep, self._record, self._say = evaluate, every, keep, record, say
+        """record: of samples; log_first: of the numbers before the first step, which no step has."""
+        self._evaluate, self._every, self._keep, self._record = evaluate, every, keep, record
+        self._log_first, self._say = log_first, say
 
     def on_start(self, step: int) -> None:
         if step == 0:
             report = self._evaluate()
+            self._log_first(0, report.values)
             self._record(0, report.samples[: self._keep])
             self._say("\n".join(eval_lines(0, report.values)))
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         if end.last or end.step % self._every == 0:
             report = self._evaluate()
             end.values.update(report.values)
@@ -160,24 +164,24 @@ class Evaluation(NoOp):
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
-class Record(NoOp):
+class LogStep(BaseCallback):
     """Hands every step's numbers to each sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         for sink in self._sinks:
             sink(end.step, end.values)
 
 
-class Rollouts(NoOp):
+class LogRollouts(BaseCallback):
     """Records the first `keep` samples of each step."""
 
     def __init__(self, record: Callable[[int, Sequence[Sample]], None], keep: int) -> None:
         self._record, self._keep = record, keep
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         if kept := end.samples[: self._keep]:
             self._record(end.step, kept)
 
@@ -185,16 +189,16 @@ class Rollouts(NoOp):
 Save = Callable[[int, Mapping[str, float]], object]
 
 
-class Saving(NoOp):
+class SaveCheckpoints(BaseCallback):
     """Hangs last, so that every other callback's state is that of the finished step.
 
-    save: commits the state after a step; start: begins to, and training may go on; check: raises what went wrong since
+    save: commits the state after a step; start: begins to save while training continues; check: raises a failed save
     """
 
     def __init__(self, save: Save, start: Save, check: Callable[[], None], *, every: int) -> None:
         self._save, self._start, self._check, self._every = save, start, check, every
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         self._check()
         if end.last or end.stopping:
             self._save(end.step, end.values)
@@ -202,34 +206,41 @@ class Saving(NoOp):
             self._start(end.step, end.values)
 
 
-class StallWatch(NoOp):
-    """Re-arms a timer at each step; a step above `stall_s` seconds leaves its stacks in `path`."""
+class HangWatch(BaseCallback):
+    """Re-arms a timer at each step; a step above `hang_timeout_s` seconds leaves its stacks in `path`."""
 
-    def __init__(self, path: Path, stall_s: float) -> None:
-        self._path, self._stall_s = path, stall_s
+    def __init__(self, path: Path, hang_timeout_s: float) -> None:
+        self._path, self._stall_s = path, hang_timeout_s
+        self._file: TextIO | None = None
 
     def on_start(self, step: int) -> None:
         self._file = self._path.open("w")
         self._arm()
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         self._arm()
 
-    def on_end(self) -> None:
+    def close(self) -> None:
+        """Stop the timer, also where the run failed."""
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def on_end(self) -> None:
+        self.close()
         if self._path.stat().st_size == 0:
             self._path.unlink()
 
     def _arm(self) -> None:
+        assert self._file is not None  # on_start has opened it
         faulthandler.dump_traceback_later(self._stall_s, repeat=True, file=self._file)
 
 
-class Sync(NoOp):
+class WeightSyncMetrics(BaseCallback):
     """numbers: see `Publisher.numbers`."""
 
     def __init__(self, numbers: Callable[[], Mapping[str, float]]) -> None:
         self._numbers = numbers
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         end.values.update(self._numbers())

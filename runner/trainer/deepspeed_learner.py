@@ -1,7 +1,7 @@
 """The learner whose gradients, optimizer and weights DeepSpeed keeps; see `parallelism.zero`.
 
 Its state is that of any other learner: whole tensors by name, put together one after the other in the first rank's host
-memory, so that a run goes on under any layout.
+memory, so that a run continues under any layout.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from torch import Tensor
 
 from runner.core.errors import CheckpointError
 from runner.interfaces import State
-from runner.parallelism.zero import Zero
+from runner.parallelism.deepspeed_zero import DeepSpeedZero
 from runner.trainer.learner import LocalLearner
-from runner.trainer.learner_state import load_parameters
+from runner.trainer.optimizer_state import load_parameters
 
 
-class ZeroLearner(LocalLearner):
+class DeepSpeedLearner(LocalLearner):
     """One model and its optimizer in parts on all ranks, which do their share of each mini-batch.
 
     zero: what was made of the model and the optimizer
     """
 
-    def __init__(self, *arguments: Any, zero: Zero, **options: Any) -> None:
+    def __init__(self, *arguments: Any, zero: DeepSpeedZero, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._zero = zero
 
-    def _differentiate(self, total: Tensor) -> None:
+    def _backward(self, total: Tensor) -> None:
         self._zero.backward(total)
 
-    def _update(self) -> Tensor:
+    def _step_optimizer(self) -> Tensor:
         norm = self._zero.step()
-        self._refuse_infinite(norm)
+        self._check_grad_norm(norm)
         return norm
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `LocalLearner`. Collective."""
-        yield from ((name, self._zero.whole(parameter)) for name, parameter in self._parameters.items())
+        yield from ((name, self._zero.full_parameter(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
         """See `learner_state.state_of`; the tensors are on the first rank alone. Collective."""
@@ -46,7 +46,7 @@ class ZeroLearner(LocalLearner):
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for name, value in self.weights():
             self._keep(tensors, f"param/{name}", value)
-        for parameter, key, value in self._zero.kept():
+        for parameter, key, value in self._zero.optimizer_entries():
             name = names[id(parameter)]
             if isinstance(value, Tensor):
                 self._keep(tensors, f"optim/{key}/{name}", value)
@@ -60,10 +60,12 @@ class ZeroLearner(LocalLearner):
             tensors[name] = value.to("cpu", copy=True)
 
     def load_state_dict(self, state: State) -> None:
-        """Restore what any learner's `state_dict` gave. Collective. Raises CheckpointError unless names, shapes and
-        groups are exactly this model's."""
+        """Restore the `state_dict` of any learner. Collective.
+
+        Raises CheckpointError unless names, shapes and groups are exactly this model's.
+        """
         tensors: Mapping[str, Tensor] = state["tensors"]
-        with self._zero.loading():
+        with self._zero.writable_parameters():
             load_parameters(self._parameters, tensors)
         if len(state["optimizer"]["groups"]) != len(self.optimizer.param_groups):
             raise CheckpointError("the checkpoint's optimizer groups its parameters in another way than this one")
@@ -75,4 +77,4 @@ class ZeroLearner(LocalLearner):
             key, _, name = rest.partition("/")
             if kind == "optim" and name in self._parameters:
                 kept[self._parameters[name]][key] = tensor
-        self._zero.take({p: tensors[f"param/{name}"] for name, p in self._parameters.items()}, kept)
+        self._zero.load_states({p: tensors[f"param/{name}"] for name, p in self._parameters.items()}, kept)

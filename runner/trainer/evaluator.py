@@ -31,17 +31,18 @@ from runner.core.metrics import Metrics
 from runner.interfaces import (
     LOGPROBS,
     Decide,
+    EvalQuestion,
     Experience,
-    Finish,
     GreedyAnswerer,
+    GreedyOutput,
     LossFn,
     Model,
     Outputs,
     Prompt,
-    Question,
     Role,
-    Written,
+    StopCriterion,
 )
+from runner.trainer.evaluation_metrics import with_interval
 from runner.trainer.reference_model import unit_keys
 
 Sample = dict[str, Any]
@@ -54,11 +55,11 @@ class Answered(Protocol):
     def text(self) -> str: ...
 
     @property
-    def before(self) -> Sequence[Mapping[str, Any]]: ...
+    def history(self) -> Sequence[Mapping[str, Any]]: ...
 
 
 # Plays a conversation for each prompt, whose turns are what the function given makes of the ids so far.
-Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[Written]]], Sequence[Answered]]
+Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[GreedyOutput]]], Sequence[Answered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,12 @@ class Evaluator:
     at once, for at most `max_new_tokens` tokens. `finish` ends an answer earlier; None = the model alone does. With
     `converse` an answer is the last turn of a conversation, and both are a turn's."""
 
-    questions: Sequence[Question]
-    asked: Sequence[Question]
+    questions: Sequence[EvalQuestion]
+    asked: Sequence[EvalQuestion]
     batch_size: int
     max_new_tokens: int
     converse: Converse | None = None
-    finish: Finish | None = None
+    finish: StopCriterion | None = None
 
     def evaluate(self, model: Model, answerer: GreedyAnswerer) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
@@ -90,15 +91,15 @@ class Evaluator:
         start = time.perf_counter()
         metrics = self._loss(model)
         samples = list(self._ask(answerer))
-        if samples:
-            metrics.add("eval/exact_match", sum(s["exact"] for s in samples), len(samples))
+        exact = with_interval("eval/exact_match", [float(s["exact"]) for s in samples], share=True)
         metrics.add("time/eval_s", time.perf_counter() - start)
-        return Report(metrics.result(), samples)
+        return Report({**metrics.result(), **exact}, samples)
 
     def _loss(self, model: Model) -> Metrics:
         metrics = Metrics()
         for questions in _batches(self.questions, self.batch_size):
-            batch = pack([q.item.ids for q in questions], [q.item.weights for q in questions])
+            items = [question.item for question in questions]
+            batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
             logprobs = model.forward(batch, frozenset({"logprobs"}))["logprobs"].cpu()
             weight = batch.tokens["weight"]
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
@@ -130,29 +131,36 @@ class Evaluator:
             generate = partial(generate, finish=self.finish)
         if self.converse is not None:
             prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked]
-            return [(one.text, one.before) for one in self.converse(prompts, generate)]
+            return [(one.text, one.history) for one in self.converse(prompts, generate)]
         found = generate([q.prompt_ids for q in self.asked])
         return [(answerer.tokenizer.decode(one.ids, skip_special_tokens=True), ()) for one in found]
 
 
-def askable(questions: Sequence[Question], tokenizer: Any, max_new_tokens: int, decide: Decide) -> list[Question]:
+def askable(
+    questions: Sequence[EvalQuestion],
+    tokenizer: Any,
+    max_new_tokens: int,
+    decide: Decide,
+    metric: str = "eval/exact_match",
+    section: str = "evaluation",
+) -> list[EvalQuestion]:
     """The questions that can be answered rightly within `max_new_tokens`; how many cannot is decided, and said."""
-    with_answer = [q for q in questions if q.prompt_ids]
+    with_answer = [q for q in questions if q.prompt_ids and q.answer]
     found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
     if left_out := len(with_answer) - len(found):
-        reason = f"their expected answers are longer than evaluation.max_new_tokens={max_new_tokens}"
-        decide("eval/exact_match", f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
+        reason = f"their expected answers are longer than {section}.max_new_tokens={max_new_tokens}"
+        decide(metric, f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
     return found
 
 
-def _fits(question: Question, tokenizer: Any, max_new_tokens: int) -> bool:
-    """Whether the first tokens after the prompt, which are the expected answer's, hold all of its text."""
-    first = len(question.prompt_ids)
-    best = tokenizer.decode(list(question.item.ids[first : first + max_new_tokens]), skip_special_tokens=True)
+def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
+    """Whether the first tokens of the expected answer hold all of its text."""
+    ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
+    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
     return bool(best.strip().startswith(question.answer.strip()))
 
 
-def _batches(questions: Sequence[Question], size: int) -> Iterator[list[Question]]:
+def _batches(questions: Sequence[EvalQuestion], size: int) -> Iterator[list[EvalQuestion]]:
     iterator = iter(questions)
     while batch := list(islice(iterator, size)):
         yield batch

@@ -1,4 +1,4 @@
-"""The learner: one trained model behind three verbs, which an algorithm calls without seeing how it is sharded.
+"""The learner: one trained model behind three methods that hide how it is sharded from algorithms.
 
     mini-batch ──dealt out──▶ a rank's micro-batches ──forward·backward──▶ gradients
                gradients ──summed over ranks──▶ ──optim_step──▶ weights, the same on every rank
@@ -18,33 +18,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, Places, places
+from runner.core.batch import Batch, Footprint, footprints
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
-from runner.core.rng import derive
-from runner.distributed.dtensor_utils import scale_to, whole
-from runner.distributed.work_partition import ALONE, UNDIVIDED, Summed, deal, joined, own_part, spread
+from runner.core.rng import derive_seed
+from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
+from runner.distributed.work_partition import (
+    SINGLE_PROCESS,
+    SINGLE_STAGE,
+    AllReduceGradients,
+    concat_outputs,
+    drop_filler_outputs,
+    map_sharded,
+    shard_batch,
+)
 from runner.interfaces import (
-    Gradients,
+    GradientReducer,
     LinearLossFn,
     LogitsLossFn,
     Loss,
     LossFn,
     Outputs,
-    Peers,
+    PipelineStage,
+    RankCollectives,
     ScoringModel,
-    Stage,
     State,
     TrainableModel,
 )
-from runner.trainer.learner_state import restore, state_of
+from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 log = logging.getLogger("runner")
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What a rank tells the others of its share of a mini-batch; oversized: the sizes of what was above the budget."""
+class RankResult:
+    """Result of a rank's part of a mini-batch; oversized: sizes of units above the token budget."""
 
     total: float
     metrics: Metrics
@@ -77,20 +85,20 @@ class LocalLearner:
         seed: int,
         device: torch.device,
         prefix: str = "train",
-        peers: Peers = ALONE,
-        gradients: Gradients | None = None,
-        stage: Stage = UNDIVIDED,
-        drawing: Peers | None = None,
+        peers: RankCollectives = SINGLE_PROCESS,
+        gradients: GradientReducer | None = None,
+        stage: PipelineStage = SINGLE_STAGE,
+        drawing: RankCollectives | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
-        self._peers, self._gradients, self._stage = peers, gradients or Summed(peers), stage
+        self._peers, self._gradients, self._stage = peers, gradients or AllReduceGradients(peers), stage
         self._drawing = drawing or peers
         self._parameters = model.trainable()
         if hasattr(optimizer, "seed"):  # it draws random bits
-            optimizer.seed = derive(seed, "optimizer", prefix)
+            optimizer.seed = derive_seed(seed, "optimizer", prefix)
         self._step = self._micro = 0
         self._said_oversized = self._said_few = False
 
@@ -105,52 +113,58 @@ class LocalLearner:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
         options: dict[str, Any] = {"peers": self._peers, "stage": self._stage}
-        return score(self.model, batch, needs, budget=self._budget, device=self._device, **options)
+        return score_batch(self.model, batch, needs, budget=self._budget, device=self._device, **options)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]:
-        """Add the gradient of this rank's share of a mini-batch; returns metrics and, detached, the outputs named in
-        `keep`, of all of it.
+        """Add the gradient of this rank's part of a mini-batch; returns metrics and the outputs in `keep`.
 
-        Raises TrainingDiverged, on all ranks, if the loss is not finite.
+        Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not
+        finite.
         """
         self.model.train()
-        share = deal(batch, self._budget, self._peers, padded=self.model.padded)
+        share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
         micros, waiting = list(share), dict[tuple[int, int], Tensor]()
         metrics, total = Metrics(), torch.zeros((), device=self._device)
         kept: list[Outputs] = []
-        self._say_few(len(micros))
-        for turn in self._stage.turns(len(micros)):
+        self._report_few_micro_batches(len(micros))
+        for turn in self._stage.schedule(len(micros)):
             if turn.backward:
-                self._differentiate(waiting.pop(turn[:2]))
+                self._backward(waiting.pop(turn[:2]))
                 continue
-            self._stage.enter(turn)
+            self._stage.begin_op(turn)
             self._seed_dropout(turn.micro)
             micro, own = micros[turn.micro]
             waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
-            if self._stage.ends:
+            if self._stage.is_last:
                 total += value.total.detach()
                 metrics.merge(value.metrics)
-                kept.append(own_part({name: outputs[name].detach() for name in keep}, own))
+                kept.append(drop_filler_outputs({name: outputs[name].detach() for name in keep}, own))
         self._micro += len(micros)
-        done = Done(float(total), metrics.plain(), [size for micro in share.micros for size in self._oversized(micro)])
-        found = joined(kept) if kept else {}
-        return self._agreed(self._peers.gather(done)), share.gathered(self._peers, found) if keep else {}
+        done = RankResult(
+            float(total),
+            metrics.plain(),
+            [size for micro in share.micro_batches for size in self._oversized_tokens(micro)],
+        )
+        found = concat_outputs(kept) if kept else {}
+        return self._merge_rank_results(self._peers.all_gather(done)), share.gather_outputs(
+            self._peers, found
+        ) if keep else {}
 
     def _seed_dropout(self, micro: int) -> None:
         """Begin the dropout stream of a micro-batch, in the layers that it passes next."""
         stream = (self._micro + micro) * self._drawing.size + self._drawing.rank
-        deeper = [self._stage.depth] if self._stage.depth else []
-        _seed_generators(derive(self._seed, "dropout", self._step, stream, *deeper), self._device)
+        deeper = [self._stage.index] if self._stage.index else []
+        _seed_generators(derive_seed(self._seed, "dropout", self._step, stream, *deeper), self._device)
 
-    def _differentiate(self, total: Tensor) -> None:
+    def _backward(self, total: Tensor) -> None:
         """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
         total.backward()  # type: ignore[no-untyped-call]
 
-    def _agreed(self, ranks: Sequence[Done]) -> Metrics:
+    def _merge_rank_results(self, ranks: Sequence[RankResult]) -> Metrics:
         """The metrics of all ranks. Raises TrainingDiverged if their losses add up to no finite number."""
-        self._say_once([size for done in ranks for size in done.oversized])
+        self._report_oversized([size for done in ranks for size in done.oversized])
         total = sum(done.total for done in ranks)
         if not math.isfinite(total):
             raise TrainingDiverged(
@@ -163,9 +177,11 @@ class LocalLearner:
         return metrics
 
     def _forward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Tensor, Loss, Outputs]:
-        """What the backward pass of a micro-batch, which is on the CPU, begins at, its loss and its outputs; of a
-        filler, whose gradient is zero, and where the model does not end, no loss."""
-        batch, learns = micro.to(self._device), own and self._stage.ends
+        """The tensor that a micro-batch's backward pass starts at, its loss and its outputs.
+
+        No loss for a filler, whose gradient is zero, and on a stage that is not the last. `micro` is on the CPU.
+        """
+        batch, learns = micro.to(self._device), own and self._stage.is_last
         if isinstance(loss, LinearLossFn):
             total, outputs = self._linear(micro, batch, loss, float(own))
             return total, loss(batch, outputs) if learns else Loss(total, Metrics()), outputs
@@ -177,16 +193,15 @@ class LocalLearner:
     def _linear(
         self, micro: Batch, batch: Batch, loss: LinearLossFn, factor: float = 1.0
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """`TrainableModel.linear` of `factor` times the loss of a micro-batch, on the CPU, and, as `batch`, there."""
+        """`TrainableModel.linear` of `factor` times the loss; `micro` is on the CPU, `batch` on the device."""
         terms = None
         if isinstance(loss, LogitsLossFn):
-            terms, batch = loss.terms, replace(batch, tokens={**batch.tokens, **loss.beside(batch)})
-        return self.model.linear(batch, factor * loss.coefficients(micro), terms)
+            terms, batch = loss.logit_terms, replace(batch, tokens={**batch.tokens, **loss.extra_channels(batch)})
+        return self.model.linear_loss(batch, factor * loss.grad_weights(micro), terms)
 
     @torch.no_grad()
     def measure(self, batch: Batch, loss: LossFn) -> Outputs:
-        """What `loss` reads of the model on a batch of any size, [T] or [N] on the learner's device, without dropout:
-        the outputs that it needs, or its own terms."""
+        """Outputs or terms that `loss` needs of a batch of any size, [T] or [N], without dropout."""
         if not isinstance(loss, LogitsLossFn):
             return self.forward(batch, loss.needs)
         self.model.eval()
@@ -194,14 +209,14 @@ class LocalLearner:
         def run(micro: Batch) -> Outputs:
             return self._linear(micro, micro.to(self._device), loss)[1]
 
-        return spread(batch, run, self._budget, self._peers, padded=self.model.padded, stage=self._stage)
+        return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)
 
-    def _oversized(self, micro: Batch) -> list[int]:
+    def _oversized_tokens(self, micro: Batch) -> list[int]:
         """The tokens that a micro-batch takes, if they are above the budget."""
-        taken = sum(places(micro), Places()).count(self.model.padded)
+        taken = sum(footprints(micro), Footprint()).size(self.model.is_padded)
         return [taken] if taken > self._budget else []
 
-    def _say_once(self, oversized: list[int]) -> None:
+    def _report_oversized(self, oversized: list[int]) -> None:
         if not oversized or self._said_oversized:
             return
         self._said_oversized = True
@@ -212,11 +227,11 @@ class LocalLearner:
             len(oversized),
             self._budget,
             max(oversized),
-            ", padding included" if self.model.padded else "",
+            ", padding included" if self.model.is_padded else "",
         )
 
-    def _say_few(self, micros: int) -> None:
-        if micros >= self._stage.stages or self._said_few:
+    def _report_few_micro_batches(self, micros: int) -> None:
+        if micros >= self._stage.num_stages or self._said_few:
             return
         self._said_few = True
         log.info(
@@ -224,32 +239,34 @@ class LocalLearner:
             "lower algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size, to have more; this is said once",
             self._step + 1,
             micros,
-            self._stage.stages,
+            self._stage.num_stages,
             self._budget,
         )
 
     def optim_step(self) -> Metrics:
-        """Sum over ranks, clip, step, clear. Raises TrainingDiverged, with the weights untouched, if a gradient is not
-        finite."""
-        norm = self._update()
+        """Sum gradients over ranks, clip, step, clear.
+
+        Raises TrainingDiverged, with the weights untouched, if a gradient is not finite.
+        """
+        norm = self._step_optimizer()
         metrics = Metrics()
         metrics.add(f"{self._prefix}/grad_norm", norm)
         metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
         return metrics
 
-    def _update(self) -> Tensor:
+    def _step_optimizer(self) -> Tensor:
         """What `optim_step` does; the norm of the gradient before it was clipped, [], equal on all ranks."""
         parameters = list(self._parameters.values())
-        self._gradients.add(parameters)
-        norm = self._gradients.norm(parameters)
-        self._refuse_infinite(norm)
+        self._gradients.all_reduce_(parameters)
+        norm = self._gradients.total_norm(parameters)
+        self._check_grad_norm(norm)
         if self._clip is not None:
-            scale_to(self._clip, [p.grad for p in parameters if p.grad is not None], norm)
+            clip_grads_with_norm_(self._clip, [p.grad for p in parameters if p.grad is not None], norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def _refuse_infinite(self, norm: Tensor) -> None:
+    def _check_grad_norm(self, norm: Tensor) -> None:
         """Raise TrainingDiverged for the norm of a gradient that is not finite."""
         if not torch.isfinite(norm):
             raise TrainingDiverged(
@@ -259,38 +276,40 @@ class LocalLearner:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """What learns, under the names it has in the model's module."""
-        yield from ((name, whole(parameter)) for name, parameter in self._parameters.items())
+        yield from ((name, full_tensor(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
         """Trained parameters and the optimizer's state; see `learner_state.state_of`."""
-        return state_of(self._parameters, self.optimizer)
+        return learner_state(self._parameters, self.optimizer)
 
     def load_state_dict(self, state: State) -> None:
         """Restore `state_dict`. Raises CheckpointError unless names and shapes are exactly this model's."""
-        restore(self._parameters, self.optimizer, state)
+        restore_learner_state(self._parameters, self.optimizer, state)
 
 
 def _seed_generators(seed: int, device: torch.device) -> None:
-    """As torch.manual_seed, but only where this process computes: that looks for backends which are not there, at 200
-    times the cost."""
+    """Seed like torch.manual_seed, but only the devices that this process uses.
+
+    torch.manual_seed looks for backends that are not there, at 200 times the cost.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).manual_seed(seed)
 
 
-def score(
+def score_batch(
     model: ScoringModel,
     batch: Batch,
     needs: frozenset[str],
     *,
     budget: int,
     device: torch.device,
-    peers: Peers,
-    stage: Stage = UNDIVIDED,
+    peers: RankCollectives,
+    stage: PipelineStage = SINGLE_STAGE,
 ) -> dict[str, Tensor]:
-    """The outputs named in `needs` on a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
+    """Outputs in `needs` of a batch of any size, [T] or [N] on `device`, in micro-batches of `budget`."""
 
     def run(micro: Batch) -> dict[str, Tensor]:
         return model.outputs(micro.to(device), needs)
 
-    return spread(batch, run, budget, peers, padded=model.padded, stage=stage)
+    return map_sharded(batch, run, budget, peers, padded=model.is_padded, stage=stage)

@@ -23,12 +23,12 @@ from typing import Any, Generic, TypeVar
 from runner.core.batch import Batch
 from runner.core.metrics import Metrics
 from runner.core.signals import StopSignal
-from runner.interfaces import Algorithm, Callback, Device, Learner, Model, Peers, Role, State, StepEnd
+from runner.interfaces import Algorithm, Callback, Device, Learner, Model, RankCollectives, Role, State, StepResult
 
 T = TypeVar("T")
 
 
-class Feed(Generic[T]):
+class ExperienceQueue(Generic[T]):
     """Experiences up to step last-1, in order. Consumes `collect(step)`; waits in `take` and `state_dict`.
 
     encode, decode: an experience as a checkpoint keeps it, and back
@@ -62,7 +62,7 @@ class Feed(Generic[T]):
             return self._pending.pop(step).result()
         return self._collect(step)
 
-    def published(self, step: int) -> None:
+    def on_weights_published(self, step: int) -> None:
         """The weights after `step` are in place, so one more step may be collected."""
         self._submit_until(step + 1 + self._lag)
 
@@ -73,7 +73,7 @@ class Feed(Generic[T]):
         return {"steps": {str(step): one for step, one in encoded.items()}, "tensors": tensors}
 
     def load_state_dict(self, state: State) -> None:
-        """Take back what `state_dict` gave; `start` goes on behind it."""
+        """Take back what `state_dict` gave; `start` continues behind it."""
         for name, one in state["steps"].items():
             mine = {k.removeprefix(f"{name}/"): t for k, t in state["tensors"].items() if k.startswith(f"{name}/")}
             future: Future[T] = Future()
@@ -87,7 +87,7 @@ class Feed(Generic[T]):
             self._pending[self._next] = self._pool.submit(self._collect, self._next)
             self._next += 1
 
-    def __enter__(self) -> Feed[T]:
+    def __enter__(self) -> ExperienceQueue[T]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -96,16 +96,18 @@ class Feed(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """Everything a run needs, built; `models` holds the learners too, under their roles. `peers` run the same job, and
-    all of them stop at the same step. `flops`: of each learner's update with a batch; `peak_flops`: the most that one
-    device computes per second."""
+class TrainingJob:
+    """Everything that a run needs.
+
+    models: learners and frozen models by role; peers: ranks that run the same job and stop at the same step; flops: of
+    each learner's update with a batch; peak_flops: peak operations per second of one device
+    """
 
     steps: int
     device: Device
-    peers: Peers
+    peers: RankCollectives
     algorithm: Algorithm
-    feed: Feed[Any]
+    feed: ExperienceQueue[Any]
     publish: Callable[[int], None]
     learners: Mapping[Role, Learner]
     models: Mapping[Role, Model]
@@ -116,8 +118,8 @@ class Job:
     closing: Sequence[Callable[[], None]] = ()  # what holds processes or connections, ended with the run
 
 
-def run(job: Job, first: int) -> None:
-    """Run steps first … steps-1 (0-based). Raises Interrupted, after the callbacks saved, when a signal arrived."""
+def run_loop(job: TrainingJob, first: int) -> None:
+    """Run steps first … steps-1 (0-based). Raises Interrupted, after callbacks have saved, on a signal."""
     with ExitStack() as ends:
         ends.enter_context(job.feed)  # left last: what it still waits for may end only with what is closed
         for close in job.closing:
@@ -127,11 +129,11 @@ def run(job: Job, first: int) -> None:
         job.publish(first)
         job.feed.start(first)
         for step in range(first, job.steps):
-            end = _one_step(job, step)
+            end = _run_step(job, step)
             job.publish(step + 1)
-            job.feed.published(step)
-            job.stop.agree(job.peers.gather)
-            end.stopping, end.saving = job.stop.requested, job.stop.checkpoint_requested
+            job.feed.on_weights_published(step)
+            job.stop.agree_across_ranks(job.peers.all_gather)
+            end.stopping, end.saving = job.stop.is_requested, job.stop.checkpoint_requested
             for callback in job.callbacks:
                 callback.on_step(end)
             if end.stopping:  # a signal that came during the callbacks waits for the next step, which will be saved
@@ -140,17 +142,17 @@ def run(job: Job, first: int) -> None:
         callback.on_end()
 
 
-def _one_step(job: Job, step: int) -> StepEnd:
+def _run_step(job: TrainingJob, step: int) -> StepResult:
     """Collect, learn, and measure."""
     begin = time.perf_counter()
     experience = job.feed.take(step)
     collected = time.perf_counter()
-    metrics, tokens, learnt, flops = Metrics(), 0, 0, 0.0
+    metrics, tokens, trained_tokens, flops = Metrics(), 0, 0, 0.0
     for learner in job.learners.values():
         learner.begin_step(step)
     for batch in job.algorithm.prepare(experience, job.models):
         tokens += batch.num_tokens
-        learnt += batch.totals["tokens"]
+        trained_tokens += batch.totals["tokens"]
         for role, loss in job.algorithm.losses.items():
             metrics.merge(job.learners[role].forward_backward(batch, loss)[0])
             metrics.merge(job.learners[role].optim_step())
@@ -162,14 +164,14 @@ def _one_step(job: Job, step: int) -> StepEnd:
     values = {
         **metrics.result(),
         **described,
-        "train/tokens": float(learnt),
+        "train/tokens": float(trained_tokens),
         "perf/tokens_per_s": tokens / device_s,
         "perf/model_flops": flops,
         "perf/mfu": flops / device_s / job.peak_flops,
         "perf/step_s": end - begin,
-        "perf/peak_memory_bytes": float(max(job.peers.gather(job.device.peak_memory_bytes()))),
-        "time/collect_s": collected - begin,
+        "perf/peak_memory_bytes": float(max(job.peers.all_gather(job.device.peak_memory_bytes()))),
+        "time/data_wait_s": collected - begin,
         "time/update_s": end - collected,
     }
     job.algorithm.observe(step, values)
-    return StepEnd(step + 1, values, last=step + 1 == job.steps, samples=samples)
+    return StepResult(step + 1, values, last=step + 1 == job.steps, samples=samples)

@@ -1,5 +1,6 @@
-"""A model that only scores: a reference, a teacher, a policy with its adapter off; and one that is asked beforehand,
-whose log-probabilities are kept on disk, by what they are of: a unit's tokens and how they hang together.
+"""Frozen models that only score: a reference, a teacher, a policy with its adapter off.
+
+Precomputed log-probabilities are kept on disk, by a unit's tokens and how they are connected.
 
     before the first step   batches the run will ask for ──unknown ones──▶ the model ──▶ kept log-probabilities
     in the run              batch ──▶ kept log-probabilities                     no second model, no second pass
@@ -30,14 +31,14 @@ from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.batch import Batch, unit_spans
-from runner.core.errors import RunnerError, StorageError, UnfitModel
-from runner.distributed.work_partition import ALONE, UNDIVIDED
-from runner.interfaces import LOGPROBS, Outputs, Peers, Stage, TrainableModel, generative
-from runner.trainer.learner import score
+from runner.core.errors import RunnerError, StorageError, UnsupportedModelError
+from runner.distributed.work_partition import SINGLE_PROCESS, SINGLE_STAGE
+from runner.interfaces import LOGPROBS, Outputs, PipelineStage, RankCollectives, TrainableModel, as_generative
+from runner.trainer.learner import score_batch
 
 
 class FrozenModel:
-    """Scores batches of any size without gradient; `during` holds while it does, e.g. with the adapter disabled."""
+    """Scores batches of any size without gradient, inside `during`, e.g. with the adapter disabled."""
 
     def __init__(
         self,
@@ -46,43 +47,69 @@ class FrozenModel:
         budget: int,
         device: torch.device,
         during: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        peers: Peers = ALONE,
-        stage: Stage = UNDIVIDED,
+        peers: RankCollectives = SINGLE_PROCESS,
+        stage: PipelineStage = SINGLE_STAGE,
     ) -> None:
         """stage: which of the model's layers are here."""
         self._model, self._budget, self._device, self._during = model, budget, device, during
         self._peers, self._stage = peers, stage
 
     @property
-    def origin(self) -> Mapping[str, str]:
+    def base_fingerprint(self) -> Mapping[str, str]:
         """Where its weights come from."""
-        return self._model.origin
+        return self._model.base_fingerprint
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
         """What makes logits [S, V] of its output `hidden` [S, H]. Raises UnfitModel without such a head."""
-        model = generative(self._model)
+        model = as_generative(self._model)
         if model is None:
-            raise UnfitModel(f"{type(self._model).__name__} has no LM head")
+            raise UnsupportedModelError(f"{type(self._model).__name__} has no LM head")
         return model.lm_head()
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """The outputs named in `needs`, [T] or [N], on the model's device; all ranks ask for the same."""
-        return self._scored(batch, needs, self._peers)
+        return self._score(batch, needs, self._peers)
 
     @torch.no_grad()
-    def alone(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+    def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """The same of a batch that is this rank's own."""
-        return self._scored(batch, needs, ALONE)
+        return self._score(batch, needs, SINGLE_PROCESS)
 
-    def _scored(self, batch: Batch, needs: frozenset[str], peers: Peers) -> Outputs:
+    def _score(self, batch: Batch, needs: frozenset[str], peers: RankCollectives) -> Outputs:
         with self._during():
             options: dict[str, Any] = {"peers": peers, "stage": self._stage}
-            return score(self._model, batch, needs, budget=self._budget, device=self._device, **options)
+            return score_batch(self._model, batch, needs, budget=self._budget, device=self._device, **options)
 
 
-class CachedModel(FrozenModel):
-    """Knows the logprobs of the units that it was asked to `learn`, and of those that were kept before.
+def frozen_copy_of_adapter(model: TrainableModel) -> Callable[[], AbstractContextManager[None]]:
+    """Copy the trainable parameters now; returns a context manager that puts the copy in their place.
+
+    For a reference that is the policy before it learns, without a second base. The block is no part of a pass that is
+    differentiated. Not for parameters that DeepSpeed has partitioned.
+    """
+    initial = {name: p.detach().clone() for name, p in model.trainable().items()}
+
+    @contextmanager
+    def swap() -> Iterator[None]:
+        trained = {name: p.detach().clone() for name, p in model.trainable().items()}
+        try:
+            _copy_into(model, initial)
+            yield
+        finally:
+            _copy_into(model, trained)
+
+    return swap
+
+
+@torch.no_grad()
+def _copy_into(model: TrainableModel, values: Mapping[str, Tensor]) -> None:
+    for name, parameter in model.trainable().items():
+        parameter.copy_(values[name])
+
+
+class PrecomputedReference(FrozenModel):
+    """Knows the logprobs of the units given to `precompute`, and of those that were kept before.
 
     The model may be the one that a run trains: it is asked only before the first step.
     """
@@ -90,43 +117,45 @@ class CachedModel(FrozenModel):
     def __init__(
         self,
         model: TrainableModel,
-        kept: KeptLogprobs,
+        kept: LogprobCache,
         origin: Mapping[str, str],
-        everyone: Peers = ALONE,
+        everyone: RankCollectives = SINGLE_PROCESS,
         **options: Any,
     ) -> None:
-        """origin: where the model's weights come from; everyone: all ranks, each of which has what is kept; options:
-        see `FrozenModel`."""
+        """origin: source of the model's weights; everyone: all ranks, each of which has all log-probabilities.
+
+        options: see `FrozenModel`
+        """
         super().__init__(model, **options)
-        self.kept, self._origin, self._everyone = kept, origin, everyone
+        self.cache, self._origin, self._everyone = kept, origin, everyone
 
     @property
-    def origin(self) -> Mapping[str, str]:
+    def base_fingerprint(self) -> Mapping[str, str]:
         """Where the weights come from that the log-probabilities are of."""
         return self._origin
 
-    def learn(self, batch: Batch) -> int:
+    def precompute(self, batch: Batch) -> int:
         """Score a batch if any of its units is unknown; returns how many were.
 
         The whole batch is scored, so that a number does not depend on what else was known.
         """
         keys = unit_keys(batch)
-        own = {key for key in keys if key not in self.kept}
-        unknown = set().union(*self._everyone.gather(own))  # ranks whose caches differ still score the same batches
+        own = {key for key in keys if key not in self.cache}
+        unknown = set().union(*self._everyone.all_gather(own))  # ranks whose caches differ still score the same batches
         if unknown:
             logprobs = super().forward(batch, LOGPROBS)["logprobs"].cpu()
             sizes = [size for *_, size in unit_spans(batch)]
             for key, values in zip(keys, torch.split(logprobs, sizes), strict=True):
-                if key not in self.kept:
-                    self.kept.add(key, values)
+                if key not in self.cache:
+                    self.cache.add(key, values)
         return len(unknown)
 
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """logprobs, float32 [T] on the CPU. Raises RunnerError for another output, and for a unit that is not known."""
+        """logprobs, float32 [T] on the CPU. Raises RunnerError for another output, and for an unknown unit."""
         if needs != LOGPROBS:
             raise RunnerError(f"logprobs were computed beforehand, and nothing else: {', '.join(sorted(needs))}")
         try:
-            return {"logprobs": torch.cat([self.kept[key] for key in unit_keys(batch)])}
+            return {"logprobs": torch.cat([self.cache[key] for key in unit_keys(batch)])}
         except KeyError as error:
             raise RunnerError(
                 "a reference log-probability is asked for that was not computed beforehand; "
@@ -138,7 +167,7 @@ DIGEST_BYTES = 32
 TOKENS_PER_FILE = 2**24  # of float32: 64 MiB
 
 
-class KeptLogprobs:
+class LogprobCache:
     """The log-probabilities of a folder; what is asked for is read from its files, which stay there.
 
     report: hears of each damaged file, which is removed.
@@ -151,9 +180,9 @@ class KeptLogprobs:
         self._files: list[Any] = []
         self._new: dict[bytes, Tensor] = {}
         self._tokens = 0
-        with self._worded():
+        with self._storage_errors():
             folder.mkdir(parents=True, exist_ok=True)
-            fsync_io.sweep(folder)
+            fsync_io.remove_leftovers(folder)
             for path in sorted(folder.glob("*.safetensors")):
                 with suppress(FileNotFoundError):  # another process found the damage first
                     if _sha256(path.read_bytes()) == path.stem:
@@ -191,9 +220,9 @@ class KeptLogprobs:
             }
         )
         path = self.folder / f"{_sha256(content)}.safetensors"
-        with self._worded():
+        with self._storage_errors():
             self.folder.mkdir(parents=True, exist_ok=True)  # a cache may be deleted at any time
-            fsync_io.replace_whole(path, content)
+            fsync_io.atomic_write(path, content)
             self._open(path)
         self._new, self._tokens = {}, 0
 
@@ -208,7 +237,7 @@ class KeptLogprobs:
         self._files.append(file)
 
     @contextmanager
-    def _worded(self) -> Iterator[None]:
+    def _storage_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

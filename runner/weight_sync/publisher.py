@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from runner.core.batch import pack
-from runner.distributed.work_partition import ALONE, each
-from runner.interfaces import LOGPROBS, Model, Peers, Sampler
-from runner.weight_sync.routes import Route
+from runner.distributed.work_partition import SINGLE_PROCESS, run_on_all
+from runner.interfaces import LOGPROBS, Model, RankCollectives, Sampler
+from runner.weight_sync.transports import WeightTransport
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ class Probe(Protocol):
     def rows(self) -> Sequence[Sequence[int]]: ...  # of ids
 
     @property
-    def last(self) -> float: ...  # how far the sampler was off at its newest load
+    def last_difference(self) -> float: ...  # how far the sampler was off at its newest load
 
     def expect(self, version: int, scores: Sequence[Sequence[float]]) -> None: ...
 
@@ -45,13 +45,13 @@ class Publisher:
 
     def __init__(
         self,
-        route: Route,
+        route: WeightTransport,
         sampler: Sampler,
         lag: int,
         *,
         probe: Probe | None = None,
         learner: Model | None = None,
-        peers: Peers = ALONE,
+        peers: RankCollectives = SINGLE_PROCESS,
     ) -> None:
         self._route, self._sampler, self._lag, self._peers = route, sampler, lag, peers
         self._probe, self._learner = probe, learner
@@ -61,7 +61,7 @@ class Publisher:
         self._lock = threading.Lock()
 
     def publish(self, version: int) -> None:
-        """The weights after `version` steps are in place: they are sent, or kept until they are due. Collective."""
+        """Send the weights after `version` steps, or keep them until they are due. Collective."""
         self._first = version if self._first is None else self._first
         oldest = version - self._lag
         if self._probe is not None and self._learner is not None:
@@ -71,38 +71,44 @@ class Publisher:
         begin = time.perf_counter()
         if sent := self._route.publish(version):
             seconds = time.perf_counter() - begin
-            self._note({"perf/publish_s": seconds, "perf/publish_gb_per_s": sent / seconds / 1e9})
-            self._note({"sync/bytes": float(sent)})
+            self._note({"weight_sync/send_s": seconds, "weight_sync/gb_per_s": sent / seconds / 1e9})
+            self._note({"weight_sync/bytes": float(sent)})
 
     def before(self, collect: Callable[[int], T]) -> Callable[[int], T]:
-        """`collect`, but with the sampler holding the weights that are due to the step; between two steps that are not
-        sampled ahead it need not hold anything."""
+        """`collect`, with the sampler holding the weights that are due to the step.
 
-        def loaded(step: int) -> T:
+        Between two steps that are not sampled ahead it need not hold anything.
+        """
+
+        def collect_with_weights(step: int) -> T:
             self.load_for(step)
             found = collect(step)
             if self._lag == 0:
-                self._sampler.release()
+                self._sampler.release_memory()
             return found
 
-        return loaded
+        return collect_with_weights
 
     def load_for(self, step: int) -> None:
-        """Give the sampler the weights that `step` is to be sampled with, unless it has them. Collective. Raises
-        SamplerFault where it does not take them, on all ranks."""
+        """Give the sampler the weights of `step`, unless it has them. Collective.
+
+        Raises SamplerError, on all ranks, where it does not take them.
+        """
         assert self._first is not None  # a first version was published
         version = max(step - self._lag, self._first)
         if version != self._loaded:
             begin = time.perf_counter()
-            each(self._peers, lambda: self._load(version))
+            run_on_all(self._peers, lambda: self._load(version))
             self._loaded = version
             if self._route.get(version) is not None:
-                self._note({"perf/load_s": time.perf_counter() - begin})
+                self._note({"weight_sync/load_s": time.perf_counter() - begin})
 
     def numbers(self) -> dict[str, float]:
-        """Of the newest weights that were sent: how many bytes, what it took, and how far off the sampler was then; and
-        what the sampler has measured since this was last asked for."""
-        measured = {f"sampler/{name}": value for name, value in self._sampler.measured().items()}
+        """Metrics of the newest weights sent: bytes, seconds, and the sampler's distance then.
+
+        Also what the sampler has measured since the last call.
+        """
+        measured = {f"sampler/{name}": value for name, value in self._sampler.pop_metrics().items()}
         with self._lock:
             return {**self._numbers, **measured}
 
@@ -113,10 +119,10 @@ class Publisher:
     def _load(self, version: int) -> None:
         weights = self._route.get(version)
         if self._probe is None:
-            self._sampler.load(weights, version)
+            self._sampler.load_weights(weights, version)
         else:
             self._probe.load(self._sampler, weights, version)
-            self._note({"sync/probe": self._probe.last})
+            self._note({"weight_sync/logprob_error": self._probe.last_difference})
 
     def _note(self, numbers: Mapping[str, float]) -> None:
         with self._lock:

@@ -21,44 +21,44 @@ from runner.core.safetensors_layout import TYPES
 PIECE_BYTES = 8 * 2**20  # of a tensor that one thread digests at once
 THREADS = min(8, os.cpu_count() or 1)
 
-Digests = Mapping[str, bytes]  # of each tensor: what it is called, and what it is
+TensorDigests = Mapping[str, bytes]  # of each tensor: what it is called, and what it is
 
 
-def digest_of(tensors: Mapping[str, Tensor]) -> str:
+def weights_digest(tensors: Mapping[str, Tensor]) -> str:
     """The digest of weights, on whatever device; one tensor after the other goes through the host."""
     found: dict[str, bytes] = {}
     for name, tensor in tensors.items():
-        found.update(digested({name: tensor.detach().cpu().contiguous()}))
-    return combined(found)
+        found.update(tensor_digests({name: tensor.detach().cpu().contiguous()}))
+    return combine_digests(found)
 
 
-def digested(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+def tensor_digests(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     """What each of these is, by all threads at once; contiguous, on the CPU."""
     with ThreadPoolExecutor(THREADS) as pool:
-        pending = {name: pool.map(of_piece, pieces(tensor)) for name, tensor in tensors.items()}
-        return {name: named(name, tensors[name], [*found]) for name, found in pending.items()}
+        pending = {name: pool.map(chunk_digest, byte_chunks(tensor)) for name, tensor in tensors.items()}
+        return {name: tensor_digest(name, tensors[name], [*found]) for name, found in pending.items()}
 
 
-def pieces(tensor: Tensor) -> Iterator[memoryview]:
+def byte_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a contiguous tensor on the CPU, in its own memory, PIECE_BYTES at a time."""
     whole = tensor.reshape(-1).view(torch.uint8).numpy().data
     for begin in range(0, len(whole), PIECE_BYTES):
         yield whole[begin : begin + PIECE_BYTES]
 
 
-def of_piece(piece: memoryview) -> bytes:
+def chunk_digest(piece: memoryview) -> bytes:
     """The digest of some bytes; unlike the call that does it all at once, `update` lets other threads run."""
     made = xxhash.xxh3_128()
     made.update(piece)
     return made.digest()
 
 
-def named(name: str, tensor: Tensor, found: Sequence[bytes]) -> bytes:
+def tensor_digest(name: str, tensor: Tensor, found: Sequence[bytes]) -> bytes:
     """What a tensor is called, and what it is; `found`: the digests of its pieces."""
     bytes_ = xxhash.xxh3_128(b"".join(found)).hexdigest()
     return f"{name} {TYPES[tensor.dtype]} {list(tensor.shape)} {bytes_}\n".encode()
 
 
-def combined(digests: Digests) -> str:
+def combine_digests(digests: TensorDigests) -> str:
     """One digest of all, the same in every order."""
     return xxhash.xxh3_128(b"".join(digests[name] for name in sorted(digests))).hexdigest()

@@ -10,18 +10,19 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForSequenceClassification
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.model.build import Source
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
+from runner.model.initial_weights import WeightsSource
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel
+from runner.model.value_head import ScalarHeadModel
 from tests.model.zoo import LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, reference, relative, rows
 
 
@@ -41,7 +42,7 @@ def adapted(kind: str = "qwen2", double: bool = False, model: dict[str, Any] | N
 def test_full_trains_everything() -> None:
     model = causal("qwen2")
     model.module.requires_grad_(False)
-    assert lora.train_all(NoAdapterConfig(), model, decide=Decisions()) is model
+    assert train_all(NoAdapterConfig(), model, decide=Decisions()) is model
     assert model.trainable().keys() == dict(model.causal.named_parameters()).keys()
 
 
@@ -79,7 +80,7 @@ def test_the_adapter_is_a_function_of_the_seed() -> None:
     ids=str,
 )
 @pytest.mark.parametrize(
-    "other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"head_chunk_tokens": 5}], ids=str
+    "other", [{"layout": "padded"}, {"gradient_checkpointing": True}, {"lm_head_chunk_tokens": 5}], ids=str
 )
 def test_gradients_do_not_depend_on_how_it_is_run(options: dict[str, Any], other: dict[str, Any]) -> None:
     wanted = gradients(adapted(double=True, **options), True, batch())
@@ -151,7 +152,7 @@ def over_random_weights(
     """A model whose base is known to have been drawn, with an adapter that counts."""
     base = causal("qwen2", **(model or {}))
     base.module.to(dtype)
-    base.source = Source(drawn="from seed 0")
+    base.weights_source = WeightsSource(drawn="from seed 0")
     made = lora.attach(LoraConfig(rank=4, **options), base, decide=decide)
     with torch.no_grad():
         for name, p in made.trainable().items():
@@ -168,10 +169,10 @@ def over_random_weights(
 def test_an_adapter_over_random_weights_is_exported_in_a_whole_model(
     model: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
-    """For nobody else has its base. It is said when the run begins, and the model goes on as it was."""
+    """For nobody else has its base. It is said when the run begins, and the model continues as it was."""
     said = Decisions()
     made = over_random_weights(said, model, **options)
-    assert [(d.feature, d.got) for d in said.made] == [("export", "a merged model")]
+    assert [(d.feature, d.got) for d in said.entries] == [("export", "a merged model")]
     before = {n: p.detach().clone() for n, p in made.module.named_parameters()}
     made.save(tmp_path)
     assert all(torch.equal(p, before[n]) for n, p in made.module.named_parameters())
@@ -209,16 +210,17 @@ def test_over_random_weights_strict_refuses() -> None:
 def test_the_origin_has_the_bases_weights_since_no_checkpoint_has(tmp_path: Path) -> None:
     causal("qwen2").save(tmp_path)
     base = causal("qwen2")
-    base.source = Source(folder=tmp_path)
+    base.weights_source = WeightsSource(folder=tmp_path)
     made = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
-    assert made.origin == Source(folder=tmp_path).identity(weights=True)
-    assert base.origin != lora.train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions()).origin
+    assert made.base_fingerprint == WeightsSource(folder=tmp_path).identity(weights=True)
+    other = train_all(NoAdapterConfig(), causal("qwen2"), decide=Decisions())
+    assert base.base_fingerprint != other.base_fingerprint
 
 
 def test_a_head_of_one_number_learns_in_float32_beside_the_adapter() -> None:
     torch.manual_seed(0)
     module = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).to(torch.bfloat16)
-    base = ScalarModel(module, byte_tokenizer(512), TinyConfig(dtype="bfloat16"), seed=0, decide=Decisions())
+    base = ScalarHeadModel(module, byte_tokenizer(512), TinyConfig(dtype="bfloat16"), seed=0, decide=Decisions())
     model = lora.attach(LoraConfig(rank=4), base, decide=Decisions(strict=True))
     assert [n for n in model.trainable() if "lora_" not in n] == [
         "base_model.model.score.modules_to_save.default.weight"
@@ -250,3 +252,43 @@ def test_unknown_names_are_all_listed_with_those_that_exist() -> None:
 def test_a_module_that_peft_cannot_adapt() -> None:
     with pytest.raises(SpecError, match="peft cannot adapt"):
         lora.attach(LoraConfig(targets=("input_layernorm",)), causal("qwen2"), decide=Decisions())
+
+
+FAMILIES = {
+    "mamba": ({"num_hidden_layers": 2, "state_size": 4}, {"dt_proj", "out_proj"}),
+    "falcon_h1": (
+        {
+            "mamba_d_ssm": 32,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 8,
+            "mamba_d_state": 8,
+            "mamba_n_groups": 1,
+            "mamba_chunk_size": 8,
+            "num_key_value_heads": 2,
+        },
+        {"out_proj"},
+    ),
+    "llama4_text": (
+        {"num_key_value_heads": 2, "attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48},
+        {"router"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_all_linear_leaves_out_what_no_adapter_can_be_at_and_says_so(kind: str) -> None:
+    """Every matrix of the adapter gets a gradient; the linears that are left out are named."""
+    options, left_out = FAMILIES[kind]
+    shape = {"vocab_size": 300, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = AutoConfig.for_model(kind, **shape | {"num_attention_heads": 4, "head_dim": 8} | options)
+    torch.manual_seed(0)
+    base = CausalLM(
+        AutoModelForCausalLM.from_config(config), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions()
+    )
+    decide = Decisions()
+    model = lora.attach(LoraConfig(rank=2), base, decide=decide)
+    [said] = [entry for entry in decide.entries if entry.feature == "adapter.targets"]
+    assert {name.strip() for name in said.got.removeprefix("all-linear but ").split(",")} == left_out
+    data = batch()
+    model.linear_loss(data, data.tokens["weight"])[0].backward()
+    assert all(p.grad is not None for p in model.trainable().values())

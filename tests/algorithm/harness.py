@@ -7,23 +7,24 @@ from typing import Any
 
 import torch
 
-from runner.algorithm.parts import Parts
 from runner.algorithm.policy.config import PolicyConfig
-from runner.algorithm.policy.optimisation import PolicyOptimisation, build
+from runner.algorithm.policy.optimization import PolicyOptimization, build
 from runner.core.signals import StopSignal
+from runner.data.chat import Renderer
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.distributed.work_partition import Alone
-from runner.interfaces import Callback, Completion, Environments, Observation, Prompt, Question
+from runner.distributed.work_partition import SingleProcess
+from runner.interfaces import Callback, Completion, EnvironmentFactory, EvalQuestion, Observation, Prompt
+from runner.interfaces.learning import AlgorithmInputs
 from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Feed, Job
+from runner.trainer.loop import ExperienceQueue, TrainingJob
 from runner.trainer.reference_model import FrozenModel
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Copied, Shared
+from runner.weight_sync.transports import DeviceCopy, SameModel
 
 CPU = torch.device("cpu")
 CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2)
@@ -32,6 +33,9 @@ Rate = Callable[[Completion], float | None]
 
 def silent(*words: str) -> None:
     """A decision that nobody reads."""
+
+
+silent.record_fact = silent  # type: ignore[attr-defined]
 
 
 class Prompts:
@@ -51,7 +55,7 @@ class Prompts:
             found.append(Prompt(tuple(ids), bytes(ids).decode()))
         return found
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         return ()
 
     def held_out_items(self) -> Sequence[Any]:
@@ -78,7 +82,7 @@ class Nods:
         pass
 
     def step(self, answer: str) -> Observation | None:
-        return Observation("tool", "go on")
+        return Observation("tool", "continue")
 
 
 def even_bytes(completion: Completion) -> float:
@@ -86,7 +90,7 @@ def even_bytes(completion: Completion) -> float:
     return sum(i % 2 == 0 for i in completion.ids) / len(completion.ids)
 
 
-def model_of(seed: int, head: str = "lm") -> Any:
+def make_model(seed: int, head: str = "lm") -> Any:
     return tiny.build(
         CONFIG,
         tokenizer=tiny.tokenizer(CONFIG),
@@ -105,21 +109,39 @@ def job_of(
     lr: float = 1e-2,
     temperature: float = 1.0,
     sgd: bool = False,
-    environments: Environments | None = None,
-    stop_tokens: Sequence[int] = (),
-) -> Job:
-    """The whole job, wired as `runner.build` does it."""
-    head = config.learners()["policy"]
+    environments: EnvironmentFactory | None = None,
+    stop_token_ids: Sequence[int] = (),
+    double: bool = False,
+    **sampling: Any,
+) -> TrainingJob:
+    """The whole job, wired as `runner.build` does it; double: its models are in float64."""
+    head = config.trained_models()["policy"]
+
+    def model_of(seed: int, head: str = "lm") -> Any:
+        made = make_model(seed, head)
+        if double:
+            made.module.double()
+        return made
+
     policy = model_of(1, head)
     ahead = config.lag > 0
     sampler = torch_sampler.build(
-        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_tokens=tuple(stop_tokens)),
+        TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **sampling),
         model=model_of(1, head) if ahead else policy,
         decide=silent,
     )
-    algorithm: PolicyOptimisation = build(
+    algorithm: PolicyOptimization = build(
         config,
-        Parts(Prompts(), policy.tokenizer, 3, silent, sampler, Rated(rate) if config.rewarded else None, environments),
+        AlgorithmInputs(
+            Prompts(),
+            policy.tokenizer,
+            3,
+            silent,
+            sampler,
+            Rated(rate) if config.needs_reward else None,
+            environments,
+            extend=Renderer(policy.tokenizer).extend,
+        ),
     )
 
     def learner(model: Any, prefix: str) -> LocalLearner:
@@ -139,17 +161,17 @@ def job_of(
         )
 
     learners = {"policy": learner(policy, "train")}
-    if "critic" in config.learners():
+    if "critic" in config.trained_models():
         learners["critic"] = learner(model_of(2, "scalar"), "critic")
-    frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen()}
-    route = Copied(learners["policy"].weights) if config.lag else Shared()
+    frozen = {role: FrozenModel(model_of(7), budget=64, device=CPU) for role in config.frozen_models()}
+    route = DeviceCopy(learners["policy"].weights) if config.lag else SameModel()
     publisher = Publisher(route, sampler, config.lag)
-    return Job(
+    return TrainingJob(
         steps=steps,
         device=Cpu(CpuConfig(), decide=silent),
-        peers=Alone(),
+        peers=SingleProcess(),
         algorithm=algorithm,
-        feed=Feed(
+        feed=ExperienceQueue(
             publisher.before(algorithm.collect), steps, config.lag, encode=algorithm.encode, decode=algorithm.decode
         ),
         publish=publisher.publish,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
-from runner.interfaces import Judged, Pair
+from runner.adapter.lora import train_all
+from runner.interfaces import LabeledCompletion, PreferencePair
 from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.trainer.learner import LocalLearner
@@ -19,7 +20,7 @@ from runner.trainer.reference_model import FrozenModel
 
 CPU = torch.device("cpu")
 WHOLE = 10**6
-CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2, head_chunk_tokens=17)
+CONFIG = TinyConfig(hidden_size=32, intermediate_size=48, layers=2, kv_heads=2, lm_head_chunk_tokens=17)
 TOKENIZER = tiny.tokenizer(CONFIG)
 
 
@@ -37,7 +38,7 @@ class Given:
     def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]:
         return [self.items[(step * count + i) % len(self.items)] for i in range(count)]
 
-    def held_out(self) -> Sequence[Any]:
+    def held_out_questions(self) -> Sequence[Any]:
         return ()
 
     def held_out_items(self) -> Sequence[Any]:
@@ -49,25 +50,27 @@ def ids(generator: torch.Generator, low: int, high: int) -> tuple[int, ...]:
     return tuple(torch.randint(0, 250, (count,), generator=generator).tolist())
 
 
-def pairs(count: int, seed: int = 1) -> list[Pair]:
+def pairs(count: int, seed: int = 1) -> list[PreferencePair]:
     """Pairs of 1 to 9 tokens behind prompts of 1 to 12; every other one has a margin."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        Pair(ids(generator, 1, 12), ids(generator, 1, 9), ids(generator, 1, 9), None if n % 2 else 0.3 * (n + 1))
+        PreferencePair(
+            ids(generator, 1, 12), ids(generator, 1, 9), ids(generator, 1, 9), None if n % 2 else 0.3 * (n + 1)
+        )
         for n in range(count)
     ]
 
 
-def judged(count: int, seed: int = 1) -> list[Judged]:
+def judged(count: int, seed: int = 1) -> list[LabeledCompletion]:
     """The chosen answers of pairs, two in three of them good."""
-    return [Judged(p.prompt, p.chosen, n % 3 > 0) for n, p in enumerate(pairs(count, seed))]
+    return [LabeledCompletion(p.prompt, p.chosen, n % 3 > 0) for n, p in enumerate(pairs(count, seed))]
 
 
 def model(
     seed: int = 5, *, head: Any = "lm", layout: Any = "packed", adapter: bool = False, double: bool = False
 ) -> Any:
     """A small model; its weights are larger than a fresh one's, so that models of two seeds differ visibly."""
-    config = CONFIG.model_copy(update={"layout": layout})
+    config = CONFIG.model_copy(update={"batch_layout": layout})
     made = tiny.build(config, tokenizer=TOKENIZER, device=CPU, seed=seed, decide=refuse, head=head)
     enlarge(made.inner, seed)
     if adapter:
@@ -75,7 +78,7 @@ def model(
         for number, parameter in enumerate(made.trainable().values()):  # B starts at zero, where nothing is adapted
             torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(number))
     else:
-        made = lora.train_all(NoAdapterConfig(), made, decide=refuse)
+        made = train_all(NoAdapterConfig(), made, decide=refuse)
     if double:
         made.module.double()
     return made

@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def learnt(self) -> list[list[int]]:
-        """The learnt tokens of each row."""
+        """The trained tokens of each row."""
         mask = self.mask.tolist()
         return [[t for t in span if mask[t]] for span in self.spans]
 

@@ -13,8 +13,8 @@ from pydantic import Field
 from runner.algorithm import loss_registry
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
-from runner.cli.compose import compose_job
-from runner.core import plugins
+from runner.cli.job_builder import compose_job
+from runner.core import imports
 from runner.core.errors import RunnerError
 from runner.interfaces.losses import INPUTS, PreferenceLosses, correction, policy_loss, preference_loss, registration_of
 
@@ -42,9 +42,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., loss_regi
             if isinstance(content, list):
                 monkeypatch.setitem(sys.modules, name, module)
             points.append(SimpleNamespace(name=name, value=name, dist=SimpleNamespace(name=f"run-{name}")))
-        monkeypatch.setattr(plugins, "entry_points", lambda group: points)
-        monkeypatch.setattr(plugins, "_FAILED", {})
-        monkeypatch.setattr(plugins, "LEFT_OUT", {})
+        monkeypatch.setattr(imports, "entry_points", lambda group: points)
+        monkeypatch.setattr(imports, "_FAILED", {})
+        monkeypatch.setattr(imports, "LEFT_OUT", {})
         loss_registry.plug_ins.cache_clear()
         loss_registry.functions.cache_clear()
         return loss_registry.plug_ins()
@@ -79,30 +79,30 @@ def test_a_function_that_does_not_fit_is_refused_by_name(function: Any, said: st
 
 def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp)])
-    assert list(found["policy_loss"]) == ["sharp"] and plugins.warnings() == []
-    cls = GrpoConfig.extended()
+    assert list(found["policy_loss"]) == ["sharp"] and imports.plugin_warnings() == []
+    cls = GrpoConfig.with_plugin_options()
     names = list(cls.model_fields)
-    assert names[names.index("objective") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
-    config = cls(objective="sharp", sharpness=4.0)
+    assert names[names.index("policy_loss") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
+    config = cls(policy_loss="sharp", sharpness=4.0)
     assert isinstance(config, GrpoConfig)
-    assert loss_registry.options_in_force(config, "objective") == {"sharpness": 4.0}
+    assert loss_registry.resolved_options(config, "policy_loss") == {"sharpness": 4.0}
     assert config.model_dump()["sharpness"] == 4.0
     assert cls().model_dump() == GrpoConfig().model_dump()  # a run that does not use it is the same run
     said = dict(loss_registry.unused_options(cls(sharpness=4.0)))
-    assert said == {"algorithm.sharpness": "not used with objective=clip; it belongs to objective=sharp"}
+    assert said == {"algorithm.sharpness": "not used with policy_loss=clip; it belongs to policy_loss=sharp"}
     with pytest.raises(ValueError, match="greater than 0"):
-        cls(objective="sharp", sharpness=0.0)
+        cls(policy_loss="sharp", sharpness=0.0)
 
 
-def clipped(log_ratio: Any, *, correction_high: Annotated[float, Field(ge=1, description="Bound")] = 3.0) -> Any: ...
+def clipped(log_ratio: Any, *, correction_max: Annotated[float, Field(ge=1, description="Bound")] = 3.0) -> Any: ...
 
 
 @pytest.mark.parametrize("for_stale", [True, False])
 def test_a_correction_says_whether_it_is_for_stale_samples(install: Any, for_stale: bool) -> None:
     words = {"paper": "a paper", "formula": "a formula", "for_stale": for_stale}
     install(theirs=[correction("clipped", **words)(clipped)])
-    config = GrpoConfig.extended()(correction="clipped", lag=3)
-    assert loss_registry.options_in_force(config, "correction") == {"correction_high": 3.0}
+    config = GrpoConfig.with_plugin_options()(correction="clipped", lag=3)
+    assert loss_registry.resolved_options(config, "correction") == {"correction_max": 3.0}
     spec = compose_job(["+recipe=grpo_demo"]).spec
     said = [message for key, message in config.problems(spec) if key == "algorithm.lag"]
     assert bool(said) is not for_stale
@@ -113,7 +113,7 @@ def test_a_plug_in_may_import_what_it_builds_upon(install: Any) -> None:
     ours = loss_registry.built_in()["policy_loss"]["clip"].function
     theirs = loss("sharp", sharp)
     found = install(theirs=[ours, theirs, theirs], more=[theirs])
-    assert list(found["policy_loss"]) == ["sharp"] and not plugins.warnings()
+    assert list(found["policy_loss"]) == ["sharp"] and not imports.plugin_warnings()
 
 
 def flatter(
@@ -127,11 +127,11 @@ def flatter(
 
 def test_an_option_that_exists_is_shared_and_has_the_default_of_each_loss(install: Any) -> None:
     install(theirs=[preference_loss("flatter", paper="a paper", formula="a formula")(flatter)])
-    cls = DpoConfig.extended()
+    cls = DpoConfig.with_plugin_options()
     assert "0.7 (flatter)" in str(cls.model_fields["beta"].description)
     assert list(cls.model_fields) == list(DpoConfig.model_fields)
-    assert loss_registry.options_in_force(cls(loss="flatter"), "loss") == {"beta": 0.7}
-    assert loss_registry.options_in_force(cls(), "loss") == {"beta": 0.1}
+    assert loss_registry.resolved_options(cls(loss="flatter"), "loss") == {"beta": 0.7}
+    assert loss_registry.resolved_options(cls(), "loss") == {"beta": 0.1}
 
 
 def reserved(advantages: Any, *, batch_size: Sharpness = 1.0) -> Any: ...
@@ -155,18 +155,20 @@ def other_range(advantages: Any, *, clip_low: Annotated[float, Field(gt=5, descr
 def test_a_plug_in_that_takes_a_name_is_left_out_and_named(name: str, function: Any, said: str, install: Any) -> None:
     found = install(theirs=[loss(name, function)], good=[loss("good", lambda advantages: (advantages, {}))])
     assert list(found["policy_loss"]) == ["good"]
-    [warning] = plugins.warnings()
+    [warning] = imports.plugin_warnings()
     assert said in warning and "plug-in run-theirs" in warning and "pip uninstall run-theirs" in warning
 
 
 def test_two_functions_of_one_plug_in_may_not_share_a_name(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp), loss("sharp", lambda advantages: (advantages, {}))])
-    assert not found["policy_loss"] and "'sharp' exists already" in plugins.warnings()[0]
+    assert not found["policy_loss"] and "'sharp' exists already" in imports.plugin_warnings()[0]
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:
     found = install(gone=ModuleNotFoundError(), good=[loss("good", sharp)])
-    assert list(found["policy_loss"]) == ["good"] and "left out: gone (ModuleNotFoundError" in plugins.warnings()[0]
+    assert (
+        list(found["policy_loss"]) == ["good"] and "left out: gone (ModuleNotFoundError" in imports.plugin_warnings()[0]
+    )
 
 
 def test_every_built_in_function_names_its_source_and_its_formula() -> None:

@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
-from runner.build import parts
-from runner.build.job import _feed
-from runner.build.parts import (
+from runner.build import components
+from runner.build.components import (
     build_data,
     build_device,
     build_learner,
     build_model,
     build_tokenizer,
-    refuse_missing_columns,
     report_float32,
 )
-from runner.cli.compose import compose_job
+from runner.build.job import _experience_queue
+from runner.build.rewards import refuse_missing_columns
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.device.config import CpuConfig
@@ -40,7 +40,7 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     spec = compose_job([*words, f"algorithm={algorithm}"]).spec
     data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
     [item] = data.take(0, 1)
-    [question] = data.held_out()
+    [question] = data.held_out_questions()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
     assert sum(item.weights) == sum(question.item.weights) == learnt
 
@@ -58,7 +58,7 @@ def score(completions, level, *, solution, strict=True, **more): ...
         ("exact reward.column=answers", [("reward.column", "type reward.column=answer")]),
         ("countdown", [("reward.numbers", "type reward.numbers=NAME"), ("reward.target", "type reward.target=NAME")]),
         ("sum reward.parts=[{name:exact},{name:math,column:x}]", [("reward.parts[1].column", "a column 'x'")]),
-        ("function reward.path=mine.py:score", [("reward.path", "'data.columns={NAME: solution}'")]),
+        ("function reward.path=mine.py:score", [("reward.path", "'data.rename_columns={NAME: solution}'")]),
         ("numeric", []),
         ("length reward.target=5", []),
     ],
@@ -106,7 +106,7 @@ def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_
     with torch.enable_grad():
         one, two = (subject.model.outputs(batch(), LOGPROBS)["logprobs"] for _ in range(2))
     assert torch.equal(one, two) != noisy
-    assert [str(d) for d in decide.made if d.feature == "algorithm.dropout"] == (
+    assert [str(d) for d in decide.entries if d.feature == "algorithm.dropout"] == (
         [] if noisy else ["algorithm.dropout: off (GPT2LMHeadModel has a dropout of up to 0.1)"]
     )
 
@@ -125,7 +125,7 @@ def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdi
     spec, decide = compose_job([*words, "algorithm.critic=shared"]).spec, Decisions()
     wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
     with pytest.raises(SpecError, match=wanted):
-        build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.learners()["policy"])
+        build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.trained_models()["policy"])
 
 
 def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_who_samples_ahead_does_so_on_the_ranks_own_card(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.accelerator, "set_device_index", use)
     algorithm: Any = SimpleNamespace(collect=lambda step: step, lag=1, encode=dict, decode=dict)
     for device in (torch.device("cuda", 3), torch.device("cpu")):
-        with _feed(SimpleNamespace(steps=2), algorithm, None, device) as feed:  # type: ignore[arg-type]
+        with _experience_queue(SimpleNamespace(steps=2), algorithm, None, device) as feed:  # type: ignore[arg-type]
             feed.start(0)
             assert [feed.take(step) for step in range(2)] == [0, 1]
     assert {index for _, index in used} == {3} and all(name.startswith("feed") for name, _ in used) and len(used) == 2
@@ -149,10 +149,10 @@ def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
     """Or its micro-batches are others, and ranks that exchange its weights or its tokens wait for one another."""
     padded, packed = causal("gpt_oss"), causal("qwen3_moe")
     world = replace(alone(), mesh=mesh)
-    parts._refuse_unlike_passes(packed, packed, world, "teacher")
-    parts._refuse_unlike_passes(padded, packed, alone(), "teacher")
+    components._check_equal_layouts(packed, packed, world, "teacher")
+    components._check_equal_layouts(padded, packed, alone(), "teacher")
     with pytest.raises(SpecError, match=r"algorithm\.teacher takes padded rows and the model packed ones"):
-        parts._refuse_unlike_passes(padded, packed, world, "teacher")
+        components._check_equal_layouts(padded, packed, world, "teacher")
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,14 @@ def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic(
 
 def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
     """The weights that the job starts from, given by their path, score as their copy does; others score otherwise."""
-    words = ["algorithm=grpo", "algorithm.kl=k3", "sampler=torch", "reward=exact", "data=demo", "model=tiny_half"]
+    words = [
+        "algorithm=grpo",
+        "algorithm.kl_estimator=k3",
+        "sampler=torch",
+        "reward=exact",
+        "data=demo",
+        "model=tiny_half",
+    ]
 
     def reference(more: str, seed: int = 0) -> torch.Tensor:
         spec = compose_job([*words, f"seed={seed}", more]).spec
@@ -191,8 +198,8 @@ def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
         if not Path("mine").exists():
             policy.inner.save_pretrained("mine")
             tokenizer.save_pretrained("mine")
-        wanted = spec.algorithm.frozen()["reference"]
-        model = parts.build_frozen(spec, "reference", wanted, policy, tokenizer, device, alone(), decide)
+        wanted = spec.algorithm.frozen_models()["reference"]
+        model = components.build_frozen_model(spec, "reference", wanted, policy, tokenizer, device, alone(), decide)
         return model.forward(batch(), LOGPROBS)["logprobs"]
 
     own = reference("algorithm.reference=copy")

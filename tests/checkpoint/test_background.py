@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: those of the step they are of, or an error in time."""
+"""Checkpoints that are written while training continues: those of the step they are of, or an error in time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.checkpoint import manifest
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import RunnerError, StorageError, TrainingDiverged
-from runner.parallelism.process_groups import GroupPeers
+from runner.parallelism.process_groups import ProcessGroupCollectives
 from tests.checkpoint.conftest import make_state
 from tests.parallelism.forked import TIMEOUT_S, ranks
 
@@ -33,14 +33,14 @@ def contents(root: Path, step: int) -> dict[str, bytes]:
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Within, no manifest is made before the event is set."""
-    go_on, describe = threading.Event(), manifest.describe
+    go_on, describe = threading.Event(), manifest.build_manifest
 
     def slowly(*arguments: Any) -> Any:
         assert go_on.wait(TIMEOUT_S)
         return describe(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("runner.checkpoint.manifest.describe", slowly)
+        patched.setattr("runner.checkpoint.manifest.build_manifest", slowly)
         yield go_on
 
 
@@ -72,7 +72,7 @@ def test_it_is_of_the_step_it_was_started_at_whatever_changes_meanwhile(
 def test_the_next_save_waits_and_says_so(
     open_store: Open, words: list[str], monkeypatch: pytest.MonkeyPatch, root: Path
 ) -> None:
-    monkeypatch.setattr("runner.checkpoint.store.NOTICED_S", 0.05)
+    monkeypatch.setattr("runner.checkpoint.store.REPORT_WAIT_S", 0.05)
     store = open_store(keep=1)
     for save in (store.start, store.save):
         with held_up(monkeypatch) as go_on:
@@ -120,7 +120,7 @@ def test_a_number_that_is_not_finite_ends_the_run_a_step_later(open_store: Open,
 
 
 def until_it_lands(store: CheckpointStore) -> None:
-    while store._flight is not None:
+    while store._pending is not None:
         store.check()
 
 
@@ -152,7 +152,7 @@ def test_an_error_that_ends_the_run_is_not_hidden_by_another(
 def many(root: Path) -> CheckpointStore:
     made = CheckpointStore(SafetensorsConfig(), root=root, report=lambda _: None)
     groups = torch.distributed.group.WORLD, torch.distributed.new_group(backend="gloo")
-    made.peers, made.background = (GroupPeers(group, TIMEOUT_S) for group in groups)
+    made.peers, made.background = (ProcessGroupCollectives(group, TIMEOUT_S) for group in groups)
     return made
 
 
@@ -173,7 +173,7 @@ def test_ranks_train_on_while_they_save(tmp_path: Path) -> None:
                 tensor.zero_()
             for _ in range(10):
                 part = torch.ones(10_000)
-                store.peers.sum_([part])
+                store.peers.all_reduce_([part])
                 total += part
             store.check()
         store.close()
@@ -220,7 +220,7 @@ def test_a_rank_that_is_killed_while_its_thread_writes_leaves_the_earlier_checkp
         store.start(2, of_rank(rank, 2), {})
         if rank == 0:
             signal.pause()
-        store._settle()
+        store._finish_write()
         return "saved"
 
     with pytest.raises(AssertionError, match=r"rank 0 died without an answer|another rank ended"):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.checkpoint import manifest
-from runner.checkpoint.manifest import Damaged, FileRecord, Manifest
+from runner.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
 from runner.core.errors import CheckpointError
 
 EXAMPLE = Manifest(100, "2030-01-02T03:04:05+00:00", {"eval/x": 0.25}, {"state.json": FileRecord(3, "ab" * 32)})
@@ -46,21 +46,21 @@ def test_every_flipped_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> None
         put(tmp_path, bytes(damaged))
         try:
             assert manifest.read(tmp_path) == EXAMPLE, position  # white space only
-        except Damaged:
+        except DamagedCheckpoint:
             continue
 
 
 @pytest.mark.parametrize("length", [0, 1, 50, -2])
 def test_a_cut_manifest_is_damaged(tmp_path: Path, length: int) -> None:
     put(tmp_path, manifest.encode(EXAMPLE)[:length])
-    with pytest.raises(Damaged, match=r"MANIFEST\.json"):
+    with pytest.raises(DamagedCheckpoint, match=r"MANIFEST\.json"):
         manifest.read(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b"{}", b"\xff\xfe", b"3", b'"x"'])
 def test_json_that_is_no_manifest_is_damaged(tmp_path: Path, content: bytes) -> None:
     put(tmp_path, content)
-    with pytest.raises(Damaged, match=r"MANIFEST\.json"):
+    with pytest.raises(DamagedCheckpoint, match=r"MANIFEST\.json"):
         manifest.read(tmp_path)
 
 
@@ -76,7 +76,7 @@ def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
     put(tmp_path, resealed(schema=2, anything={"new": 1}))
     with pytest.raises(CheckpointError, match="checkpoint schema 2; this runner reads up to 1") as caught:
         manifest.read(tmp_path)
-    assert not isinstance(caught.value, Damaged)
+    assert not isinstance(caught.value, DamagedCheckpoint)
 
 
 @pytest.mark.parametrize(
@@ -90,5 +90,5 @@ def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
 )
 def test_fields_are_checked(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     put(tmp_path, resealed(**changes))
-    with pytest.raises(Damaged, match=says):
+    with pytest.raises(DamagedCheckpoint, match=says):
         manifest.read(tmp_path)

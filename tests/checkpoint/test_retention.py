@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.writer import best_step, kept
+from runner.checkpoint.writer import best_step, steps_to_keep
 from runner.core.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)
@@ -71,7 +71,7 @@ def test_nothing_is_better_than_the_best(values: dict[int, float]) -> None:
 @given(st.sets(st.integers(1, 99)), st.integers(1, 5))
 def test_the_newest_and_the_best_are_kept(steps: set[int], keep: int) -> None:
     best = min(steps, default=None)
-    stay = kept(steps, keep, best)
+    stay = steps_to_keep(steps, keep, best)
     assert stay <= steps
     assert len(stay) <= keep + 1
     assert stay - {best} == set(sorted(steps, reverse=True)[:keep]) - {best}

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.checkpoint import sections
-from runner.checkpoint.agreement import Agreed, agree
+from runner.checkpoint.save_plan import SavePlan, make_save_plan
 from runner.core import safetensors_layout
 from runner.core.errors import RunnerError, TrainingDiverged
-from runner.distributed.work_partition import ALONE
+from runner.distributed.work_partition import SINGLE_PROCESS
 
 DTYPES = (
     torch.float64,
@@ -65,18 +65,18 @@ SECTIONS = st.builds(
 )
 
 
-def agreed(state: dict[str, Any]) -> Agreed:
+def agreed(state: dict[str, Any]) -> SavePlan:
     """What a single process writes."""
-    return agree(lambda: sections.split(state), ALONE)
+    return make_save_plan(lambda: sections.split_state(state), SINGLE_PROCESS)
 
 
 def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     held = agreed(state)
     (folder / sections.VALUES).write_bytes(held.values)
     for name, layout in held.layouts.items():
-        safetensors_layout.create(folder / f"{name}.safetensors", layout)
-        sections.write(folder / f"{name}.safetensors", layout, held.pieces[name])
-    return sections.read(folder, {f"{name}.safetensors": None for name in held.layouts})
+        safetensors_layout.create_file(folder / f"{name}.safetensors", layout)
+        sections.write_pieces(folder / f"{name}.safetensors", layout, held.pieces[name])
+    return sections.read_state(folder, {f"{name}.safetensors": None for name in held.layouts})
 
 
 def refuse_infinite(state: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ def test_a_tensor_that_is_not_finite_is_refused(bad: float, dtype: torch.dtype) 
 )
 def test_a_value_that_json_would_change_is_refused_by_name(section: dict[str, Any], where: str) -> None:
     with pytest.raises(RunnerError, match=f"the state {where} = .* has no exact JSON form"):
-        sections.split({"callbacks": section})
+        sections.split_state({"callbacks": section})
 
 
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written() -> None:
@@ -174,13 +174,13 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written() ->
     }
     for name, value in unfit.items():
         with pytest.raises(RunnerError, match="cannot be stored"):
-            sections.split({"policy": {"tensors": {name: value}}})
+            sections.split_state({"policy": {"tensors": {name: value}}})
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "a\0b"])
 def test_a_section_name_must_be_a_file_name(name: str) -> None:
     with pytest.raises(RunnerError, match="file's name"):
-        sections.split({name: {}})
+        sections.split_state({name: {}})
 
 
 def test_tuples_become_lists(tmp_path: Path) -> None:
@@ -192,11 +192,11 @@ def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) ->
     path = tmp_path / "policy.safetensors"
     one = agreed({"policy": {"tensors": held}})
     layout = one.layouts["policy"]
-    safetensors_layout.create(path, layout)
+    safetensors_layout.create_file(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
-    sections.write(path, layout, one.pieces["policy"])
-    begin, end = (len(layout.head) + at for at in layout.places["weight"])
+    sections.write_pieces(path, layout, one.pieces["policy"])
+    begin, end = (len(layout.head) + at for at in layout.byte_ranges["weight"])
     content = path.read_bytes()
     assert content[: len(layout.head)] == b"?" * len(layout.head) and len(content) == whole
     assert content[begin:end] == held["weight"].numpy().tobytes()

@@ -30,7 +30,7 @@ def digests(root: Path) -> dict[str, str]:
     }
 
 
-def assert_is(loaded: reader.Loaded | None, step: int) -> None:
+def assert_is(loaded: reader.LoadedCheckpoint | None, step: int) -> None:
     assert loaded is not None and loaded.step == step
     assert torch.equal(loaded.state["policy"]["tensors"]["weight"], torch.arange(12.0).reshape(3, 4) + step)
     assert loaded.state["algorithm"] == {"seen": [step, "items"]}

@@ -27,7 +27,7 @@ def save_all(order: dict[str, Any]) -> None:
         state = {"policy": {"tensors": tensors, "step": step}, "algorithm": {"step": step}}
         (store.start if order["background"] else store.save)(step, state, {"m": step})
         for tensor in tensors.values():
-            tensor.fill_(-1.0)  # as training goes on
+            tensor.fill_(-1.0)  # as training continues
         store.check()
     store.close()
 

@@ -18,8 +18,8 @@ import pytest
 from runner.cli.args import flags_of, parse
 from runner.cli.doctor import _machine
 from runner.cli.main import main
-from runner.tools.doctor.examine import examine
-from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.run_checks import run_checks
+from runner.tools.doctor.system_info import SystemInfo
 
 HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra", "omegaconf"}
 
@@ -74,7 +74,7 @@ def test_a_job_and_the_doctor_list_the_same_steps_in_the_same_order(
 ) -> None:
     monkeypatch.setenv("PATH", str(workdir))  # no npu-smi, nvidia-smi, sbatch
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(Machine, "in_container", False)
+    monkeypatch.setattr(SystemInfo, "in_container", False)
     assert main(job.split()) == 2
     said, (parts, instead) = capsys.readouterr().err, JOBS[job]
     found = steps(said)
@@ -94,7 +94,7 @@ def test_a_job_and_the_doctor_list_the_same_steps_in_the_same_order(
     [
         ("device=cudaa", "no device named 'cudaa'; did you mean 'cuda'? (auto, cpu, cuda, npu"),
         ("sampler=vlm", "no sampler named 'vlm'; did you mean 'vllm'?"),
-        ("sampler=none", "no sampler named 'none' (torch, vllm, vllm_server)"),
+        ("sampler=none", "no sampler named 'none' (server, torch, vllm)"),
     ],
 )
 def test_a_mistyped_name_gets_the_nearest(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,7 +113,7 @@ def test_words_and_flags() -> None:
 def test_a_cluster_s_devices_are_not_looked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     machine = _machine(parse(["doctor", "launch=slurm", "steps=1"]))
-    made = {entry.group: entry.finding for entry in examine(machine, trial=True) if entry.group in ("npu", "cuda")}
+    made = {entry.group: entry.finding for entry in run_checks(machine, trial=True) if entry.group in ("npu", "cuda")}
     assert {finding.evidence for finding in made.values()} == {
         "launch=slurm starts the job's processes on other machines"
     }

@@ -112,11 +112,11 @@ def test_it_is_listed(site: Path, workdir: Path) -> None:
 
 
 def test_losses_are_listed_and_their_options_explained(site: Path, workdir: Path) -> None:
-    chosen = "algorithm=grpo algorithm.objective=two_sided algorithm.delta=3 algorithm.advantage=max_rl"
+    chosen = "algorithm=grpo algorithm.policy_loss=two_sided algorithm.delta=3 algorithm.advantage=max_rl"
     listed, option, loss, dpop, clipped, variation = commands(
         site,
         workdir,
-        "explain algorithm.objective algorithm=grpo",
+        "explain algorithm.policy_loss algorithm=grpo",
         "explain algorithm.delta algorithm=grpo",
         f"explain loss {chosen}",
         "explain loss algorithm=dpo algorithm.loss=dpop",
@@ -124,13 +124,13 @@ def test_losses_are_listed_and_their_options_explained(site: Path, workdir: Path
         "explain loss algorithm=distill algorithm.divergence=total_variation",
     )
     assert "one of clip, cispo, sapo, reinforce, two_sided" in listed.out
-    formula = "objective=two_sided   max(−min(r, delta)·A, −clip(r, 0.8, 1.2)·A)   (INTELLECT-2 2505.07291)"
+    formula = "policy_loss=two_sided   max(−min(r, delta)·A, −clip(r, 0.8, 1.2)·A)   (INTELLECT-2 2505.07291)"
     assert formula in listed.out
     assert "null = 4.0 (two_sided)." in option.out and "range    above 1" in option.out
     assert "algorithm.delta=3   Largest ratio of a token" in loss.out and "MaxRL 2602.02710" in loss.out
     assert "algorithm.penalty=50 " in dpop.out
-    assert "c   clip(ρ, 0.5, correction_high)   (correction=clipped; OpenRLHF)" in clipped.out
-    assert "algorithm.correction_high=2   Upper bound" in clipped.out
+    assert "c   clip(ρ, 0.5, correction_max)   (correction=clipped; OpenRLHF)" in clipped.out
+    assert "algorithm.correction_max=2   Upper bound" in clipped.out
     assert "D   ½·Σ |P − Q|   (divergence=total_variation; f-DISTILL 2307.15190)" in variation.out
 
 
@@ -176,10 +176,10 @@ def test_names_are_completed(line: str, found: list[str], site: Path, workdir: P
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("algorithm.objective=two_side", "did you mean 'two_sided'?"),
-        ("algorithm.objective=two_sided algorithm.delta=1", "expected a number above 1 or null, got 1"),
+        ("algorithm.policy_loss=two_side", "did you mean 'two_sided'?"),
+        ("algorithm.policy_loss=two_sided algorithm.delta=1", "expected a number above 1 or null, got 1"),
         ("algorithm.advantage=maxrl", "did you mean 'max_rl'?"),
-        ("algorithm.delta=3", "algorithm.delta: not used with objective=clip; it belongs to objective=two_sided"),
+        ("algorithm.delta=3", "algorithm.delta: not used with policy_loss=clip; it belongs to policy_loss=two_sided"),
         ("callbacks=notfy", "callbacks: no callbacks named 'notfy'; did you mean 'notify'? (notify)"),
         ("callbacks=notify", "callbacks.notify.below: must be given: callbacks.notify.below=…"),
         ("callbacks.notify.below=1", "callbacks.notify: is not chosen; type callbacks=notify"),
@@ -204,7 +204,7 @@ def slips(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Sai
 
 def test_nothing_of_it_imports_torch_before_a_job_is_checked(site: Path) -> None:
     program = "import sys; from runner.spec.registry import default_registry as r; "
-    program += "r().classes('algorithm')['grpo'](objective='two_sided'); "
+    program += "r().classes('algorithm')['grpo'](policy_loss='two_sided'); "
     program += "assert {'run_extras.losses', 'run_extras.adapter'} <= set(sys.modules) and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], env=environment(site), check=True)
 
@@ -214,8 +214,8 @@ def test_a_job_uses_all_of_it_and_is_resumed(site: Path, workdir: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "notify   reward/mean is below 2.0 at step 1" in result.stdout
     folder = workdir / "outputs" / "latest"
-    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    assert {"reward/mean", "policy/clipped_dual", "sampler/bounded", "notify/reached"} <= first.keys()
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
+    assert {"reward/mean", "policy/clip_frac_dual", "correction/clip_frac", "notify/reached"} <= first.keys()
     assert (folder / "metrics.csv").read_text().startswith("1,train/loss,")
     again = run(site, workdir, "resume", "latest", "steps=3", "callbacks.notify.below=1.5")
     assert again.returncode == 0, again.stderr
@@ -228,7 +228,7 @@ def test_a_sweep_varies_it(site: Path, workdir: Path) -> None:
     result = run(site, workdir, "-m", *DEMO, "steps=1", "callbacks.notify.below=-1,3")
     assert result.returncode == 0, result.stderr
     rows = [
-        json.loads(p.read_text().splitlines()[0]) for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.jsonl"))
+        json.loads(p.read_text().splitlines()[-1]) for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.jsonl"))
     ]
     assert [row["notify/reached"] for row in rows] == [0.0, 1.0]
     titles = [p.read_text().splitlines()[0] for p in sorted(workdir.glob("outputs/sweeps/2*/*/metrics.csv"))]

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from runner.spec.migrate import Job, Table
+from runner.spec.migrate import Job, MigrationTable
 
 HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\npages:\n  ours:\n    about: x\n    keys:\n"
 
 
 def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
-    table = Table(HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n")
+    table = MigrationTable(
+        HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n"
+    )
     entry = table.find("algorithm.old")
     assert entry is not None
     assert [str(table.answers(entry, value, Job())[0]) for value in ("clip", "other")] == [
@@ -29,7 +31,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "swift rlhf --rlhf_type grpo --beta 0.04 --num_generations 8 --per_device_train_batch_size=4 --seed 3",
             [
                 "algorithm=grpo",
-                "algorithm.kl=k3 algorithm.kl_coef=0.04\n",
+                "algorithm.kl_estimator=k3 algorithm.kl_coef=0.04\n",
                 "group_size=8\n",
                 "batch_size=1 ",
                 "type seed=3",

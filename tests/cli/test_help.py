@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.args import EXAMPLES, TOPICS, VERBS, WORDS, flags_of, parse
+from runner.cli.args import EXAMPLES, RESOURCE_NAMES, TOPICS, VERBS, flags_of, parse
 from runner.cli.main import HANDLERS, main
 from runner.cli.verb_hints import HINTS
 
@@ -30,7 +30,7 @@ def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest
     for topic in TOPICS:
         assert f"run help {topic}" in out
     assert out == printed(["help"], capsys) == printed(["help", "--help"], capsys)
-    assert set(VERBS) == set(EXAMPLES) == set(WORDS) == set(HANDLERS) - {"complete", "foreign"}
+    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete", "foreign"}
 
 
 def test_the_examples_of_the_verbs_are_command_lines() -> None:
@@ -70,7 +70,8 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
     ("word", "answer"),
     [
         ("shema", "did you mean 'schema'? e.g. run schema recipe"),
-        ("serve", "no `run serve` yet; `run export latest` writes a folder that `vllm serve FOLDER` serves"),
+        ("deploy", "to answer over HTTP, as OpenAI's API does: run serve latest"),
+        ("talk", "to talk to a model in the terminal: run chat latest"),
         ("merge_lora", "run export latest --merge"),
         ("Compare", "run diff A B"),
         ("finetun", "if you mean 'finetune': training has no verb of its own: run +recipe=NAME"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ import runner
 from runner.cli import job
 from runner.cli import main as module
 from runner.cli.args import parse
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.listing import first_sentence
 from runner.cli.main import main
 from runner.core.errors import DataError
@@ -64,6 +65,15 @@ def test_answers_need_no_torch_and_leave_no_folder(words: list[str], code: int, 
     result = in_subprocess(*words, cwd=workdir)
     assert (result.returncode, "Traceback" in result.stderr) == (code, False), result.stderr
     assert list(workdir.iterdir()) == []
+
+
+def test_what_the_machine_lacks_is_named_with_the_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lacks = "device=npu"  # a device that no test machine has
+    code, _, err = in_process(
+        ["+recipe=grpo_demo", "algorithm.group_size=1", "steps=-1", "optimizer.lr=-1", lacks], capsys
+    )
+    assert code == 2 and "the job spec has 4 problems" in err
+    assert all(key in err for key in ("steps: ", "optimizer.lr: ", "algorithm.group_size: ", "device: device=npu"))
 
 
 def test_python_m_runner_is_the_command(workdir: Path) -> None:
@@ -121,7 +131,7 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["-sc", "install=tcsh"], "install=bash|fish|zsh"),
         (["infer", "latest", "--temperature", "-1"], "--temperature -1.0 is out of range"),
         (["infer", "latest", "--top-p", "0"], "--top-p 0.0 is out of range"),
-        (["export", "latest", "--checkpoint", "newest"], "expected a step or best"),
+        (["export", "latest", "--checkpoint", "newest"], "expected a step, best or last"),
         (["resume", "elsewhere", "steps=4"], "no run there"),
         (["--spec", "nowhere.yaml"], "no such file"),
         (["resume", "latest", "--spec", "x"], "run resume: unrecognized arguments: --spec"),
@@ -135,10 +145,13 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["infer", "latest", "--top-p", "0.5", "hi"], "give --temperature above 0"),
         (["infer", "latest", "--seed", "0", "hi"], "give --temperature above 0"),
         (["infer", "latest", "optimizer.lr=1"], "write it after --: run infer latest -- 'optimizer.lr=1'"),
-        (["infer", "latest", "+recipe=sft_demo"], "only device=…, model.path=… and model.trust_remote_code=… can be"),
-        (["export", "latest", "steps=3"], "run export: only device=…, model.path=… and model.trust_remote_code=…"),
-        (["resume", "latest", "--", "steps=3"], "only run infer takes words after --"),
-        (["--", "device=cpu"], "only run infer takes words after --"),
+        (
+            ["infer", "latest", "+recipe=sft_demo"],
+            "only device=…, model.dtype=…, model.path=… and model.trust_remote_code=… can be",
+        ),
+        (["export", "latest", "steps=3"], "run export: only device=…, model.dtype=…, model.path=… and"),
+        (["resume", "latest", "--", "steps=3"], "only run infer and run serve take words after --"),
+        (["--", "device=cpu"], "only run infer and run serve take words after --"),
         (["--config-dir", "nowhere"], "no such folder"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -159,22 +172,22 @@ def test_an_unknown_verb_is_answered_with_the_list(workdir: Path, capsys: pytest
 
 
 def used(*words: str) -> tuple[str, list[str], dict]:
-    """What `run infer` makes of its words: the run, the prompts, the job's data."""
-    folder, prompts, composed = job._used(parse(["infer", *words]))
-    return folder.root.name, prompts, composed.data
+    """What `run infer` makes of its words: the run, the prompts, the run's device."""
+    source, prompts, settings = job.resolve_source(parse(["infer", *words]))
+    return Path(source.path).name, prompts, settings["device"] or {}
 
 
 def test_a_word_of_infer_is_a_run_a_setting_or_a_prompt(workdir: Path) -> None:
     folder = workdir / "outputs" / "latest"
     folder.mkdir(parents=True)
     (folder / "spec.yaml").write_text(yaml.safe_dump(compose_job(["+recipe=sft_demo"]).data))
-    where, prompts, data = used("latest", "device=cuda", "sort 31", "2+2=4", "--", "steps=3", "--seed")
+    where, prompts, device = used("latest", "device=cuda", "sort 31", "2+2=4", "--", "steps=3", "--seed")
     assert (where, prompts) == ("latest", ["sort 31", "2+2=4", "steps=3", "--seed"])
-    assert data["device"]["name"] == "cuda" and data["steps"] == 200
+    assert device["name"] == "cuda"
     assert used("2+2=4")[:2] == ("latest", ["2+2=4"])
     assert used("sort 31")[:2] == ("latest", ["sort 31"])
     assert used("device.threads=2", "--", "hi")[1:][0] == ["hi"]
-    assert used("device.threads=2")[2]["device"]["threads"] == 2
+    assert used("device.threads=2")[2] | {"name": "cpu", "threads": 2} == used("device.threads=2")[2]
 
 
 @pytest.mark.parametrize(
@@ -275,7 +288,7 @@ def test_schema_is_json_that_discriminates_by_name(capsys: pytest.CaptureFixture
         (["optimizer", "optimizer=sgd"], ["optimizer=sgd: Stochastic gradient descent.", "  optimizer.momentum=0.0"]),
         (["data=file"], [f"  choose with data=NAME: {DATA}", "  data.path=???"]),
         (["optimizer.lr"], ["note: no recipe, model or data chosen: taking +recipe=sft_demo"]),
-        (["watch"], ["  watch.stall_s=1800.0"]),
+        (["watch"], ["  watch.hang_timeout_s=1800.0"]),
     ],
     ids=lambda v: " ".join(v),
 )
@@ -340,3 +353,40 @@ def test_no_name_steers_the_terminal(workdir: Path, capsys: pytest.CaptureFixtur
             assert main(words) == 2
         said = "".join(capsys.readouterr())
         assert "owned" in said and "\x1b" not in said and "\x07" not in said, words
+
+
+def test_no_name_of_a_file_or_a_recipe_steers_the_terminal(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    title = "\x1b]0;owned\x07"
+    Path("recipes").mkdir()
+    Path("recipes", f"x{title}.yaml").write_text(f"# One.{title}\ndefaults: [sft_demo]\nsteps: 3\n")
+    Path("outputs", f"run{title}").mkdir(parents=True)
+    recipe = f"+recipe=recipes/x{title}.yaml"
+    for words in (
+        ["list", "recipe"],
+        ["help", "recipes"],
+        [recipe, "--info", "defaults"],
+        ["report", f"outputs/run{title}"],
+    ):
+        with suppress(SystemExit):
+            main(words)
+        said = "".join(capsys.readouterr())
+        assert "owned" in said and "\x1b" not in said and "\x07" not in said, words
+
+
+def test_all_that_is_printed_has_its_control_characters_written_out() -> None:
+    """Each print is of a literal, JSON or YAML, or text that `runner.tracker.text` has escaped."""
+    escape = {"dumps", "safe_dump", "safe_dump_all", "escape_controls", "shown_as"}
+
+    def is_safe(node: ast.expr) -> bool:
+        if isinstance(node, ast.Call):
+            return ast.unparse(node.func).rpartition(".")[2] in escape
+        if isinstance(node, ast.IfExp):
+            return is_safe(node.body) and is_safe(node.orelse)
+        return isinstance(node, ast.Constant) or ast.unparse(node).isupper()  # a constant of the module
+
+    found = []
+    for path in (*ROOT.glob("runner/cli/*.py"), *ROOT.glob("runner/launch/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not all(map(is_safe, node.args)):
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []

@@ -10,14 +10,14 @@ import pytest
 
 from runner.cli import sources
 from runner.cli.main import main
-from runner.core import plugins
+from runner.core import imports
 from runner.spec import registry
 
 
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package with entry points is installed."""
-    monkeypatch.setattr(plugins, "entry_points", lambda group: ())
+    monkeypatch.setattr(imports, "entry_points", lambda group: ())
     registry.default_registry.cache_clear()
     sources.plugin_folders.cache_clear()
     yield

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.cli.compose import Composed, compose_job, re_decode
-from runner.cli.expand import expand
+from runner.cli.expand_sweep import expand
+from runner.cli.job_builder import ComposedJob, compose_job, re_decode
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.core.paths import conf_dir
-from runner.launch.stage import folder_of, words_of
+from runner.launch.upstream_run import cache_folder, command_words
 
 MINE = "defaults: [adamw, _self_]\nlr: 3.0e-4\n"
 
@@ -203,10 +203,10 @@ def test_what_a_file_chooses_wrongly_names_the_file(recipe_files: Path) -> None:
 
 
 def test_a_file_is_run_first_as_a_recipe_is(recipe_files: Path) -> None:
-    composed: Composed = compose_job(["data=demo", "init_from='recipe:my exp/child.yaml'"])
-    words = words_of("my exp/child.yaml", composed.data, own_model=False)
+    composed: ComposedJob = compose_job(["data=demo", "init_from='recipe:my exp/child.yaml'"])
+    words = command_words("my exp/child.yaml", composed.data, own_model=False)
     assert compose_job(words).spec.seed == composed.spec.seed
-    assert folder_of("my exp/child.yaml", words).parent == Path("outputs/stages/child")
+    assert cache_folder("my exp/child.yaml", words).parent == Path("outputs/stages/child")
 
 
 # --- a search as a recipe --------------------------------------------------------------------------------------------
@@ -351,7 +351,10 @@ def test_a_recipe_chooses_a_second_model_and_the_command_line_beats_it(workdir: 
         ("algorithm.teacher.path=/m", "type model@algorithm.teacher=hf algorithm.teacher.path=…, or algorithm.teacher"),
         ("model@algorithm.teacher=qwen_0_6b", "no model named 'qwen_0_6b'; did you mean 'qwen3_0_6b'?"),
         ("model@algorithm.teacher=/m/x", "a path is given with algorithm.teacher=/m/x"),
-        ("model@algorithm.teacher=qwen3_0_6b algorithm.teacher.layout=padded", "not used of a model that only scores"),
+        (
+            "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.batch_layout=padded",
+            "not used of a model that only scores",
+        ),
         ("model@algorithm.teacher=qwen3_0_6b algorithm.teacher.trust_remote_code=true", "not used of a model"),
         (
             "model@algorithm.teacher=qwen3_0_6b algorithm.teacher.pth=x",

@@ -12,7 +12,7 @@ from runner.core.errors import EnvironmentProblem
 
 def test_strict_refuses_decisions_and_no_fact() -> None:
     decide = Decisions(strict=True)
-    decide.state("data.format", "messages", "a.jsonl: 3 items")
+    decide.record_fact("data.format", "messages", "a.jsonl: 3 items")
     decide("attention", "packed", "packed", "supported")
     with pytest.raises(EnvironmentProblem, match="attention: padded instead of packed"):
         decide("attention", "packed", "padded", "softcap")
@@ -24,7 +24,7 @@ def test_both_are_said_once_each_in_its_words(caplog: pytest.LogCaptureFixture) 
     decide = Decisions()
     with caplog.at_level(logging.INFO, "runner"):
         for _ in range(2):
-            decide.state("data.format", "messages", "3 items")
+            decide.record_fact("data.format", "messages", "3 items")
             decide("device", "auto", "cpu", "no accelerator found")
     assert caplog.messages == [
         "found    data.format: messages (3 items)",

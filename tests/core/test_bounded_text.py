@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint.manifest import FILE, Damaged, read
+from runner.checkpoint.manifest import FILE, DamagedCheckpoint, read
 from runner.cli.main import main
 from runner.core.bounded_text import check_yaml, parse_json
 from runner.core.errors import EnvironmentProblem
@@ -51,7 +51,7 @@ def test_json_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(BRACKETS)
     (tmp_path / FILE).write_text(BRACKETS)
-    with pytest.raises(Damaged, match="nested too deeply"):
+    with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
         read(tmp_path)
     (tmp_path / "status.json").write_text(BRACKETS)
     with pytest.raises(EnvironmentProblem, match="nested too deeply"):

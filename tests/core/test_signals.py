@@ -14,7 +14,7 @@ import pytest
 
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
-from runner.launch.words import on_screen
+from runner.launch.run_messages import console_logging
 from runner.tracker import console as module
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +34,10 @@ def stop() -> Iterator[StopSignal]:
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_where_nothing_can_be_saved_it_ends_at_once(stop: StopSignal, number: int, code: int) -> None:
     reached = []
-    with pytest.raises(Interrupted, match="before a step was made; no checkpoint") as caught, stop.at_once():
+    with (
+        pytest.raises(Interrupted, match="before a step was made; no checkpoint") as caught,
+        stop.interrupt_immediately(),
+    ):
         try:
             os.kill(os.getpid(), number)
             reached.append("the next line")
@@ -44,13 +47,13 @@ def test_where_nothing_can_be_saved_it_ends_at_once(stop: StopSignal, number: in
 
 
 def test_it_is_obeyed_also_where_a_library_swallows_it_or_where_it_came_before(stop: StopSignal) -> None:
-    with pytest.raises(Interrupted), stop.at_once():
+    with pytest.raises(Interrupted), stop.interrupt_immediately():
         try:
             os.kill(os.getpid(), signal.SIGTERM)
         except BaseException:
             done = True
     assert done
-    with pytest.raises(Interrupted), stop.at_once():
+    with pytest.raises(Interrupted), stop.interrupt_immediately():
         pass
 
 
@@ -62,7 +65,7 @@ from runner.core.signals import StopSignal
 stop = StopSignal()
 stop.install()
 try:
-    with stop.at_once():
+    with stop.interrupt_immediately():
         exec("os.kill(os.getpid(), signal.SIGTERM)")
 except Interrupted as error:
     sys.exit(error.exit_code)
@@ -78,7 +81,7 @@ def test_after_its_block_a_signal_goes_to_who_had_it_before() -> None:
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
         subject = StopSignal()
-        with subject.installed(), subject.at_once():
+        with subject.handle_signals(), subject.interrupt_immediately():
             pass
         os.kill(os.getpid(), signal.SIGTERM)
         assert heard == [signal.SIGTERM] and subject.number is None
@@ -87,17 +90,17 @@ def test_after_its_block_a_signal_goes_to_who_had_it_before() -> None:
 
 
 def test_an_interrupt_that_was_no_signal_of_ours_passes_through(stop: StopSignal) -> None:
-    with pytest.raises(KeyboardInterrupt), stop.at_once():
+    with pytest.raises(KeyboardInterrupt), stop.interrupt_immediately():
         raise KeyboardInterrupt
 
 
 def test_after_the_block_it_waits_for_the_step(stop: StopSignal, capfd: pytest.CaptureFixture[str]) -> None:
-    with stop.at_once():
+    with stop.interrupt_immediately():
         assert stop.number is None
     os.kill(os.getpid(), signal.SIGTERM)
-    assert not stop.requested, "nobody has agreed to it yet"
-    stop.agree(lambda number: [None, number])
-    assert stop.requested
+    assert not stop.is_requested, "nobody has agreed to it yet"
+    stop.agree_across_ranks(lambda number: [None, number])
+    assert stop.is_requested
     assert "SIGTERM: finishing this step, then saving" in capfd.readouterr().err
     with pytest.raises(Interrupted, match="after step 3 of 9; a checkpoint was written"):
         stop.raise_if_requested(3, 9)
@@ -125,7 +128,7 @@ def test_a_signal_in_the_middle_of_a_write_breaks_nothing(
     raw.asked = stop
     screen = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
     monkeypatch.setattr(module.sys, "stdout", screen)
-    with on_screen(tmp_path / "run.log") as console:
+    with console_logging(tmp_path / "run.log") as console:
         console.message("a line")  # logging from the handler would be: reentrant call inside the buffered writer
     assert stop.number == signal.SIGTERM and "a line" in (tmp_path / "run.log").read_text()
 

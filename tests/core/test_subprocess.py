@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.subprocess import ChildProcess, JsonLines, descendants, identify, kill_session, with_pdeathsig
+from runner.core.subprocess import ChildProcess, JsonLines, descendants, kill_session, process_identity, with_pdeathsig
 from tests.launch.several import ROOT, gone
 
 REPORT = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
@@ -85,7 +85,7 @@ def test_a_child_ends_with_a_parent_that_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
-        assert identify(pid) is not None
+        assert process_identity(pid) is not None
         parent.kill()
     assert gone([pid])
 
@@ -113,7 +113,7 @@ def test_a_child_that_is_told_to_end_is_killed_after_its_grace(program: str, cod
         if program != "sleep":
             assert process.stdout is not None
             process.stdout.readline()
-        assert process.end(0.3 if code == -signal.SIGKILL else 20) == code
+        assert process.stop(0.3 if code == -signal.SIGKILL else 20) == code
 
 
 def test_what_a_child_started_in_its_session_ends_with_it_and_the_rest_is_found() -> None:
@@ -124,7 +124,7 @@ def test_what_a_child_started_in_its_session_ends_with_it_and_the_rest_is_found(
         assert {one.pid for one in below} == {inside, group, outside}
         process.send_signal(signal.SIGKILL)  # to itself alone
         assert process.ends_within(10) and process.returncode == -signal.SIGKILL
-        assert gone([inside, group]) and identify(outside) is not None
+        assert gone([inside, group]) and process_identity(outside) is not None
         os.kill(outside, signal.SIGKILL)
 
 
@@ -134,7 +134,7 @@ def test_several_threads_find_the_end_of_a_child() -> None:
         with ChildProcess(["sleep", "0.02"]) as process:
 
             def wait(process: ChildProcess = process) -> None:
-                while process.runs():
+                while process.is_running():
                     pass
                 ends.append(process.returncode == 0)
 
@@ -227,7 +227,7 @@ def test_messages_before_a_broken_line_are_not_lost() -> None:
     os.close(reading)
     os.close(writing)
     with pytest.raises(ValueError, match="more than 4 bytes"):
-        JsonLines(longest_bytes=4).feed(b"12345")
+        JsonLines(longest_bytes=4).parse(b"12345")
 
 
 def test_after_a_send_that_timed_out_half_way_no_message_continues_the_torn_line() -> None:
@@ -258,4 +258,4 @@ def test_a_program_that_is_not_there_is_an_error_of_its_starter(tmp_path: Path) 
     for words in (["no-such-program"], [str(tmp_path / "none")], ["./none"]):
         with pytest.raises(FileNotFoundError, match=words[0]):
             ChildProcess(words, end_signal=signal.SIGTERM, cwd=str(tmp_path))
-    ChildProcess(["true"], end_signal=signal.SIGTERM).end(20)
+    ChildProcess(["true"], end_signal=signal.SIGTERM).stop(20)

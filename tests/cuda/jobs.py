@@ -11,7 +11,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.signals import StopSignal
 from runner.run_dir.folder import RunFolder
-from runner.trainer.loop import Job
+from runner.trainer.loop import TrainingJob
 from tests.parallelism.jobs import spec_of
 
 SMALL = (
@@ -33,11 +33,11 @@ def small(*words: str) -> tuple[str, ...]:
     return *words, *(word for word in SMALL if word.partition("=")[0] not in given)
 
 
-def first_mini_batch(words: Sequence[str], folder: Path) -> tuple[Job, Batch]:
+def first_mini_batch(words: Sequence[str], folder: Path) -> tuple[TrainingJob, Batch]:
     """A built job of one process, whose learners are at its first step, and what they learn from there. All else that
     the job holds is closed."""
     spec, own = spec_of(small(*words)), RunFolder(folder)
-    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_drop)
+    outlets = build.OutputSinks(step=(), samples=_drop, rollouts=_drop, say=_drop)
     job = build.build(spec, own, build.build_store(spec, own), Decisions(), StopSignal(), outlets).job
     with job.feed:
         job.publish(0)

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from runner.distributed.work_partition import Undivided
-from runner.interfaces import Turn
+from runner.distributed.work_partition import SingleStage
+from runner.interfaces import PipelineOp
 from tests.cuda.jobs import first_mini_batch
 
-SAMPLED = ("sampler.max_new_tokens=8", "reward=length", "reward.max=8", "reward.cache=7")
+SAMPLED = ("sampler.max_new_tokens=8", "reward=length", "reward.max_length=8", "reward.overlong_buffer_len=7")
 JOBS = {
     "sft": ("+recipe=sft_demo",),
     "lora": ("+recipe=sft_demo", "adapter=lora"),
@@ -43,14 +43,14 @@ class PassesEnded(Exception):
     """All forward and backward passes of a mini-batch were made; what follows reads the loss, and waits."""
 
 
-class Observed(Undivided):
+class Observed(SingleStage):
     """The stage of a whole model whose passes may not wait for a device; it ends with PassesEnded."""
 
-    def turns(self, count: int) -> Iterator[Turn]:  # type: ignore[override]
-        """See `Stage`."""
+    def schedule(self, count: int) -> Iterator[PipelineOp]:  # type: ignore[override]
+        """See `SingleStage`."""
         assert count > 1, "several micro-batches, whose metrics are merged"
         with refusing_waits():
-            yield from super().turns(count)
+            yield from super().schedule(count)
         raise PassesEnded
 
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from runner.core.auto_choices import Decisions
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
-from runner.device.cuda_attention import kernel
+from runner.device.cuda_attention import varlen_kernel
 from runner.interfaces import Device
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.ring import _product
+from runner.model.ring_attention import _matmul_float32
 from runner.model.tiny import byte_tokenizer
 from runner.spec.base import Dtype
 from tests.device.cases import trees
@@ -43,8 +43,8 @@ def attention(query: Tensor, key: Tensor, value: Tensor, window: int | None, sca
 @pytest.mark.parametrize("heads", [(8, 8), (16, 4)])
 def test_the_flash_kernel_of_a_job_is_attention(heads: tuple[int, int], window: int | None) -> None:
     decisions = Decisions()
-    found = kernel(CudaConfig(), torch.bfloat16, decisions)
-    assert found is not None, decisions.made
+    found = varlen_kernel(CudaConfig(), torch.bfloat16, decisions)
+    assert found is not None, decisions.entries
     queries, keys = (tuple(sizes) for sizes in zip(*LENGTHS, strict=True))
     torch.manual_seed(0)
     shapes = [(sum(queries), heads[0], 128), *[(sum(keys), heads[1], 128)] * 2]
@@ -63,7 +63,7 @@ def test_the_flash_kernel_of_a_job_is_attention(heads: tuple[int, int], window: 
 def causal(family: str, device: torch.device, dtype: Dtype, decisions: Decisions) -> CausalLM:
     """A small model of this family on a device."""
     module = zoo.module(family, **NEAR_REAL).to(device).requires_grad_(True)
-    config = TinyConfig(dtype=dtype, head_chunk_tokens=16)
+    config = TinyConfig(dtype=dtype, lm_head_chunk_tokens=16)
     return CausalLM(module, byte_tokenizer(512), config, seed=0, decide=decisions)
 
 
@@ -74,9 +74,9 @@ def test_a_model_in_bfloat16_is_near_the_one_in_float32(family: str, device: Dev
         causal(family, device.torch_device, "bfloat16", decisions),
         causal(family, zoo.CPU, "float32", decisions),
     )
-    if found := device.attention(torch.bfloat16):
-        model.attend_with(found, decide=decisions)
-    assert all(one.is_fact for one in decisions.made), decisions.made
+    if found := device.varlen_attention(torch.bfloat16):
+        model.set_varlen_kernel(found, decide=decisions)
+    assert all(one.is_fact for one in decisions.entries), decisions.entries
     there = batch.to(device.torch_device)
     got, wanted = (
         one.outputs(data, zoo.LOGPROBS)["logprobs"].detach() for one, data in ((model, there), (exact, batch))
@@ -85,7 +85,7 @@ def test_a_model_in_bfloat16_is_near_the_one_in_float32(family: str, device: Dev
     coefficients = -batch.tokens["weight"] / batch.count()["tokens"]
     gradients = []
     for one, data in ((model, there), (exact, batch)):
-        one.linear(data, coefficients)[0].backward()  # type: ignore[no-untyped-call]
+        one.linear_loss(data, coefficients)[0].backward()  # type: ignore[no-untyped-call]
         gradients.append({name: p.grad.cpu() for name, p in one.trainable().items() if p.grad is not None})
     assert zoo.relative(*gradients) < MODEL_LIMIT
 
@@ -94,6 +94,6 @@ def test_a_model_in_bfloat16_is_near_the_one_in_float32(family: str, device: Dev
 def test_products_of_ring_attention_are_summed_in_float32() -> None:
     torch.manual_seed(0)
     a, b = (torch.randn(2, 256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    got = _product(a, b)
+    got = _matmul_float32(a, b)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), a.double() @ b.double(), rtol=1e-4, atol=1e-3)

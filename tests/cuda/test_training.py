@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
-from runner.distributed.dtensor_utils import whole
+from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces import Device
 from runner.parallelism.config import FsdpConfig
 from runner.parallelism.mesh import Mesh
@@ -67,12 +67,12 @@ def updated(model: Any, device: torch.device, steps: int = 3) -> dict[str, Any]:
     optimizer, losses = torch.optim.AdamW(parameters.values(), lr=1e-3, eps=1e-4, fused=True), []
     model.train()
     for _ in range(steps):
-        total, _ = model.linear(batch.to(device), -batch.tokens["weight"] / batch.num_tokens)
+        total, _ = model.linear_loss(batch.to(device), -batch.tokens["weight"] / batch.num_tokens)
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(total.detach()))
-    return {"losses": losses, "weights": {name: whole(p).detach().cpu() for name, p in parameters.items()}}
+    return {"losses": losses, "weights": {name: full_tensor(p).detach().cpu() for name, p in parameters.items()}}
 
 
 def test_a_model_sharded_on_one_rank_learns_as_it_is(one_rank: Device) -> None:

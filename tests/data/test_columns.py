@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data.formats import Renaming, is_json
-from runner.data.readers import Place, Problems, Row
+from runner.data.readers import Problems, Row, SourceLocation
 
 
 def rename(columns: dict[str, str], *values: dict[str, Any]) -> tuple[list[Any], Renaming, str]:
     problems, renaming = Problems("data.path", "a.jsonl"), Renaming(columns)
-    rows = [Row(Place("a.jsonl", i), value) for i, value in enumerate(values, 1)]
+    rows = [Row(SourceLocation("a.jsonl", i), value) for i, value in enumerate(values, 1)]
     found = [row.value for row in renaming.apply(rows, problems)]
     return found, renaming, str(problems.error()) if problems.count else ""
 
@@ -33,7 +33,9 @@ def test_names_can_be_exchanged() -> None:
 def test_a_name_that_is_taken_is_a_problem_of_that_row() -> None:
     found, _, message = rename({"question": "prompt"}, {"question": "a", "prompt": "b"}, {"question": "c"})
     assert found == [{"prompt": "c"}]
-    assert "a.jsonl:1: data.columns renames `question` to `prompt`, and the row has a `prompt` already" in message
+    assert (
+        "a.jsonl:1: data.rename_columns renames `question` to `prompt`, and the row has a `prompt` already" in message
+    )
     assert "a.jsonl:1: " in rename({"a": "b", "b": "c"}, {"a": 1, "b": 2, "c": 3})[2]
 
 

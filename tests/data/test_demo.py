@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.data.config import DemoConfig
-from runner.data.demo import DemoData, Sort, Sum, build, numbers
+from runner.data.demo import DemoData, SortTask, SumTask, build, draw_numbers
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
-from runner.interfaces import Item, Judged, Pair, Prompt, Question
+from runner.interfaces import EvalQuestion, LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer
 
@@ -28,8 +28,8 @@ def demo(tokenizer: Any, seed: int = 0, kind: ItemKind = "sft", **options: Any) 
 
 def test_answers_are_sorted_and_held_out_numbers_are_not_trained_on(tokenizer: Any) -> None:
     found = demo(tokenizer)
-    asked = {q.prompt.split("sort ")[1][:4] for q in found.held_out()}
-    assert all(q.answer == "".join(sorted(q.prompt.split("sort ")[1][:4])) for q in found.held_out())
+    asked = {q.prompt.split("sort ")[1][:4] for q in found.held_out_questions()}
+    assert all(q.answer == "".join(sorted(q.prompt.split("sort ")[1][:4])) for q in found.held_out_questions())
     learnt = {tokenizer.decode(item.ids).split("sort ")[1][:4] for item in found.take(0, 4000)}
     assert (len(asked), len(learnt), asked & learnt) == (256, 4000, set())
     [item] = found.take(0, 1)
@@ -50,7 +50,7 @@ def test_it_is_a_function_of_seed_and_step(tokenizer: Any) -> None:
 
 @pytest.mark.parametrize(("digits", "count"), [(2, 100), (4, 4256), (7, 500), (12, 4256)])
 def test_numbers_are_distinct_and_spread(digits: int, count: int) -> None:
-    found = numbers(10**digits, count, 3)
+    found = draw_numbers(10**digits, count, 3)
     assert len(set(found)) == count
     assert all(0 <= number < 10**digits for number in found)
     assert {str(number).zfill(digits)[0] for number in found} == set("0123456789")
@@ -64,30 +64,30 @@ def asked_in(tokenizer: Any, ids: Any) -> str:
 
 
 def prompt_of(item: Any) -> Any:
-    return item.ids if isinstance(item, Item | Prompt) else item.prompt
+    return item.ids if isinstance(item, TokenizedExample | Prompt) else item.prompt
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_held_out_is_learnt_whatever_the_kind(tokenizer: Any, kind: ItemKind) -> None:
     found = demo(tokenizer, kind=kind, items=500, held_out=50)
-    held_out = {q.prompt.split("sort ")[1][:4] for q in found.held_out()}
+    held_out = {q.prompt.split("sort ")[1][:4] for q in found.held_out_questions()}
     learnt = [asked_in(tokenizer, prompt_of(item)) for item in found.take(0, 500)]
     assert len(held_out) == 50
     assert (len(set(learnt)), held_out & set(learnt)) == (500, set())
     assert [asked_in(tokenizer, i.prompt) for i in found.held_out_items()] == (
-        [q.prompt.split("sort ")[1][:4] for q in found.held_out()] if kind in ("pairs", "judged") else []
+        [q.prompt.split("sort ")[1][:4] for q in found.held_out_questions()] if kind in ("pairs", "judged") else []
     )
 
 
 def test_the_same_numbers_and_questions_whatever_the_kind(tokenizer: Any) -> None:
     data = [demo(tokenizer, kind=kind, items=200, held_out=9) for kind in KINDS]
     orders = [[asked_in(tokenizer, prompt_of(item)) for item in d.take(1, 90)] for d in data]
-    questions = [[(q.prompt_ids, q.prompt, q.answer) for q in d.held_out()] for d in data]
+    questions = [[(q.prompt_ids, q.prompt, q.answer) for q in d.held_out_questions()] for d in data]
     assert all(order == orders[0] for order in orders)
     assert all(question == questions[0] for question in questions)
-    sft = data[0].held_out()[0].item
+    sft = data[0].held_out_questions()[0].item
     for found in data[1:]:  # the same loss: only the line break after the end token, which is context, is not there
-        item = found.held_out()[0].item
+        item = found.held_out_questions()[0].item
         assert item.ids == sft.ids[: len(item.ids)]
         assert item.weights == sft.weights[: len(item.ids)]
         assert sum(item.weights) == sum(sft.weights)
@@ -98,7 +98,7 @@ def test_the_same_numbers_and_questions_whatever_the_kind(tokenizer: Any) -> Non
 def test_of_a_pair_one_answer_is_right_and_the_other_is_not(tokenizer: Any, digits: int) -> None:
     found = demo(tokenizer, kind="pairs", digits=digits, items=80, held_out=20)
     for item in [*found.take(0, 80), *found.held_out_items()]:
-        assert isinstance(item, Pair)
+        assert isinstance(item, PreferencePair)
         number = asked_in(tokenizer, item.prompt)
         right, other = tokenizer.decode(item.chosen), tokenizer.decode(item.rejected)
         assert right == "".join(sorted(number)) + "<|im_end|>"
@@ -111,7 +111,7 @@ def test_judged_answers_are_right_and_wrong_in_turn(tokenizer: Any) -> None:
     found = demo(tokenizer, kind="judged", items=100, held_out=10)
     items = [*found.take(0, 100), *found.held_out_items()]
     for item in items:
-        assert isinstance(item, Judged)
+        assert isinstance(item, LabeledCompletion)
         right = "".join(sorted(asked_in(tokenizer, item.prompt))) + "<|im_end|>"
         assert (tokenizer.decode(item.completion) == right) == item.good
     assert sum(item.good for item in items) == 55
@@ -138,22 +138,25 @@ def test_a_refill_draws_from_an_order_of_its_own(tokenizer: Any, kind: ItemKind)
 
 
 def test_a_wrong_answer_is_seeded() -> None:
-    four = Sort(4)
+    four = SortTask(4)
     assert four.wrong(5031, 0) == four.wrong(5031, 0)
     assert len({four.wrong(5031, seed) for seed in range(40)}) > 10
     assert four.wrong(9999, 0) == "9990"
-    assert {Sort(2).wrong(10, seed) for seed in range(9)} == {"10"}
+    assert {SortTask(2).wrong(10, seed) for seed in range(9)} == {"10"}
 
 
 def test_more_items_than_numbers_is_a_problem_of_the_spec() -> None:
     assert [key for key, _ in DemoConfig(digits=2).problems(None)] == ["data.items"]
     assert DemoConfig(digits=2, items=80, held_out=20).problems(None) == []
-    assert [key for key, _ in DemoConfig(overlong="skip").problems(None)] == ["data.overlong"]
+    assert [key for key, _ in DemoConfig(truncation="skip").problems(None)] == ["data.truncation"]
 
 
 def test_every_number_of_a_small_space_is_used_once(tokenizer: Any) -> None:
     found = demo(tokenizer, digits=2, items=80, held_out=20)
-    everything = [*(q.prompt for q in found.held_out()), *(tokenizer.decode(i.ids) for i in found.take(0, 80))]
+    everything = [
+        *(q.prompt for q in found.held_out_questions()),
+        *(tokenizer.decode(i.ids) for i in found.take(0, 80)),
+    ]
     assert len({text.split("sort ")[1][:2] for text in everything}) == 100
 
 
@@ -172,7 +175,7 @@ def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
 def test_faults_of_the_template_are_found_at_the_start() -> None:
     with pytest.raises(DataError, match="no chat template"):
         demo(byte_tokenizer(template=None))
-    with pytest.raises(Exception, match="where it ends is not learnt"):
+    with pytest.raises(Exception, match="where it ends is not trained on"):
         demo(byte_tokenizer(template=CHATML.replace("<|im_end|>", "##")))
 
 
@@ -192,7 +195,7 @@ def summed(question: str) -> str:
 
 
 def test_every_other_sum_is_taught_as_the_conversation_that_the_calculator_would_have(tokenizer: Any) -> None:
-    """What the tool says is what environment=calculator says, and only the assistant is learnt."""
+    """What the tool says is what environment=calculator says, and only the assistant is trained on."""
     found = demo(tokenizer, items=300, held_out=20, **SUM)
     environment = calculator.build(CalculatorConfig()).make()
     asked = 0
@@ -214,7 +217,7 @@ def test_sums_are_distinct_in_training_and_held_out_and_the_same_for_every_kind(
     learnt = [tokenizer.decode(item.ids).split("sum ")[1].split("<")[0] for item in sft.take(2, 400)]
     asked = [item.messages[0]["content"].removeprefix("sum ") for item in prompts.take(2, 400)]
     assert learnt == asked and len(set(asked)) == 400
-    held_out = {q.messages[0]["content"].removeprefix("sum ") for q in prompts.held_out()}
+    held_out = {q.messages[0]["content"].removeprefix("sum ") for q in prompts.held_out_questions()}
     assert len(held_out) == 50 and not held_out & set(asked)
     for item in prompts.take(0, 400):
         assert item.columns == {"answer": summed(item.text)}
@@ -224,14 +227,14 @@ def test_sums_are_distinct_in_training_and_held_out_and_the_same_for_every_kind(
 
 @pytest.mark.parametrize("task", ["sort", "sum"])
 def test_a_held_out_prompt_is_what_an_environment_is_told(tokenizer: Any, task: Any) -> None:
-    questions = demo(tokenizer, kind="prompts", task=task, items=100, held_out=8).held_out()
+    questions = demo(tokenizer, kind="prompts", task=task, items=100, held_out=8).held_out_questions()
     for one in questions:
-        assert isinstance(one, Question) and one.columns == {"answer": one.answer} and one.messages is not None
+        assert isinstance(one, EvalQuestion) and one.columns == {"answer": one.answer} and one.messages is not None
         assert one.prompt == tokenizer.apply_chat_template(one.messages, tokenize=False, add_generation_prompt=True)
 
 
 def test_every_question_of_a_small_sum_is_another() -> None:
-    task = Sum(2, 2)
+    task = SumTask(2, 2)
     assert len({task.question(n) for n in range(task.space)}) == task.space == 8100
 
 
@@ -254,8 +257,8 @@ def test_what_makes_no_sense_of_a_sum_is_refused(words: str, problem: str, workd
 
 
 def test_an_example_of_each_task_can_be_typed() -> None:
-    assert DemoConfig().example() == '"sort 5031"'
-    assert DemoConfig(**SUM).example() == '"sum 503 503 503"'
+    assert DemoConfig().example_prompt() == '"sort 5031"'
+    assert DemoConfig(**SUM).example_prompt() == '"sum 503 503 503"'
 
 
 def test_the_longest_sum_is_what_is_measured(tokenizer: Any) -> None:

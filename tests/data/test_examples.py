@@ -8,12 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.data.examples import Answers, Ask, Chat, Plain, Reading, common_text
+from runner.data.examples import (
+    AnswersExample,
+    ChatExample,
+    PromptExample,
+    Reading,
+    TextExample,
+    count_common_characters,
+)
 from runner.data.formats import FormatCheck
-from runner.data.readers import Place, Problems, Row
+from runner.data.readers import Problems, Row, SourceLocation
 from tests.data.conftest import chat
 
-HERE = Place("a.jsonl", 1)
+HERE = SourceLocation("a.jsonl", 1)
 TALK, OTHER = chat("2+2?", "4"), chat("2+2?", "5")
 LONG, LONGER = chat("a", "b", "c", "d"), chat("a", "b", "c", "e")
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -23,83 +30,83 @@ def check(reading: Reading, *rows: dict[str, Any]) -> tuple[list[Any], FormatChe
     """Examples, the check, and the error's text or nothing."""
     problems = Problems("data.path", "a.jsonl")
     found = FormatCheck(problems, reading)
-    examples = list(found.examples(Row(Place("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
+    examples = list(found.examples(Row(SourceLocation("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
     return examples, found, str(problems.error()) if problems.count else ""
 
 
-def chats(context: int, *talks: list[dict[str, str]], tools: Any = ()) -> tuple[Chat, ...]:
-    return tuple(Chat(HERE, tuple(talk), context, tuple(tools)) for talk in talks)
+def chats(context: int, *talks: list[dict[str, str]], tools: Any = ()) -> tuple[ChatExample, ...]:
+    return tuple(ChatExample(HERE, tuple(talk), context, tuple(tools)) for talk in talks)
 
 
-PLAIN_PAIR = (Plain(HERE, "The sky is", " blue."), Plain(HERE, "The sky is", " green."))
+PLAIN_PAIR = (TextExample(HERE, "The sky is", " blue."), TextExample(HERE, "The sky is", " green."))
 SOUND: list[tuple[Reading, dict[str, Any], str, Any]] = [
     (
         "pairs",
         {"prompt": "The sky is", "chosen": " blue.", "rejected": " green."},
         "prompt+chosen+rejected (text)",
-        Answers(HERE, PLAIN_PAIR, {"margin": None}),
+        AnswersExample(HERE, PLAIN_PAIR, {"margin": None}),
     ),
     (
         "pairs",
         {"chosen": "The sky is blue.", "rejected": "The sky is green.", "margin": 2},
         "chosen+rejected (text)",
-        Answers(HERE, PLAIN_PAIR, {"margin": 2.0}),
+        AnswersExample(HERE, PLAIN_PAIR, {"margin": 2.0}),
     ),
     (
         "pairs",
         {"prompt": TALK[:1], "chosen": TALK[1:], "rejected": OTHER[1:], "margin": -0.5},
         "prompt+chosen+rejected (messages)",
-        Answers(HERE, chats(1, TALK, OTHER), {"margin": -0.5}),
+        AnswersExample(HERE, chats(1, TALK, OTHER), {"margin": -0.5}),
     ),
     (
         "pairs",
         {"chosen": TALK, "rejected": OTHER, "tools": TOOLS, "margin": None},
         "chosen+rejected (messages)",
-        Answers(HERE, chats(1, TALK, OTHER, tools=TOOLS), {"margin": None}),
+        AnswersExample(HERE, chats(1, TALK, OTHER, tools=TOOLS), {"margin": None}),
     ),
     (
         "pairs",  # as UltraFeedback has it: the prompt's words again, beside whole conversations
         {"prompt": "2+2?", "chosen": TALK, "rejected": OTHER},
         "chosen+rejected (messages)",
-        Answers(HERE, chats(1, TALK, OTHER), {"margin": None}),
+        AnswersExample(HERE, chats(1, TALK, OTHER), {"margin": None}),
     ),
     (
         "judged",
         {"prompt": "a", "completion": "b", "label": False},
         "prompt+completion+label (text)",
-        Answers(HERE, (Plain(HERE, "a", "b"),), {"good": False}),
+        AnswersExample(HERE, (TextExample(HERE, "a", "b"),), {"good": False}),
     ),
     (
         "judged",
         {"prompt": TALK[:1], "completion": TALK[1:], "label": True, "tools": TOOLS},
         "prompt+completion+label (messages)",
-        Answers(HERE, chats(1, TALK, tools=TOOLS), {"good": True}),
+        AnswersExample(HERE, chats(1, TALK, tools=TOOLS), {"good": True}),
     ),
-    ("prompts", {"prompt": "a"}, "prompt (text)", Ask(HERE, "a")),
+    ("prompts", {"prompt": "a"}, "prompt (text)", PromptExample(HERE, "a")),
     (
         "prompts",
         {"prompt": TALK[:1], "tools": TOOLS, "answer": "4"},
         "prompt (messages)",
-        Ask(HERE, tuple(TALK[:1]), tuple(TOOLS), {"tools": TOOLS, "answer": "4"}),
+        PromptExample(HERE, tuple(TALK[:1]), tuple(TOOLS), {"tools": TOOLS, "answer": "4"}),
     ),
     (
         "prompts",
         {"prompt": TALK[:1], "completion": TALK[1:]},
         "prompt (messages)",
-        Ask(HERE, tuple(TALK[:1]), (), {"completion": "4"}),
+        PromptExample(HERE, tuple(TALK[:1]), (), {"completion": "4"}),
     ),
-    ("prompts", {"prompt": "a", "completion": "b"}, "prompt (text)", Ask(HERE, "a", (), {"completion": "b"})),
+    ("prompts", {"prompt": "a", "completion": "b"}, "prompt (text)", PromptExample(HERE, "a", (), {"completion": "b"})),
     (
         "questions",
         {"prompt": "a", "answer": 4, "hint": "b"},
         "prompt+answer (text)",
-        Answers(HERE, (Plain(HERE, "a", "4"),), {"messages": None, "columns": {"answer": 4, "hint": "b"}}),
+        AnswersExample(HERE, (TextExample(HERE, "a", "4"),), {"messages": None, "columns": {"answer": 4, "hint": "b"}}),
     ),
     (
         "questions",
         {"prompt": TALK[:1], "answer": "4"},
         "prompt+answer (messages)",
-        Answers(HERE, chats(1, TALK), {"messages": TALK[:1], "columns": {"answer": "4"}}),
+        AnswersExample(HERE, chats(1, TALK), {"messages": TALK[:1], "columns": {"answer": "4"}}),
     ),
 ]
 
@@ -118,12 +125,16 @@ UNKNOWN: list[tuple[Reading, dict[str, Any], str]] = [
     ("judged", {"prompt": "a", "completion": "b"}, "expected the columns `prompt`, `completion` and `label`"),
     ("judged", {"prompt": "a", "chosen": "b", "rejected": "c"}, "are preference pairs (algorithm=dpo, rm)"),
     ("sft", {"chosen": "a b", "rejected": "a c"}, "are preference pairs (algorithm=dpo, rm)"),
-    ("sft", {"question": "a", "response": "b"}, "type 'data.columns={question: prompt, response: completion}'"),
-    ("sft", {"question": "a", "completion": "b"}, "type 'data.columns={question: prompt}'"),
+    ("sft", {"question": "a", "response": "b"}, "type 'data.rename_columns={question: prompt, response: completion}'"),
+    ("sft", {"question": "a", "completion": "b"}, "type 'data.rename_columns={question: prompt}'"),
     ("prompts", {"question": "a", "answer": "b"}, "expected a column `prompt` (any others are for rewards)"),
-    ("prompts", {"question": "a", "answer": "b"}, "found question, answer; type 'data.columns={question: prompt}'"),
+    (
+        "prompts",
+        {"question": "a", "answer": "b"},
+        "found question, answer; type 'data.rename_columns={question: prompt}'",
+    ),
     ("prompts", {"messages": TALK}, "give the messages before the answer as `prompt`"),
-    ("questions", {"question": "a", "answer": "b"}, "type 'data.columns={question: prompt}'"),
+    ("questions", {"question": "a", "answer": "b"}, "type 'data.rename_columns={question: prompt}'"),
     (
         "questions",
         {"prompt": "a"},
@@ -193,8 +204,8 @@ def test_a_later_row_of_another_format_is_an_error() -> None:
 
 def test_columns_of_a_prompt_are_for_rewards_and_of_others_ignored() -> None:
     found = check("prompts", {"prompt": "a", "answer": "b", "day": float("nan")}, {"prompt": "c", "tools": 3})[1]
-    assert (found.given, found.ignored) == ({"answer", "tools"}, {"day"})
-    assert check("prompts", {"prompt": "a", "day": b"x"})[0] == [Ask(HERE, "a")]
+    assert (found.reward_columns, found.ignored) == ({"answer", "tools"}, {"day"})
+    assert check("prompts", {"prompt": "a", "day": b"x"})[0] == [PromptExample(HERE, "a")]
     assert check("pairs", {**PAIR, "margin": 1, "tools": TOOLS, "id": 3})[1].ignored == {"tools", "id"}
     assert check("judged", {"prompt": "a", "completion": "b", "label": True, "margin": 3})[1].ignored == {"margin"}
 
@@ -207,17 +218,17 @@ def test_the_implicit_prompt_is_what_comes_before_the_answers_that_differ() -> N
     other = [*LONG[:2], *chat("x", "y")]
     [found], check_, _ = check("pairs", {"chosen": LONG, "rejected": other})
     assert found.answers == chats(1, LONG, other)
-    assert check_.several_turns == 1
-    [found], _, _ = check("pairs", {"chosen": LONG, "rejected": LONG[:2]})  # one goes on where the other ends
+    assert check_.num_several_turns == 1
+    [found], _, _ = check("pairs", {"chosen": LONG, "rejected": LONG[:2]})  # one continues where the other ends
     assert found.answers == chats(1, LONG, LONG[:2])
 
 
 def test_pairs_that_do_not_differ_are_left_out_and_counted() -> None:
     same: list[dict[str, Any]] = [{"chosen": TALK, "rejected": TALK}, {"chosen": TALK, "rejected": OTHER}]
     examples, found, message = check("pairs", *same)
-    assert (len(examples), found.alike, message) == (1, 1, "")
-    assert check("pairs", {**PAIR, "rejected": "b"})[1].alike == 1
-    assert check("pairs", {"chosen": "a b c", "rejected": "a b c"})[1].alike == 1
+    assert (len(examples), found.num_identical_pairs, message) == (1, 1, "")
+    assert check("pairs", {**PAIR, "rejected": "b"})[1].num_identical_pairs == 1
+    assert check("pairs", {"chosen": "a b c", "rejected": "a b c"})[1].num_identical_pairs == 1
 
 
 @pytest.mark.parametrize(
@@ -233,8 +244,8 @@ def test_pairs_that_do_not_differ_are_left_out_and_counted() -> None:
     ],
 )
 def test_the_implicit_prompt_of_a_text_ends_with_a_word(chosen: str, rejected: str, prompt: str) -> None:
-    assert chosen[: common_text(chosen, rejected)] == prompt
-    assert rejected[: common_text(rejected, chosen)] == prompt
+    assert chosen[: count_common_characters(chosen, rejected)] == prompt
+    assert rejected[: count_common_characters(rejected, chosen)] == prompt
 
 
 WORDS = st.text(st.sampled_from("ab .\n"), min_size=1, max_size=12).filter(str.strip)
@@ -242,7 +253,7 @@ WORDS = st.text(st.sampled_from("ab .\n"), min_size=1, max_size=12).filter(str.s
 
 @given(WORDS, WORDS)
 def test_both_answers_are_whole_and_have_text(chosen: str, rejected: str) -> None:
-    cut = common_text(chosen, rejected)
-    assert cut == common_text(rejected, chosen)
+    cut = count_common_characters(chosen, rejected)
+    assert cut == count_common_characters(rejected, chosen)
     assert chosen[:cut] == rejected[:cut]
     assert chosen[cut:].strip() and rejected[cut:].strip()

@@ -12,8 +12,8 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, StorageError
-from runner.data.config import FileConfig
-from runner.data.dataset import TokenisedData
+from runner.data.config import ChatConfig, FileConfig
+from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer, chat
@@ -28,18 +28,19 @@ def data(
     decide: Decisions | None = None,
     seed: int = 0,
     kind: ItemKind = "sft",
+    chat_options: ChatConfig | None = None,
     **options: Any,
-) -> TokenisedData:
+) -> TokenizedData:
     config, decide, cache = FileConfig(**options), decide or Decisions(), cache_dir / "cache"
-    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
+    return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind, chat=chat_options)
 
 
-def texts(tokenizer: Any, found: TokenisedData, step: int, count: int) -> list[str]:
+def texts(tokenizer: Any, found: TokenizedData, step: int, count: int) -> list[str]:
     return [tokenizer.decode(item.ids) for item in found.take(step, count)]
 
 
 def said(decide: Decisions, feature: str) -> list[str]:
-    return [str(d) for d in decide.made if d.feature == feature]
+    return [str(d) for d in decide.entries if d.feature == feature]
 
 
 def test_items_come_in_file_order_or_shuffled(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -50,7 +51,7 @@ def test_items_come_in_file_order_or_shuffled(tokenizer: Any, tmp_path: Path, js
     assert sorted(texts(tokenizer, shuffled, 0, 10)) == texts(tokenizer, plain, 0, 10)
     assert texts(tokenizer, shuffled, 0, 10) != texts(tokenizer, plain, 0, 10)
     assert len(shuffled) == 10
-    assert plain.held_out() == ()
+    assert plain.held_out_questions() == ()
 
 
 def test_items_are_plain_numbers_with_weights(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -65,10 +66,10 @@ def test_format_counts_and_ignored_columns_are_said(tokenizer: Any, tmp_path: Pa
     data(tokenizer, tmp_path, decide, path=jsonl(TALKS))
     assert "messages" in said(decide, "data.format")[0]
     assert "20 items" in said(decide, "data.format")[0]
-    assert "not read: id" in said(decide, "data.columns")[0]
+    assert "not read: id" in said(decide, "data.rename_columns")[0]
     again = Decisions(strict=True)
     data(tokenizer, tmp_path, again, path=jsonl(TALKS))
-    assert again.made == decide.made  # a hit of the cache says the same
+    assert again.entries == decide.entries  # a hit of the cache says the same
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -163,9 +164,9 @@ def test_the_fingerprint_follows_everything_that_items_depend_on(tmp_path: Path,
         fingerprint(path=jsonl([{"messages": chat("a", "b", "c", "e")}], "other.jsonl")),
         fingerprint(byte_tokenizer(merges=[("a", "b")])),
         fingerprint(byte_tokenizer(template=CHATML + "{# another #}")),
-        fingerprint(loss_on="last_assistant"),
+        fingerprint(chat_options=ChatConfig(train_on="last")),
         fingerprint(max_length=99),
-        fingerprint(overlong="skip"),
+        fingerprint(truncation="skip"),
         fingerprint(eval_path=path),
     ]
     assert len({base, *others}) == len(others) + 1
@@ -184,34 +185,34 @@ def test_faults_of_reading_format_and_length_come_together(tokenizer: Any, tmp_p
 
 def test_overlong_rows_are_counted_and_said(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
     path = jsonl([{"text": "a"}, {"text": "x" * 50}, {"text": "b"}])
-    assert len(data(tokenizer, tmp_path, decide, path=path, max_length=20, overlong="skip")) == 2
-    assert "1 of 3 rows were longer than data.max_length=20: left out" in said(decide, "data.overlong")[0]
-    assert len(data(tokenizer, tmp_path, path=path, max_length=20, overlong="split")) == 5
+    assert len(data(tokenizer, tmp_path, decide, path=path, max_length=20, truncation="skip")) == 2
+    assert "1 of 3 rows were longer than data.max_length=20: left out" in said(decide, "data.truncation")[0]
+    assert len(data(tokenizer, tmp_path, path=path, max_length=20, truncation="split")) == 5
     with pytest.raises(DataError, match=r"no item is left; 1 of 1 rows"):
         only = jsonl([{"text": "x" * 50}], "long.jsonl")
-        data(tokenizer, tmp_path, path=only, max_length=20, overlong="skip")
+        data(tokenizer, tmp_path, path=only, max_length=20, truncation="skip")
 
 
 def test_split_is_for_plain_text(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
-    with pytest.raises(DataError, match=r"overlong=split needs plain text.*rows\.jsonl:1 has messages"):
-        data(tokenizer, tmp_path, path=jsonl(TALKS), overlong="split")
+    with pytest.raises(DataError, match=r"truncation=split needs plain text.*rows\.jsonl:1 has messages"):
+        data(tokenizer, tmp_path, path=jsonl(TALKS), truncation="split")
 
 
 def test_held_out_rows_become_questions(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions) -> None:
     held_out = jsonl([{"messages": chat("a", "b", "c", f"d{i}")} for i in range(5)], "eval.jsonl")
-    found = data(tokenizer, tmp_path, decide, path=jsonl(TALKS), eval_path=held_out, eval_items=3)
-    questions = found.held_out()
+    found = data(tokenizer, tmp_path, decide, path=jsonl(TALKS), eval_path=held_out, max_eval_examples=3)
+    questions = found.held_out_questions()
     assert [q.answer for q in questions] == ["d0", "d1", "d2"]
     prompt = tokenizer.apply_chat_template(chat("a", "b", "c"), tokenize=False, add_generation_prompt=True)
     assert questions[0].prompt == prompt
     assert list(questions[0].prompt_ids) == tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert questions[0].item.ids[: len(questions[0].prompt_ids)] == questions[0].prompt_ids
-    assert "the first 3 of 5" in said(decide, "data.eval_items")[0]
+    assert "the first 3 of 5" in said(decide, "data.max_eval_examples")[0]
 
 
 def test_held_out_text_has_a_loss_and_no_question(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     path = jsonl([{"text": "abc"}])
-    [question] = data(tokenizer, tmp_path, path=path, eval_path=path).held_out()
+    [question] = data(tokenizer, tmp_path, path=path, eval_path=path).held_out_questions()
     assert (question.prompt_ids, question.prompt, question.answer) == ((), "", "")
     assert sum(question.item.weights) == 3
 
@@ -219,16 +220,16 @@ def test_held_out_text_has_a_loss_and_no_question(tokenizer: Any, tmp_path: Path
 def test_an_answer_that_was_cut_is_no_question(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     path = jsonl([{"prompt": "abc", "completion": "defgh"}])
     cut = {"path": path, "eval_path": path, "max_length": 6}
-    assert data(tokenizer, tmp_path, overlong="truncate_right", **cut).held_out()[0].prompt_ids == ()
-    assert data(tokenizer, tmp_path, overlong="truncate_left", **cut).held_out()[0].prompt_ids == ()
-    [asked] = data(tokenizer, tmp_path, overlong="truncate_left", **{**cut, "max_length": 7}).held_out()
+    assert data(tokenizer, tmp_path, truncation="truncate_right", **cut).held_out_questions()[0].prompt_ids == ()
+    assert data(tokenizer, tmp_path, truncation="truncate_left", **cut).held_out_questions()[0].prompt_ids == ()
+    [asked] = data(tokenizer, tmp_path, truncation="truncate_left", **{**cut, "max_length": 7}).held_out_questions()
     assert (asked.prompt, asked.answer) == ("c", "defgh")
 
 
 def test_a_mixture_has_its_shares_and_each_source_its_format(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     one = jsonl([{"text": f"a{i}"} for i in range(7)], "one.jsonl")
     two = jsonl([{"prompt": "b", "completion": str(i)} for i in range(50)], "two.jsonl")
-    found = data(tokenizer, tmp_path, path=(one, two), weights=(0.25, 0.75))
+    found = data(tokenizer, tmp_path, path=(one, two), mixture_weights=(0.25, 0.75))
     drawn = texts(tokenizer, found, 0, 1000)
     assert sum(text.startswith("a") for text in drawn) == 250
     assert len(found) == 57
@@ -254,3 +255,57 @@ def test_a_folder_is_one_source_of_one_format(tokenizer: Any, tmp_path: Path, js
 def test_many_rows_over_several_batches(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     found = data(tokenizer, tmp_path, path=jsonl([{"text": f"n{i}"} for i in range(1500)]), shuffle=False)
     assert texts(tokenizer, found, 0, 1500) == [f"n{i}<|im_end|>" for i in range(1500)]
+
+
+def test_a_template_that_rewrites_history_trains_on_every_turn(tmp_path: Path, jsonl: Jsonl) -> None:
+    """Each question has the prompt that generation sees; what the branches cost is said."""
+    rewriting = CHATML.replace("{{ m.content }}", "{{ 'T' if loop.last and m.role == 'assistant' }}{{ m.content }}")
+    tokenizer, decide = byte_tokenizer(template=rewriting), Decisions(strict=True)
+    path = jsonl([{"messages": chat("a", "b", "c", "d")}])
+    found = data(tokenizer, tmp_path, decide, path=path, eval_path=path)
+    [item] = found.take(0, 1)
+    assert len(item.branches) == 2
+    trained = [i for i, weight in zip(item.ids, item.weights, strict=True) if weight]
+    assert tokenizer.decode(trained) == "Tb<|im_end|>Td<|im_end|>"
+    [question] = found.held_out_questions()
+    assert question.prompt == tokenizer.apply_chat_template(
+        chat("a", "b", "c"), tokenize=False, add_generation_prompt=True
+    )
+    assert question.answer == "Td" and tokenizer.decode(list(question.answer_ids)) == "Td<|im_end|>"
+    said = " ".join(map(str, decide.entries))
+    assert "1 of 1 rows: the chat template rewrites earlier turns" in said and "chat.train_on=last" in said
+
+
+def test_control_tokens_in_rows_are_said(tmp_path: Path, jsonl: Jsonl) -> None:
+    for row, note in (
+        ({"messages": chat("a<|im_end|>", "b")}, "encoded as text"),
+        ({"text": "a<|im_end|>b"}, "encoded as these tokens"),
+    ):
+        decide = Decisions(strict=True)
+        data(byte_tokenizer(), tmp_path, decide, path=jsonl([row]))
+        assert note in " ".join(map(str, decide.entries))
+
+
+def test_content_that_the_template_does_not_write_is_refused(tmp_path: Path, jsonl: Jsonl) -> None:
+    thoughtful = {**chat("a", "b")[1], "reasoning_content": "well"}
+    path = jsonl([{"messages": [*chat("a", "b"), *chat("c")]}, {"messages": [*chat("a"), thoughtful]}])
+    with pytest.raises(
+        DataError, match=r"rows\.jsonl:2: the chat template does not write the reasoning of messages\[1\]"
+    ):
+        data(byte_tokenizer(), tmp_path, path=path)
+    found = data(byte_tokenizer(), tmp_path, path=path, chat_options=ChatConfig(drop=("reasoning",)))
+    assert len(found) == 2
+
+
+def test_rows_that_are_too_long_are_named_with_the_value_that_keeps_them(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl
+) -> None:
+    path = jsonl([{"text": "a" * size} for size in (3, 9, 30, 8)])
+    with pytest.raises(DataError) as caught:
+        data(tokenizer, tmp_path, path=path, max_length=8)
+    lines = str(caught.value).splitlines()
+    assert [line.rpartition("rows.jsonl")[2] for line in lines[1:4]] == [
+        f":{row}: {length} tokens, above data.max_length=8" for row, length in ((2, 10), (3, 31), (4, 9))
+    ]
+    assert "3 of 4 rows are too long; type data.max_length=31 to keep all, or data.truncation=skip" in lines[4]
+    assert len(data(tokenizer, tmp_path, path=path, max_length=31)) == 4

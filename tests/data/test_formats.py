@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from runner.data.examples import Chat, Plain
+from runner.data.examples import ChatExample, TextExample
 from runner.data.formats import FormatCheck
-from runner.data.readers import Place, Problems, Row
+from runner.data.readers import Problems, Row, SourceLocation
 from tests.data.conftest import chat
 
 TALK = chat("2+2?", "4")
@@ -19,28 +19,36 @@ def check(*rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
     """Examples, the check, and the error's text or nothing."""
     problems = Problems("data.path", "a.jsonl")
     found = FormatCheck(problems, "sft")
-    examples = list(found.examples(Row(Place("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
+    examples = list(found.examples(Row(SourceLocation("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
     return examples, found, str(problems.error()) if problems.count else ""
 
 
 @pytest.mark.parametrize(
     ("row", "form", "example"),
     [
-        ({"text": "a"}, "text", Plain(Place("a.jsonl", 1), None, "a")),
-        ({"prompt": "a", "completion": "b"}, "prompt+completion (text)", Plain(Place("a.jsonl", 1), "a", "b")),
-        ({"messages": TALK}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+        ({"text": "a"}, "text", TextExample(SourceLocation("a.jsonl", 1), None, "a")),
+        (
+            {"prompt": "a", "completion": "b"},
+            "prompt+completion (text)",
+            TextExample(SourceLocation("a.jsonl", 1), "a", "b"),
+        ),
+        ({"messages": TALK}, "messages", ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK))),
         (
             {"prompt": TALK[:1], "completion": TALK[1:]},
             "prompt+completion (messages)",
-            Chat(Place("a.jsonl", 1), tuple(TALK), context=1),
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), context=1),
         ),
-        ({"messages": TALK, "tools": TOOLS}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS))),
+        (
+            {"messages": TALK, "tools": TOOLS},
+            "messages",
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
+        ),
         (
             {"messages": TALK, "tools": '[{"type": "function", "function": {"name": "add"}}]'},
             "messages",
-            Chat(Place("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
+            ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK), 0, tuple(TOOLS)),
         ),
-        ({"messages": TALK, "tools": None}, "messages", Chat(Place("a.jsonl", 1), tuple(TALK))),
+        ({"messages": TALK, "tools": None}, "messages", ChatExample(SourceLocation("a.jsonl", 1), tuple(TALK))),
     ],
 )
 def test_each_format_is_detected(row: dict[str, Any], form: str, example: Any) -> None:
@@ -64,7 +72,7 @@ BAD_FIRST = [
     ({}, "found no column"),
     ({"prompt": "a"}, "`prompt` alone has no answer to learn"),
     ({"chosen": "a", "rejected": "b"}, "preference pairs"),
-    ({"conversations": []}, "rename `conversations` to `messages`"),
+    ({"conversations": []}, "found no message (read as ShareGPT)"),
     ({"text": 3}, "column text: expected text, found a number"),
     ({"text": None}, "column text: expected text, found null"),
     ({"text": " \n"}, "column text is empty"),
@@ -80,13 +88,13 @@ BAD_FIRST = [
     ({"messages": ["a"]}, "column messages: expected a list of messages, found a list"),
     ({"messages": [*TALK, {"role": "asistant", "content": "x"}]}, "messages[2].role: unknown role 'asistant'; did you"),
     ({"messages": [{"content": "x"}]}, "messages[0]: no role; expected the keys role and content, found content"),
-    ({"messages": [{"from": "human", "value": "x"}]}, "rename from/value to role/content"),
+    ({"messages": [{"from": "human", "value": "x"}]}, "found user (read as ShareGPT)"),
     ({"messages": [{"role": 3, "content": "x"}]}, "messages[0].role: expected text, found a number"),
     ({"messages": [{"role": "user"}]}, "messages[0]: no content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text, found a number"),
     (
-        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
-        "messages[0].content: expected text, found a list",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
+        "messages[0].content: expected parts of type text, found image; only text can be trained on",
     ),
     ({"messages": chat("", "b")}, "messages[0].content: the user's turn is empty"),
     ({"messages": chat("a", " ")}, "messages[1].content: the assistant's turn is empty"),
@@ -144,8 +152,8 @@ def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> Non
     ("weights", "said"),
     [
         ((0,), "every assistant turn of the conversation has weight 0; expected one to learn"),
-        (("no",), "messages[1].weight: expected 0 (context) or 1 (learnt), found 'no'"),
-        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (learnt), found 0.5"),
+        (("no",), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 'no'"),
+        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 0.5"),
     ],
 )
 def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weights: tuple[Any], said: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig
-from runner.data.hub import HubSource, build, load
+from runner.data.hub import HubSource, build, load_split
 from runner.data.readers import Problems
 from tests.data.conftest import chat
 
@@ -48,8 +48,8 @@ def test_a_data_set_of_the_hub_becomes_items(tokenizer: Any, tmp_path: Path) -> 
     data = build(config, tokenizer=tokenizer, seed=0, decide=decide, cache_dir=tmp_path / "cache", kind="sft")
     expected = tokenizer.apply_chat_template(chat("q0", "a0"), tokenize=False)
     assert tokenizer.decode(data.take(0, 1)[0].ids) == expected
-    assert [q.answer for q in data.held_out()] == [f"a{i}" for i in range(6)]
-    assert any("data.path=someone/talks[train]: 6 items" in d.reason for d in decide.made)
+    assert [q.answer for q in data.held_out_questions()] == [f"a{i}" for i in range(6)]
+    assert any("data.path=someone/talks[train]: 6 items" in d.reason for d in decide.entries)
 
 
 def source(rows: list[dict[str, Any]]) -> HubSource:
@@ -77,16 +77,16 @@ def test_the_digest_follows_the_rows() -> None:
 def test_a_hub_out_of_reach_says_so_and_what_to_do() -> None:
     config = HubConfig(path="no-such-owner/no-such-data")
     with pytest.raises(EnvironmentProblem, match=r"the hub cannot be reached(?s:.)*data=file data\.path="):
-        load(config, "no-such-owner/no-such-data", "train")
+        load_split(config, "no-such-owner/no-such-data", "train")
 
 
 def test_a_local_path_is_sent_to_data_file(tmp_path: Path) -> None:
     config = HubConfig(path=str(tmp_path))
     with pytest.raises(DataError, match="read it with: data=file"):
-        load(config, str(tmp_path), "train")
+        load_split(config, str(tmp_path), "train")
 
 
 @pytest.mark.usefixtures("cached")
 def test_a_split_that_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"someone/talks: cannot be loaded \(subset None, split nope"):
-        load(HubConfig(path="someone/talks"), "someone/talks", "nope")
+        load_split(HubConfig(path="someone/talks"), "someone/talks", "nope")

@@ -7,42 +7,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.data.examples import Reading
-from runner.data.items import Limit, Rule, Tally
-from runner.data.readers import Place, Problems
-from runner.data.tokenise import Answered, Encoded
+from runner.data.items import LengthLimit, OverlongRule, TruncationCounts
+from runner.data.readers import Problems, SourceLocation
+from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows
 
-HERE = Place("a.jsonl", 7)
+HERE = SourceLocation("a.jsonl", 7)
 
 
-def row(length: int, context: int = 1) -> Encoded:
+def row(length: int, context: int = 1) -> EncodedExample:
     """`length` tokens, the first `context` of them given; the rest is the answer."""
     learnt = [0] * context + [1] * (length - context)
-    return Encoded(HERE, list(range(length)), learnt, (context, length))
+    return EncodedExample(HERE, list(range(length)), learnt, (context, length))
 
 
-def apply(rule: Rule, given: Encoded, most: int) -> tuple[list[Encoded], Tally, Problems]:
-    tally, problems = Tally(), Problems("data.path", "a.jsonl")
-    return list(Limit(most, rule).apply(given, tally, problems)), tally, problems
+def apply(
+    rule: OverlongRule, given: EncodedExample, most: int
+) -> tuple[list[EncodedExample], TruncationCounts, Problems]:
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    return list(LengthLimit(most, rule).apply(given, tally, problems)), tally, problems
 
 
 @pytest.mark.parametrize("rule", ["error", "skip", "truncate_left", "truncate_right", "split"])
-def test_what_fits_stays_as_it_is(rule: Rule) -> None:
+def test_what_fits_stays_as_it_is(rule: OverlongRule) -> None:
     items, tally, problems = apply(rule, row(8, 3), 8)
     assert items == [row(8, 3)]
-    assert (tally.items, tally.tokens, tally.learnt, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
+    assert (tally.items, tally.tokens, tally.trained_tokens, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
 
 
 def test_error_names_row_and_length_and_what_to_do() -> None:
-    items, _, problems = apply("error", row(9), 8)
+    items, tally, problems = apply("error", row(9), 8)
     assert items == []
     assert "a.jsonl:7: 9 tokens, above data.max_length=8" in str(problems.error())
-    assert "data.overlong to skip" in str(problems.error())
+    assert LengthLimit(8, "error").way_out(tally) == (
+        "1 row is too long; type data.max_length=9 to keep all, or data.truncation=skip, truncate_left or "
+        "truncate_right (split: of plain text)"
+    )
+    assert LengthLimit(8, "skip").way_out(tally) == ""
 
 
 def test_skip_leaves_out_and_counts() -> None:
     items, tally, _ = apply("skip", row(9), 8)
     assert (items, tally.left_out, tally.longest) == ([], 1, 9)
-    assert Limit(8, "skip").report(tally) == "1 of 1 rows were longer than data.max_length=8: left out"
+    assert LengthLimit(8, "skip").report(tally) == "1 of 1 rows were longer than data.max_length=8: left out"
 
 
 @given(st.integers(2, 30), st.integers(1, 29), st.integers(2, 30))
@@ -53,12 +59,12 @@ def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context
         assert problems.count == 0
         assert len(items) + tally.left_out == 1
         if not items:
-            assert sum(given_row.learnt[:most]) == 0
+            assert sum(given_row.loss_mask[:most]) == 0
             continue
         [item] = items
         assert item.ids == kept
-        assert item.learnt[0] == 0
-        assert item.learnt[1:] == [given_row.learnt[token] for token in kept[1:]]
+        assert item.loss_mask[0] == 0
+        assert item.loss_mask[1:] == [given_row.loss_mask[token] for token in kept[1:]]
         first, last = item.answer
         if last:  # a whole answer after a prompt that is not empty
             assert first > 0
@@ -71,41 +77,47 @@ def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context
 def test_a_row_whose_answer_is_cut_off_entirely_is_left_out_and_said() -> None:
     items, tally, _ = apply("truncate_right", row(9, 8), 8)
     assert items == []
-    assert "1 of them left out, as nothing to learn remained" in Limit(8, "truncate_right").report(tally)
+    assert "1 of them left out, as nothing to learn remained" in LengthLimit(8, "truncate_right").report(tally)
 
 
 @given(st.integers(2, 200), st.integers(2, 20))
 def test_split_learns_every_token_but_the_first_exactly_once(length: int, most: int) -> None:
-    text = Encoded(HERE, list(range(length)), [0] + [1] * (length - 1))
+    text = EncodedExample(HERE, list(range(length)), [0] + [1] * (length - 1))
     items, tally, _ = apply("split", text, most)
-    learnt = [token for item in items for token, flag in zip(item.ids, item.learnt, strict=True) if flag]
+    learnt = [token for item in items for token, flag in zip(item.ids, item.loss_mask, strict=True) if flag]
     assert learnt == text.ids[1:]
     assert all(2 <= len(item.ids) <= most for item in items)
-    assert (tally.learnt, tally.left_out, tally.items) == (length - 1, 0, len(items))
+    assert (tally.trained_tokens, tally.left_out, tally.items) == (length - 1, 0, len(items))
 
 
 def test_a_row_without_a_token_to_learn_is_an_error() -> None:
-    problems = apply("error", Encoded(HERE, [5], [0]), 8)[2]
+    problems = apply("error", EncodedExample(HERE, [5], [0]), 8)[2]
     assert "a.jsonl:7: no token to learn in the 1 tokens of this row" in str(problems.error())
 
 
-def tree(prompt: int, *answers: int) -> Answered:
+def tree(prompt: int, *answers: int) -> EncodedAnswers:
     """A prompt of so many tokens, 100, 101, …, with answers of so many."""
-    return Answered(HERE, list(range(100, 100 + prompt)), [list(range(n)) for n in answers], {"k": 1})
+    return EncodedAnswers(HERE, list(range(100, 100 + prompt)), [list(range(n)) for n in answers], {"k": 1})
 
 
-def cut(rule: Rule, given: Answered, most: int, reading: Reading) -> tuple[list[Answered], Tally, Problems]:
-    tally, problems = Tally(), Problems("data.path", "a.jsonl")
-    return list(Limit(most, rule, reading).apply(given, tally, problems)), tally, problems  # type: ignore[arg-type]
+def cut(
+    rule: OverlongRule, given: EncodedAnswers, most: int, reading: Reading
+) -> tuple[list[EncodedAnswers], TruncationCounts, Problems]:
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    return list(LengthLimit(most, rule, reading).apply(given, tally, problems)), tally, problems  # type: ignore[arg-type]
 
 
 def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
     items, tally, _ = cut("error", tree(4, 2, 6), 10, "pairs")
     assert items == [tree(4, 2, 6)]
-    assert (tally.longest, tally.tokens, tally.learnt) == (10, 12, 8)
-    message = str(cut("error", tree(4, 2, 6), 9, "pairs")[2].error())
-    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in message
-    assert "set data.overlong to skip or truncate_left (of the prompt)" in message
+    assert (tally.longest, tally.tokens, tally.trained_tokens) == (10, 12, 8)
+    _, tally, problems = cut("error", tree(4, 2, 6), 9, "pairs")
+    assert "a.jsonl:7: 10 tokens, above data.max_length=9" in str(problems.error())
+    assert (
+        LengthLimit(9, "error", "pairs")
+        .way_out(tally)
+        .endswith("data.truncation=skip or truncate_left (of the prompt)")
+    )
 
 
 @given(st.integers(1, 20), st.lists(st.integers(1, 20), min_size=1, max_size=2), st.integers(2, 30))
@@ -117,11 +129,11 @@ def test_only_the_beginning_of_a_prompt_is_cut(prompt: int, answers: list[int], 
     assert (tally.overlong, tally.left_out) == (excess > 0, excess >= prompt)
     if excess >= prompt:
         assert items == []
-        assert "1 of them left out, as nothing of the prompt remained" in Limit(most, "truncate_left", "pairs").report(
-            tally
-        )
+        assert "1 of them left out, as nothing of the prompt remained" in LengthLimit(
+            most, "truncate_left", "pairs"
+        ).report(tally)
     else:
-        assert items == [Answered(HERE, given_row.prompt[max(excess, 0) :], given_row.answers, {"k": 1})]
+        assert items == [EncodedAnswers(HERE, given_row.prompt[max(excess, 0) :], given_row.answers, {"k": 1})]
         assert tally.cut_tokens == max(excess, 0)
 
 
@@ -135,5 +147,35 @@ def test_a_prompt_to_be_answered_is_measured_alone(reading: Reading) -> None:
 
 
 @pytest.mark.parametrize("empty", [tree(0), tree(0, 3), tree(3, 0), tree(3, 2, 0)])
-def test_a_prompt_or_an_answer_without_a_token_is_an_error(empty: Answered) -> None:
+def test_a_prompt_or_an_answer_without_a_token_is_an_error(empty: EncodedAnswers) -> None:
     assert "expected at least one" in str(cut("skip", empty, 8, "pairs")[2].error())
+
+
+def turns(*answers: int) -> EncodedRows:
+    """Rows that begin with the same 10 tokens; each has two tokens of its own and an answer of so many tokens."""
+    rows = []
+    for at, size in enumerate(answers):
+        ids = [*range(10), 100 + at, 200 + at, *[300 + at] * size]
+        rows.append(EncodedExample(HERE, ids, [0] * 12 + [1] * size, (12, 12 + size)))
+    return EncodedRows(rows)
+
+
+def test_rows_of_a_conversation_share_their_beginning_within_max_length() -> None:
+    for most, sizes in ((100, [25]), (20, [20, 15]), (15, [15, 15, 15])):
+        tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+        items = list(LengthLimit(most, "error").apply(turns(3, 3, 3), tally, problems))
+        assert [len(item.ids) for item in items] == sizes and not problems.count
+        assert (tally.rows, tally.items, sum(sum(item.loss_mask) for item in items)) == (1, len(sizes), 9)
+        first, last = items[-1].answer
+        assert items[-1].ids[first:last] == [302, 302, 302]
+        assert tally.branches_text().startswith("1 of 1 rows: the chat template rewrites earlier turns")
+        assert f"{sum(sizes) / 15:.2g} times" in tally.branches_text()
+
+
+def test_a_row_of_a_conversation_that_is_too_long_follows_the_rule() -> None:
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    assert [len(i.ids) for i in LengthLimit(15, "error").apply(turns(3, 9), tally, problems)] == [15]
+    assert "a.jsonl:7: 21 tokens, above data.max_length=15" in str(problems.error())
+    tally = TruncationCounts()
+    assert len(list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))) == 1
+    assert (tally.overlong, tally.left_out) == (1, 1)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import FileConfig
-from runner.data.dataset import TokenisedData
+from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
-from runner.interfaces import Judged, Pair, Prompt
+from runner.interfaces import LabeledCompletion, PreferencePair, Prompt
 from runner.spec.base import ItemKind
 from tests.data.conftest import chat
 
@@ -39,20 +39,20 @@ KINDS = tuple(ROWS)
 
 def data(
     tokenizer: Any, folder: Path, kind: ItemKind, decide: Decisions | None = None, seed: int = 0, **options: Any
-) -> TokenisedData:
+) -> TokenizedData:
     config, decide, cache = FileConfig(**options), decide or Decisions(), folder / "cache"
     return build(config, tokenizer=tokenizer, seed=seed, decide=decide, cache_dir=cache, kind=kind)
 
 
 def said(decide: Decisions, feature: str) -> list[str]:
-    return [str(d) for d in decide.made if d.feature == feature]
+    return [str(d) for d in decide.entries if d.feature == feature]
 
 
 def test_pairs(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     decide = Decisions(strict=True)
     found = data(tokenizer, tmp_path, "pairs", decide, path=jsonl(PAIRS), shuffle=False).take(0, 12)
     for i, item in enumerate(found):
-        assert isinstance(item, Pair)
+        assert isinstance(item, PreferencePair)
         assert [tokenizer.decode(ids) for ids in (item.prompt, item.chosen, item.rejected)] == [
             f"p{i}",
             f"c{i}{END}",
@@ -67,18 +67,18 @@ def test_pairs(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_how_to_ask_follows_the_training_rows(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind) -> None:
     path, talks = jsonl(ROWS[kind]), jsonl([{"prompt": chat("a"), "answer": "b"}], "talks.jsonl")
-    assert data(tokenizer, tmp_path, kind, path=path).style == ("chat" if kind == "prompts" else "text")
+    assert data(tokenizer, tmp_path, kind, path=path).prompt_style == ("chat" if kind == "prompts" else "text")
     if kind == "prompts":
         plain = jsonl([{"prompt": "a"}], "plain.jsonl")
-        assert data(tokenizer, tmp_path, kind, path=plain, eval_path=talks).style == "text"
-        assert data(tokenizer, tmp_path, kind, path=(plain, talks)).style == "chat"
+        assert data(tokenizer, tmp_path, kind, path=plain, eval_path=talks).prompt_style == "text"
+        assert data(tokenizer, tmp_path, kind, path=(plain, talks)).prompt_style == "chat"
 
 
 def test_judged_answers(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     found = data(tokenizer, tmp_path, "judged", path=jsonl(JUDGED), shuffle=False).take(0, 12)
     expected = [(f"p{i}", f"c{i}{END}", i % 3 == 0) for i in range(12)]
     assert [(tokenizer.decode(i.prompt), tokenizer.decode(i.completion), i.good) for i in found] == expected
-    assert {type(i) for i in found} == {Judged}
+    assert {type(i) for i in found} == {LabeledCompletion}
 
 
 def test_prompts_with_what_rewards_see(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -87,8 +87,8 @@ def test_prompts_with_what_rewards_see(tokenizer: Any, tmp_path: Path, jsonl: Js
     text = tokenizer.apply_chat_template(chat("p3"), tokenize=False, add_generation_prompt=True)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert found[3] == Prompt(tuple(ids), text, tuple(chat("p3")), {"answer": "a3", "level": 3})
-    assert "for rewards: answer, level" in said(decide, "data.columns")[0]
-    assert not any("not read" in line for line in said(decide, "data.columns"))
+    assert "for rewards: answer, level" in said(decide, "data.rename_columns")[0]
+    assert not any("not read" in line for line in said(decide, "data.rename_columns"))
 
 
 def test_a_completion_is_not_learnt_from_a_prompt_and_this_is_said(
@@ -97,7 +97,7 @@ def test_a_completion_is_not_learnt_from_a_prompt_and_this_is_said(
     path = jsonl([{"prompt": chat("a"), "completion": chat("a", "b")[1:]}])
     [item] = data(tokenizer, tmp_path, "prompts", decide, path=path).take(0, 1)
     assert item.columns == {"completion": "b"}
-    assert "the completion is not learnt" in said(decide, "data.columns")[0]
+    assert "the completion is not trained on" in said(decide, "data.rename_columns")[0]
 
 
 def test_columns_that_are_no_json_are_left_out_and_said(tokenizer: Any, tmp_path: Path, decide: Decisions) -> None:
@@ -105,7 +105,7 @@ def test_columns_that_are_no_json_are_left_out_and_said(tokenizer: Any, tmp_path
     pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": b"\x00", "answer": "b"}]), path)
     [item] = data(tokenizer, tmp_path, "prompts", decide, path=str(path)).take(0, 1)
     assert item.columns == {"answer": "b"}
-    assert "not read: image instead of given to rewards" in said(decide, "data.columns")[0]
+    assert "not read: image instead of given to rewards" in said(decide, "data.rename_columns")[0]
     with pytest.raises(EnvironmentProblem, match="image"):
         data(tokenizer, tmp_path, "prompts", Decisions(strict=True), path=str(path))
 
@@ -118,7 +118,7 @@ def test_cached_or_not_the_items_are_the_same(tokenizer: Any, tmp_path: Path, js
     assert fresh.take(2, 9) == again.take(2, 9) == memory.take(2, 9)
     assert fresh.take(2, 9, 3) == again.take(2, 9, 3) == memory.take(2, 9, 3)
     assert fresh.fingerprint == again.fingerprint == memory.fingerprint
-    assert decisions[0].made == decisions[1].made == decisions[2].made
+    assert decisions[0].entries == decisions[1].entries == decisions[2].entries
     assert len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]) == 1
 
 
@@ -126,7 +126,7 @@ def test_the_fingerprint_follows_the_kind_and_the_names(tokenizer: Any, tmp_path
     row = {"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "answer": "e"}
     path = jsonl([row, row])
     found = [data(tokenizer, tmp_path, kind, path=path).fingerprint for kind in KINDS]
-    found.append(data(tokenizer, tmp_path, "prompts", path=path, columns={"answer": "solution"}).fingerprint)
+    found.append(data(tokenizer, tmp_path, "prompts", path=path, rename_columns={"answer": "solution"}).fingerprint)
     found.append(data(tokenizer, tmp_path, "prompts", path=path, eval_path=path).fingerprint)
     assert len(set(found)) == 6
 
@@ -142,7 +142,7 @@ def test_a_resumed_run_goes_on_with_the_same_items(
 ) -> None:
     """Whatever was taken before, and by whichever process, `take` gives the same."""
     paths = (jsonl(ROWS[kind][:5], "one.jsonl"), jsonl(ROWS[kind][5:], "two.jsonl"))
-    options = {"path": paths, "shuffle": shuffle, "weights": (0.25, 0.75) if weighted else None}
+    options = {"path": paths, "shuffle": shuffle, "mixture_weights": (0.25, 0.75) if weighted else None}
     one = data(tokenizer, tmp_path, kind, **options)
     before = [one.take(*a) for a in asked]
     for a, items in zip(reversed(asked), reversed(before), strict=True):
@@ -163,10 +163,10 @@ def test_a_refill_differs_from_what_it_refills(tokenizer: Any, tmp_path: Path, j
 def test_held_out_pairs_and_judged_answers(tokenizer: Any, tmp_path: Path, jsonl: Jsonl, kind: ItemKind) -> None:
     held_out = jsonl(ROWS[kind][::-1], "eval.jsonl")
     decide = Decisions(strict=True)
-    found = data(tokenizer, tmp_path, kind, decide, path=jsonl(ROWS[kind]), eval_path=held_out, eval_items=5)
+    found = data(tokenizer, tmp_path, kind, decide, path=jsonl(ROWS[kind]), eval_path=held_out, max_eval_examples=5)
     assert [tokenizer.decode(i.prompt) for i in found.held_out_items()] == [f"p{i}" for i in range(11, 6, -1)]
-    assert found.held_out() == ()
-    assert "the first 5 of 12" in said(decide, "data.eval_items")[0]
+    assert found.held_out_questions() == ()
+    assert "the first 5 of 12" in said(decide, "data.max_eval_examples")[0]
     assert data(tokenizer, tmp_path, kind, path=jsonl(ROWS[kind])).held_out_items() == ()
 
 
@@ -174,19 +174,24 @@ def test_held_out_prompts_become_questions(tokenizer: Any, tmp_path: Path, jsonl
     path = jsonl(PROMPTS)
     found = data(tokenizer, tmp_path, "prompts", path=path, eval_path=path)
     sft = jsonl([{"prompt": p["prompt"], "completion": chat("", p["answer"])[1:]} for p in PROMPTS], "sft.jsonl")
-    expected = data(tokenizer, tmp_path, "sft", path=sft, eval_path=sft).held_out()
-    assert [(q.prompt_ids, q.prompt, q.answer) for q in found.held_out()] == [
+    expected = data(tokenizer, tmp_path, "sft", path=sft, eval_path=sft).held_out_questions()
+    assert [(q.prompt_ids, q.prompt, q.answer) for q in found.held_out_questions()] == [
         (q.prompt_ids, q.prompt, q.answer) for q in expected
     ]
     trained = {prompt.ids: prompt for prompt in found.take(0, len(PROMPTS))}
-    for one in found.held_out():  # an environment is told of it what it is told of the same row in training
+    for one in found.held_out_questions():  # an environment is told of it what it is told of the same row in training
         asked = trained[one.prompt_ids]
         assert (one.messages, one.columns, one.prompt) == (asked.messages, asked.columns, asked.text)
-    assert found.held_out()[0].item.ids == expected[0].item.ids[:-1]  # without the line break after the end token
-    assert sum(found.held_out()[0].item.weights) == sum(expected[0].item.weights) == 3
-    assert found.held_out()[2].prompt_ids == found.take(0, 12)[0].ids[:0] + found.held_out()[2].item.ids[:-3]
+    assert (
+        found.held_out_questions()[0].item.ids == expected[0].item.ids[:-1]
+    )  # without the line break after the end token
+    assert sum(found.held_out_questions()[0].item.weights) == sum(expected[0].item.weights) == 3
+    assert (
+        found.held_out_questions()[2].prompt_ids
+        == found.take(0, 12)[0].ids[:0] + found.held_out_questions()[2].item.ids[:-3]
+    )
     assert found.held_out_items() == ()
-    assert data(tokenizer, tmp_path, "prompts", path=path).held_out() == ()
+    assert data(tokenizer, tmp_path, "prompts", path=path).held_out_questions() == ()
 
 
 def test_a_held_out_prompt_without_answer_names_the_row(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -204,11 +209,11 @@ def test_max_length_bounds_prompt_and_longer_answer(tokenizer: Any, tmp_path: Pa
     )
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 8 tokens, above data\.max_length=7\n"):
         data(tokenizer, tmp_path, "pairs", path=path, max_length=7)
-    assert len(data(tokenizer, tmp_path, "pairs", path=path, max_length=7, overlong="skip")) == 1
+    assert len(data(tokenizer, tmp_path, "pairs", path=path, max_length=7, truncation="skip")) == 1
     decide = Decisions()
-    cut = data(tokenizer, tmp_path, "pairs", decide, path=path, max_length=7, overlong="truncate_left", shuffle=False)
+    cut = data(tokenizer, tmp_path, "pairs", decide, path=path, max_length=7, truncation="truncate_left", shuffle=False)
     assert tokenizer.decode(cut.take(0, 1)[0].prompt) == "bcd"
-    assert "1 of 2 rows were longer than data.max_length=7: cut by 1 tokens" in said(decide, "data.overlong")[0]
+    assert "1 of 2 rows were longer than data.max_length=7: cut by 1 tokens" in said(decide, "data.truncation")[0]
 
 
 def test_max_length_bounds_a_prompt_and_its_text_is_what_is_left(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -216,9 +221,9 @@ def test_max_length_bounds_a_prompt_and_its_text_is_what_is_left(tokenizer: Any,
     options = {"path": path, "eval_path": path, "max_length": 5}
     with pytest.raises(DataError, match="8 tokens, above"):
         data(tokenizer, tmp_path, "prompts", **options)
-    found = data(tokenizer, tmp_path, "prompts", overlong="truncate_left", **options)
-    assert found.take(0, 1)[0].text == "defgh" == found.held_out()[0].prompt
-    assert found.held_out()[0].answer == "a long answer"
+    found = data(tokenizer, tmp_path, "prompts", truncation="truncate_left", **options)
+    assert found.take(0, 1)[0].text == "defgh" == found.held_out_questions()[0].prompt
+    assert found.held_out_questions()[0].answer == "a long answer"
 
 
 def test_pairs_that_are_the_same_are_left_out_and_said(
@@ -241,20 +246,20 @@ def test_answers_of_several_turns_are_said(tokenizer: Any, tmp_path: Path, jsonl
 def test_columns_are_renamed_before_anything_else(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     path = jsonl([{"question": "1+1?", "answer": "2"}])
     columns = {"question": "prompt"}
-    with pytest.raises(DataError, match=r"type 'data\.columns=\{question: prompt\}'"):
+    with pytest.raises(DataError, match=r"type 'data\.rename_columns=\{question: prompt\}'"):
         FileConfig(path=path).preflight("prompts")
-    FileConfig(path=path, columns=columns).preflight("prompts")
-    [item] = data(tokenizer, tmp_path, "prompts", path=path, columns=columns).take(0, 1)
+    FileConfig(path=path, rename_columns=columns).preflight("prompts")
+    [item] = data(tokenizer, tmp_path, "prompts", path=path, rename_columns=columns).take(0, 1)
     assert (item.text, item.messages, item.columns) == ("1+1?", None, {"answer": "2"})
-    [item] = data(tokenizer, tmp_path, "sft", path=path, columns={**columns, "answer": "completion"}).take(0, 1)
+    [item] = data(tokenizer, tmp_path, "sft", path=path, rename_columns={**columns, "answer": "completion"}).take(0, 1)
     assert tokenizer.decode(item.ids) == f"1+1?2{END}"
 
 
 def test_a_name_that_no_row_has_is_an_error(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     one, two = jsonl([{"question": "a"}], "one.jsonl"), jsonl([{"prompt": "b"}], "two.jsonl")
-    assert len(data(tokenizer, tmp_path, "prompts", path=(one, two), columns={"question": "prompt"})) == 2
-    with pytest.raises(DataError, match=r"data\.columns: no row has a column answr; check the name"):
-        data(tokenizer, tmp_path, "prompts", path=two, columns={"answr": "answer"})
+    assert len(data(tokenizer, tmp_path, "prompts", path=(one, two), rename_columns={"question": "prompt"})) == 2
+    with pytest.raises(DataError, match=r"data\.rename_columns: no row has a column answr; check the name"):
+        data(tokenizer, tmp_path, "prompts", path=two, rename_columns={"answr": "answer"})
 
 
 def test_data_of_another_kind_names_file_line_and_format(jsonl: Jsonl) -> None:
@@ -277,3 +282,60 @@ def test_preflight_of_every_kind_without_heavy_imports_and_config_can_be_importe
     command = [sys.executable, "-c", program, path]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert done.stdout == "set()\n"
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), min_size=2, max_size=60),
+    fraction=st.floats(0.01, 0.6),
+    kind=st.sampled_from(KINDS),
+)
+def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, rows: list[tuple[int, int]], fraction: float, kind: ItemKind
+) -> None:
+    make: dict[ItemKind, Callable[[int, int], Any]] = {
+        "sft": lambda i, j: {"prompt": f"p{i}.", "completion": f"c{j}", "id": (i, j)},
+        "pairs": lambda i, j: {"prompt": f"p{i}.", "chosen": f"c{j}", "rejected": "no"},
+        "judged": lambda i, j: {"prompt": f"p{i}.", "completion": f"c{j}", "label": True},
+        "prompts": lambda i, j: {"prompt": f"p{i}.", "answer": f"c{j}"},
+    }
+    path = jsonl([make[kind](i, j) for i, j in rows])
+    distinct = len({i for i, _ in rows})
+    options = {"path": path, "cache": False, "holdout": fraction, "max_eval_examples": None}
+    wanted = max(1, round(fraction * distinct))
+    if wanted >= distinct:
+        with pytest.raises(DataError, match=r"data\.holdout=.* distinct rows or prompts leave nothing to train on"):
+            data(tokenizer, tmp_path, kind, **options)
+        return
+    found = data(tokenizer, tmp_path, kind, **options)
+    evaluation = found.evaluation
+    assert evaluation is not None and len(found) + len(evaluation) == len(rows)
+
+    def prompts(records: list[Any]) -> set[str]:
+        return {tokenizer.decode(r["ids"] if kind == "sft" else r["prompt"]).split(".")[0] for r in records}
+
+    training, held_out = prompts(found.tables[0].rows(range(len(found)))), prompts(evaluation.records())
+    assert not training & held_out
+    assert len(held_out) == wanted
+    reordered = data(
+        tokenizer, tmp_path, kind, seed=1, **{**options, "path": jsonl([make[kind](*r) for r in rows[::-1]])}
+    )
+    assert reordered.evaluation is not None and prompts(reordered.evaluation.records()) == held_out
+
+
+def test_holdout_of_several_sources_takes_from_each(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    decide = Decisions(strict=True)
+    sizes = {"a": 80, "b": 20}
+    paths = tuple(jsonl([{"text": f"{name}{i}"} for i in range(size)], f"{name}.jsonl") for name, size in sizes.items())
+    found = data(tokenizer, tmp_path, "sft", decide, path=paths, holdout=0.1, max_eval_examples=5)
+    assert (len(found), [len(table) for table in found.tables]) == (90, [72, 18])
+    assert found.evaluation is not None
+    assert [tokenizer.decode(r["ids"])[:1] for r in found.evaluation.records()] == ["a", "a", "a", "a", "b"]
+    assert [line for line in said(decide, "data.format") if "held out of data.path=" in line and "8 items" in line]
+    again = data(tokenizer, tmp_path, "sft", path=paths, holdout=0.1)
+    assert again.take(0, 90) == found.take(0, 90)
+
+
+def test_holdout_and_held_out_rows_of_their_own_contradict_each_other() -> None:
+    [(key, text)] = FileConfig(path="a", holdout=0.1, eval_path="b")._holdout_problems()
+    assert (key, text) == ("data.holdout", "0.1, and data.eval_path=b names the held-out rows; leave one of them out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from hypothesis import strategies as st
 from runner.core.errors import DataError
 from runner.data import readers
 from runner.data.config import FileConfig
-from runner.data.readers import Problems, Row, find_files, read_file
+from runner.data.files import FileList, find_files, read_file
+from runner.data.readers import Problems, Row
 
 
 def read(path: Path) -> tuple[list[Row], str]:
@@ -171,17 +173,17 @@ def test_a_folder_gives_its_files_in_order_and_names_the_others(tmp_path: Path) 
         (tmp_path / name).write_text("x")
     found = find_files(str(tmp_path))
     assert [f.relative_to(tmp_path).as_posix() for f in found.files] == ["a.jsonl", "b.jsonl", "sub/c.csv"]
-    assert [f.name for f in found.ignored] == ["README.md"]
+    assert found.ignored == ("README.md",)
 
 
 def test_a_path_where_nothing_is_says_what_is_near(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(GOOD)
-    (tmp_path / "notes.txt").write_text("x")
+    (tmp_path / "notes.pdf").write_text("x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no such file or folder; did you mean .*train\.jsonl\?"):
         find_files(str(tmp_path / "trian.jsonl"))
-    with pytest.raises(DataError, match=r"not read; expected \.jsonl"):
-        find_files(str(tmp_path / "notes.txt"))
+    with pytest.raises(DataError, match=r"unsupported file type; expected \.jsonl"):
+        find_files(str(tmp_path / "notes.pdf"))
     with pytest.raises(DataError, match="the folder holds no data file"):
         find_files(str(tmp_path / "empty"))
 
@@ -210,3 +212,84 @@ def test_preflight_also_looks_at_the_held_out_file(tmp_path: Path) -> None:
     FileConfig(path=str(tmp_path / "a.jsonl")).preflight("sft")
     with pytest.raises(DataError, match=r"(?s)^data\.eval_path=.*b\.jsonl: the file is empty"):
         FileConfig(path=str(tmp_path / "a.jsonl"), eval_path=str(tmp_path / "b.jsonl")).preflight("sft")
+
+
+def test_tabs_text_and_gzip_are_read_as_strictly(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('prompt\tcompletion\n"a\tb"\tc, d\n')
+    assert [row.value for row in read(tmp_path / "a.tsv")[0]] == [{"prompt": "a\tb", "completion": "c, d"}]
+    (tmp_path / "a.txt").write_text("one\n\n  two \r\n")
+    rows, _ = read(tmp_path / "a.txt")
+    assert [(row.place.number, row.value) for row in rows] == [(1, {"text": "one"}), (3, {"text": "  two "})]
+    for name, content in (
+        ("b.jsonl", GOOD),
+        ("b.json", b'[{"text": "a"}]'),
+        ("b.csv", b"text\na\n"),
+        ("b.txt", b"a\n"),
+    ):
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+        assert [row.value for row in read(tmp_path / f"{name}.gz")[0]] == [{"text": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "cannot be read: Compressed file ended"),
+        ("a.jsonl.gz", GOOD, "cannot be read: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(GOOD + b'{"text"\n'), "a.jsonl.gz:2: broken JSON at column 8"),
+        ("a.txt", b"\n", "only blank lines"),
+        ("a.tsv", b'text\na\n"b\n', "a.tsv:3: broken TSV in the row that begins here"),
+        ("a.arrow", b"no arrow at all", "broken Arrow after row 0"),
+    ],
+)
+def test_a_fault_in_other_kinds_of_files_is_named(tmp_path: Path, name: str, content: bytes, expected: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert expected in read(tmp_path / name)[1]
+
+
+def test_text_files_beside_data_files_are_notes(tmp_path: Path) -> None:
+    (tmp_path / "LICENSE.txt").write_text("free")
+    assert [file.name for file in find_files(str(tmp_path)).files] == ["LICENSE.txt"]
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    assert find_files(str(tmp_path)) == FileList((tmp_path / "a.jsonl",), ("LICENSE.txt",))
+
+
+def test_saved_data_sets_of_datasets_are_read_with_their_objects(tmp_path: Path) -> None:
+    """Objects of differing keys are kept by `datasets` as JSON text, in its Arrow files and in its Parquet files."""
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}], "id": 1},
+        {"messages": [{"role": "user", "content": "c"}, {"role": "tool", "content": "d", "x": {"y": ["z"]}}], "id": 2},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    program = (
+        "import sys, datasets\n"
+        "root = sys.argv[1]\n"
+        "options = {'data_files': root + '/rows.jsonl', 'cache_dir': root + '/cache'}\n"
+        "table = datasets.load_dataset('json', split='train', **options)\n"
+        "table.save_to_disk(root + '/one', num_shards=2)\n"
+        "table.to_parquet(root + '/rows.parquet')\n"
+        "plain = datasets.Dataset.from_list(table.to_list())\n"
+        "datasets.DatasetDict(train=plain, test=plain).save_to_disk(root + '/splits')\n"
+        "datasets.DatasetDict(a=plain, b=plain).save_to_disk(root + '/unnamed')\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True)
+
+    def values(path: Path) -> list[Any]:
+        return [row.value for file in find_files(str(path)).files for row in read(file)[0]]
+
+    assert values(tmp_path / "one") == values(tmp_path / "rows.parquet") == values(tmp_path / "splits") == rows
+    assert len(find_files(str(tmp_path / "one")).files) == 2
+    [other] = find_files(str(tmp_path / "splits")).ignored
+    assert other == f"split test (data.path={tmp_path / 'splits' / 'test'} reads it)"
+    with pytest.raises(DataError, match=r"with the splits a, b; name one: data\.path=.*unnamed/a"):
+        find_files(str(tmp_path / "unnamed"))
+    (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(DataError, match="the saved data set lacks data-00001-of-00002"):
+        find_files(str(tmp_path / "one"))
+
+
+def test_an_arrow_file_may_be_a_stream_or_a_file(tmp_path: Path) -> None:
+    table = pa.table({"text": ["a", "b"]})
+    for open_writer in (pa.ipc.new_stream, pa.ipc.new_file):
+        with open_writer(str(tmp_path / "a.arrow"), table.schema) as writer:
+            writer.write_table(table)
+        assert [row.value for row in read(tmp_path / "a.arrow")[0]] == table.to_pylist()

@@ -23,11 +23,11 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
-from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, edges, kernel
+from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, cumulative_lengths, varlen_kernel
 from runner.device.npu_attention import MOST_SEQUENCES, FusionAttention
 from runner.interfaces import VarlenAttention
-from runner.model.attention import rows_of
-from runner.model.probe import kernel_objection
+from runner.model.capability_probe import kernel_objection
+from runner.model.packed_attention import plan_attention
 from tests.device import operators
 from tests.device.cases import trees
 from tests.model import zoo
@@ -176,9 +176,9 @@ def test_dropout_without_a_kernel_for_it_says_what_to_type() -> None:
 
 def test_lengths_never_leave_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the operator gets are numbers, made without reading a tensor back; the edges are moved once per batch."""
-    edges.cache_clear()
-    first = edges((2, 3), zoo.CPU)
-    assert edges((2, 3), zoo.CPU) is first and first.tolist() == [0, 2, 5]
+    cumulative_lengths.cache_clear()
+    first = cumulative_lengths((2, 3), zoo.CPU)
+    assert cumulative_lengths((2, 3), zoo.CPU) is first and first.tolist() == [0, 2, 5]
     assert math.prod(first.shape) == 3 and first.dtype == torch.int32
 
 
@@ -188,8 +188,8 @@ def test_lengths_never_leave_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_scores_and_learns_the_same_through_a_kernel(name: str, family: str, share: bool) -> None:
     data = pack_trees(trees(), share=share)
     plain, through = zoo.causal(family, double=True), zoo.causal(family, double=True)
-    through.attend_with(KERNELS[name], decide=(decisions := Decisions()))
-    assert decisions.made == [] and through.layout == "packed"
+    through.set_varlen_kernel(KERNELS[name], decide=(decisions := Decisions()))
+    assert decisions.entries == [] and through.layout == "packed"
     got, wanted = (model.outputs(data, zoo.LOGPROBS)["logprobs"] for model in (through, plain))
     torch.testing.assert_close(got, wanted)
     assert zoo.relative(*(zoo.gradients(model, True, data) for model in (through, plain))) < 1e-9
@@ -197,21 +197,21 @@ def test_a_model_scores_and_learns_the_same_through_a_kernel(name: str, family: 
 
 def test_shared_prompts_repeat_keys_and_no_query() -> None:
     data = pack_trees(trees())
-    rows = rows_of(data, KERNELS["npu"])
+    rows = plan_attention(data, KERNELS["npu"])
     assert sum(rows.lengths) == data.num_tokens
     assert rows.key_index is not None and sum(rows.key_lengths) == len(rows.key_index) > data.num_tokens
-    alone = rows_of(pack_trees(trees(), share=False), KERNELS["npu"])
+    alone = plan_attention(pack_trees(trees(), share=False), KERNELS["npu"])
     assert alone.key_index is None and alone.key_lengths == alone.lengths
 
 
 def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
     model = zoo.causal("llama")
-    model.attend_with(spoilt(lambda options: options.update(scale=1.0)), decide=(decisions := Decisions()))
-    [decision] = decisions.made
+    model.set_varlen_kernel(spoilt(lambda options: options.update(scale=1.0)), decide=(decisions := Decisions()))
+    [decision] = decisions.entries
     assert (decision.feature, decision.got) == ("attention", "sdpa") and model._kernel is None
     assert "does not give what attention is" in decision.reason
     with pytest.raises(EnvironmentProblem, match="strict"):
-        model.attend_with(spoilt(lambda options: options.update(scale=1.0)), decide=Decisions(strict=True))
+        model.set_varlen_kernel(spoilt(lambda options: options.update(scale=1.0)), decide=Decisions(strict=True))
 
 
 @pytest.fixture
@@ -225,7 +225,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def chosen(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[VarlenAttention | None, Decisions]:
     decisions = Decisions()
-    return kernel(CudaConfig(**options), dtype, decisions), decisions
+    return varlen_kernel(CudaConfig(**options), dtype, decisions), decisions
 
 
 def test_a_gpu_takes_flash_attn_if_it_is_installed(package: Path) -> None:
@@ -233,7 +233,7 @@ def test_a_gpu_takes_flash_attn_if_it_is_installed(package: Path) -> None:
     package.write_text(text)
     for deterministic in (True, False):
         found, decisions = chosen(deterministic=deterministic)
-        assert isinstance(found, FlashAttention) and str(decisions.made[0]) == "attention: fused (flash-attn 2.9.9)"
+        assert isinstance(found, FlashAttention) and str(decisions.entries[0]) == "attention: fused (flash-attn 2.9.9)"
         x: Any = torch.zeros(1, 1, 2)
         options: Any = {"query_lengths": (1,), "key_lengths": (1,), "window": None, "dropout": 0.0, "scale": 1.0}
         assert found(x, x, x, **options) is deterministic
@@ -242,7 +242,7 @@ def test_a_gpu_takes_flash_attn_if_it_is_installed(package: Path) -> None:
 def test_a_flash_attn_that_does_not_load_is_said(package: Path) -> None:
     package.write_text("raise ImportError('libcudart.so.11: cannot open shared object file')")
     found, decisions = chosen()
-    assert found is None and "libcudart.so.11" in str(decisions.made[0])
+    assert found is None and "libcudart.so.11" in str(decisions.entries[0])
 
 
 def test_a_kernel_without_grouped_queries_is_given_keys_and_values_for_each_query(
@@ -266,13 +266,13 @@ def test_a_kernel_without_grouped_queries_is_given_keys_and_values_for_each_quer
 def test_else_it_takes_torchs_own_kernel_or_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     found, decisions = chosen()
     if torch_compat.varlen_attention() is None:  # torch 2.10 and older
-        assert found is None and f"torch {torch.__version__} has no such kernel" in decisions.made[0].reason
+        assert found is None and f"torch {torch.__version__} has no such kernel" in decisions.entries[0].reason
         return
-    assert isinstance(found, TorchFlashAttention) and decisions.made[0].is_fact
+    assert isinstance(found, TorchFlashAttention) and decisions.entries[0].is_fact
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(varlen, "varlen_attn", lambda query, key, value: None)  # that of an older torch
     found, decisions = chosen()
-    assert found is None and "flash-attn is not installed" in decisions.made[0].reason
+    assert found is None and "flash-attn is not installed" in decisions.entries[0].reason
     found, decisions = chosen(torch.float32)
-    assert found is None and "the model in float32" in decisions.made[0].reason
+    assert found is None and "the model in float32" in decisions.entries[0].reason
     assert chosen(torch.float32, attention="sdpa") == (None, Decisions())

@@ -16,11 +16,11 @@ from runner.core.auto_choices import Decisions
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.device.npu_attention import DenseFusionAttention
-from runner.model import dense
-from runner.model.attention import UnsupportedAttention
-from runner.model.causal import CausalLM
+from runner.model import padded_attention
+from runner.model.capability_probe import dense_objection
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.probe import dense_objection
+from runner.model.packed_attention import UnsupportedAttention
 from runner.model.tiny import byte_tokenizer
 from tests.device import operators
 from tests.model import zoo
@@ -109,7 +109,7 @@ def test_each_known_trap_is_seen_by_the_probe(mistake: Callable[[dict[str, Any]]
 
 def through(module: Any, decide: Decisions | None = None) -> Any:
     """The module, attending by the kernel."""
-    dense.attend(module, KERNEL, decide or Decisions())
+    padded_attention.install_dense_attention(module, KERNEL, decide or Decisions())
     return module
 
 
@@ -117,13 +117,15 @@ def through(module: Any, decide: Decisions | None = None) -> Any:
 def test_a_model_writes_and_scores_the_same_through_the_kernel(family: str) -> None:
     said = Decisions()
     models = [zoo.module(family).double(), through(zoo.module(family).double(), said)]
-    assert [str(fact) for fact in said.made] == ["attention.padded: fused (the device's kernel over rows side by side)"]
+    assert [str(fact) for fact in said.entries] == [
+        "attention.padded: fused (the device's kernel over rows side by side)"
+    ]
     assert models[1].config._attn_implementation == "dense-cpu"
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3]]
     made = []
     for module in models:
-        model = CausalLM(module, byte_tokenizer(512), TinyConfig(layout="padded"), seed=0, decide=Decisions())
-        assert model.padded and model.own_attention == module.config._attn_implementation
+        model = CausalLM(module, byte_tokenizer(512), TinyConfig(batch_layout="padded"), seed=0, decide=Decisions())
+        assert model.is_padded and model.default_attention == module.config._attn_implementation
         made.append((model.generate(prompts, 9, rows=3), model.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"]))
     assert made[0][0] == made[1][0], "the same answers, as rows join and leave"
     torch.testing.assert_close(made[0][1], made[1][1])
@@ -131,7 +133,7 @@ def test_a_model_writes_and_scores_the_same_through_the_kernel(family: str) -> N
 
 def test_packed_rows_and_what_is_written_each_have_their_attention() -> None:
     model = CausalLM(through(zoo.module("llama")), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
-    assert (model.layout, model.own_attention, model.inner.config._attn_implementation) == (
+    assert (model.layout, model.default_attention, model.inner.config._attn_implementation) == (
         "packed",
         "dense-cpu",
         "ragged",
@@ -147,7 +149,7 @@ def test_an_encoder_and_a_classifier_too() -> None:
     mask[1, 4:] = 0
     wanted = module(input_ids=ids, attention_mask=mask).logits
     through(module, said := Decisions(strict=True))
-    assert said.made and module.config._attn_implementation == "dense-cpu"
+    assert said.entries and module.config._attn_implementation == "dense-cpu"
     torch.testing.assert_close(module(input_ids=ids, attention_mask=mask).logits, wanted)
 
 
@@ -155,8 +157,8 @@ def test_an_encoder_and_a_classifier_too() -> None:
 def test_a_model_whose_attention_is_more_keeps_its_own(family: str) -> None:
     module = zoo.module(family)
     own, said = module.config._attn_implementation, Decisions()
-    dense.attend(module, KERNEL, said)
-    [decision] = said.made
+    padded_attention.install_dense_attention(module, KERNEL, said)
+    [decision] = said.entries
     assert module.config._attn_implementation == own == decision.got and "its attention uses" in decision.reason
 
 
@@ -172,8 +174,8 @@ def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
         return KERNEL(*tensors, **options) * 1.01
 
     module, said = zoo.module("llama"), Decisions()
-    dense.attend(module, wrong, said)
-    [decision] = said.made
+    padded_attention.install_dense_attention(module, wrong, said)
+    [decision] = said.entries
     assert (decision.feature, decision.got) == ("attention.padded", "sdpa")
     assert "not give what attention is defined as, for 4 queries on 4 keys" in decision.reason
 

@@ -32,13 +32,13 @@ def test_a_card_that_emulates_bfloat16_says_so(
     capability: tuple[int, int], emulates: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("runner.device.cuda.own_card", lambda *_: torch.device("cuda", 0))
+    monkeypatch.setattr("runner.device.cuda.select_card", lambda *_: torch.device("cuda", 0))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
     decisions = Decisions(strict=True)
     device = Cuda(CudaConfig(), decide=decisions)
-    assert device.lacks(torch.bfloat16) is device.lacks(torch.float32) is None
-    assert [d.got for d in decisions.made] == ["bfloat16 is emulated"] * emulates
+    assert device.unsupported_reason(torch.bfloat16) is device.unsupported_reason(torch.float32) is None
+    assert [d.got for d in decisions.entries] == ["bfloat16 is emulated"] * emulates
 
 
 def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,15 +54,15 @@ def test_npu_without_a_card_lists_what_is_missing_in_order(monkeypatch: pytest.M
 def test_auto_says_what_it_chose() -> None:
     decisions = Decisions()
     assert pick(AutoConfig(), decide=decisions).name == "cpu"
-    assert [d.got for d in decisions.made] == ["cpu"]
+    assert [d.got for d in decisions.entries] == ["cpu"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is present")
 def test_auto_says_that_a_data_type_was_chosen_for_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AutoConfig, "_probable", lambda _: CudaConfig())
+    monkeypatch.setattr(AutoConfig, "_likely_device", lambda _: CudaConfig())
     decisions = Decisions()
     assert pick(AutoConfig(), decide=decisions).name == "cpu"
-    said = decisions.made[-1]
+    said = decisions.entries[-1]
     assert (said.wanted, said.got) == ("float32", "bfloat16") and "type device=cpu" in said.reason
 
 

@@ -15,7 +15,7 @@ from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.device.npu_attention import FusionAttention
-from runner.device.npu_fused import KINDS, fuse
+from runner.device.npu_fused import FUSED_MODULES, install_fused_ops
 from tests.device import operators
 from tests.device.cases import FAMILIES
 from tests.model import zoo
@@ -23,10 +23,10 @@ from tests.model import zoo
 IDS = torch.tensor([zoo.rows((11,))[0], zoo.rows((11,), seed=2)[0]])
 
 
-def fused(module: Any, wanted: tuple[str, ...] = tuple(KINDS), given: Any = operators) -> tuple[Any, Decisions]:
+def fused(module: Any, wanted: tuple[str, ...] = tuple(FUSED_MODULES), given: Any = operators) -> tuple[Any, Decisions]:
     """A copy of the module with the operators in it, and what was said."""
     copy, decisions = deepcopy(module), Decisions()
-    fuse(copy, wanted, given, decisions)
+    install_fused_ops(copy, wanted, given, decisions)
     return copy, decisions
 
 
@@ -39,15 +39,15 @@ def outcome(module: Any) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def said(decisions: Decisions) -> dict[str, str]:
-    return {fact["feature"].removeprefix("device.fused."): fact["value"] for fact in decisions.records()["facts"]}
+    return {fact["feature"].removeprefix("device.fused_ops."): fact["value"] for fact in decisions.records()["facts"]}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("wanted", [*((name,) for name in KINDS), tuple(KINDS)], ids="+".join)
+@pytest.mark.parametrize("wanted", [*((name,) for name in FUSED_MODULES), tuple(FUSED_MODULES)], ids="+".join)
 def test_a_model_gives_the_same_with_them_forward_and_backward(family: str, wanted: tuple[str, ...]) -> None:
     own = zoo.module(family).requires_grad_(True)
     ours, decisions = fused(own, wanted)
-    assert not [d for d in decisions.made if not d.is_fact]
+    assert not [d for d in decisions.entries if not d.is_fact]
     fits = family == "qwen3_moe" or "grouped_matmul" not in wanted or len(wanted) > 1
     assert bool(said(decisions)) == fits
     assert ("experts" in said(decisions)) == (family == "qwen3_moe" and "grouped_matmul" not in wanted)
@@ -61,7 +61,7 @@ def test_in_bfloat16_it_differs_by_its_rounding_alone(family: str) -> None:
     own = zoo.module(family).to(torch.bfloat16)
     exact = outcome(zoo.module(family))[0]
     ours, decisions = fused(own)
-    assert not [d for d in decisions.made if not d.is_fact]
+    assert not [d for d in decisions.entries if not d.is_fact]
     scale = float(exact.abs().max())
     of_ours, of_own = ((outcome(m)[0].float() - exact).square().mean().sqrt() / scale for m in (ours, own))
     assert of_ours < 1.5 * of_own + 1e-3, "no further from float32 than transformers' own is"
@@ -99,9 +99,9 @@ def test_checkpointing_adapters_and_bfloat16_go_on_working(family: str) -> None:
         model = zoo.causal(family, gradient_checkpointing=True, dtype="bfloat16")
         model.module.requires_grad_(False)
         if operators_in:
-            fuse(model.inner, tuple(KINDS), operators, Decisions())
-            model.attend_with(FusionAttention(operators.npu_fusion_attention), decide=(decisions := Decisions()))
-            assert decisions.made == [] and model._kernel is not None
+            install_fused_ops(model.inner, tuple(FUSED_MODULES), operators, Decisions())
+            model.set_varlen_kernel(FusionAttention(operators.npu_fusion_attention), decide=(decisions := Decisions()))
+            assert decisions.entries == [] and model._kernel is not None
         adapted = attach(LoraConfig(rank=4, targets=("q_proj", "o_proj")), model, decide=Decisions())
         assert (adapted._kernel is not None) == operators_in
         outcomes.append(zoo.gradients(adapted, linear=True, data=data))
@@ -110,12 +110,14 @@ def test_checkpointing_adapters_and_bfloat16_go_on_working(family: str) -> None:
 
 def test_other_families_are_left_alone_and_this_is_said() -> None:
     decisions = Decisions()
-    fuse(zoo.module("mistral"), tuple(KINDS), operators, decisions)
-    [decision] = decisions.made
+    install_fused_ops(zoo.module("mistral"), tuple(FUSED_MODULES), operators, decisions)
+    [decision] = decisions.entries
     assert (decision.got, "mistral is none of" in decision.reason) == ("none", True)
     with pytest.raises(EnvironmentProblem, match="mistral"):
-        fuse(zoo.module("mistral"), tuple(KINDS), operators, Decisions(strict=True))
-    fuse(zoo.module("mistral"), (), operators, Decisions(strict=True))  # nothing asked for, nothing refused
+        install_fused_ops(zoo.module("mistral"), tuple(FUSED_MODULES), operators, Decisions(strict=True))
+    install_fused_ops(
+        zoo.module("mistral"), (), operators, Decisions(strict=True)
+    )  # nothing asked for, nothing refused
 
 
 WRONG: dict[str, tuple[str, Any]] = {
@@ -139,9 +141,9 @@ def test_an_operator_that_gives_something_else_or_is_absent_is_not_used(name: st
     else:
         setattr(given, operator, wrong)
     ours, decisions = fused(zoo.module("qwen3_moe"), (name,), given)
-    decision = decisions.made[0]
-    assert decision.feature == f"device.fused.{name}" and decision.got == "transformers' own"
-    assert [d.feature for d in decisions.made[1:]] == ["experts"]
+    decision = decisions.entries[0]
+    assert decision.feature == f"device.fused_ops.{name}" and decision.got == "transformers' own"
+    assert [d.feature for d in decisions.entries[1:]] == ["experts"]
     assert not [m for m in ours.modules() if "forward" in vars(m)]
 
 
@@ -190,14 +192,16 @@ def test_an_operator_whose_gradient_is_another_or_absent_is_not_used(name: str, 
     given = SimpleNamespace(**{key: value for key, value in vars(operators).items() if key.startswith("npu_")})
     setattr(given, operator, without if missing else wrong)
     ours, decisions = fused(zoo.module("qwen3_moe").requires_grad_(True), (name,), given)
-    assert decisions.made[0].feature == f"device.fused.{name}" and decisions.made[0].got == "transformers' own"
-    assert missing or decisions.made[0].reason == "the operator's gradient is not that of the module"
+    assert (
+        decisions.entries[0].feature == f"device.fused_ops.{name}" and decisions.entries[0].got == "transformers' own"
+    )
+    assert missing or decisions.entries[0].reason == "the operator's gradient is not that of the module"
     assert not [m for m in ours.modules() if "forward" in vars(m)]
 
 
 def test_another_activation_is_refused() -> None:
     _, decisions = fused(zoo.module("llama", hidden_act="gelu"), ("swiglu",))
-    assert "GELU" in decisions.made[0].reason
+    assert "GELU" in decisions.entries[0].reason
 
 
 def test_no_expert_may_be_left_without_tokens_or_with_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.core.auto_choices import Decisions
-from runner.device.base import measure_matmul, peak
+from runner.device.base import measure_matmul, peak_flops
 from runner.device.cards import find_card
 from runner.device.config import CpuConfig, CudaConfig
 from runner.device.cpu import Cpu
@@ -52,10 +52,10 @@ def card(tf32: bool, name: str = "NVIDIA H200") -> Device:
 
 def test_the_peak_of_a_card_is_that_of_what_it_computes_in() -> None:
     decide = Decisions()
-    assert peak(card(tf32=True), torch.bfloat16, decide).flops == 989e12
-    assert peak(card(tf32=True), torch.float32, decide).flops == 495e12
-    assert peak(card(tf32=False), torch.float32, decide).flops == 67e12
-    unknown = peak(card(tf32=False, name="another"), torch.float32, decide)
+    assert peak_flops(card(tf32=True), torch.bfloat16, decide).flops == 989e12
+    assert peak_flops(card(tf32=True), torch.float32, decide).flops == 495e12
+    assert peak_flops(card(tf32=False), torch.float32, decide).flops == 67e12
+    unknown = peak_flops(card(tf32=False, name="another"), torch.float32, decide)
     assert unknown.flops == measure_matmul(torch.device("cpu"), torch.float32) and "measured" in unknown.source
 
 
@@ -63,6 +63,6 @@ def test_measuring_draws_nothing_from_the_stream_of_the_process_and_is_done_once
     measure_matmul.cache_clear()
     before = torch.get_rng_state()
     cpu = Cpu(CpuConfig(), decide=Decisions(strict=True))
-    found = peak(cpu, torch.float32, Decisions(strict=True))
+    found = peak_flops(cpu, torch.float32, Decisions(strict=True))
     assert torch.equal(torch.get_rng_state(), before)
-    assert 1e8 < found.flops < 1e14 and peak(cpu, torch.float32, Decisions()).flops == found.flops
+    assert 1e8 < found.flops < 1e14 and peak_flops(cpu, torch.float32, Decisions()).flops == found.flops

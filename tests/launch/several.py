@@ -11,9 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from runner.tracker.screen import MACHINE_METRICS
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
-VOLATILE = ("perf/", "time/", "device/")
 DDP = ("parallelism=ddp",)
 
 
@@ -54,12 +55,12 @@ class Job:
     def steps(self) -> int:
         """Finished steps."""
         path = self.latest / "metrics.jsonl"
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return path.read_bytes().count(b'"train/loss"') if path.exists() else 0
 
     def curve(self) -> list[dict[str, Any]]:
         """metrics.jsonl without what no two runs share."""
         rows = [json.loads(line) for line in (self.latest / "metrics.jsonl").read_text().splitlines()]
-        return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+        return [{k: v for k, v in row.items() if not k.startswith(MACHINE_METRICS)} for row in rows]
 
     def weights(self, step: int) -> bytes:
         """A checkpoint's parameters and optimizer state."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 
 TWO = ("+recipe=sft_demo", "parallelism=ddp", "launch.devices=2")
-MACHINES = (*TWO, "launch.nodes=2", "launch.node=1", "launch.address=node-0.local:29400")
+MACHINES = (*TWO, "launch.nodes=2", "launch.node_rank=1", "launch.rdzv_endpoint=node-0.local:29400")
 
 
 def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
@@ -21,14 +21,17 @@ def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
     ("words", "said"),
     [
         (("+recipe=sft_demo", "launch.devices=2"), "launch.devices: parallelism=single runs one process"),
-        ((*TWO, "launch.node=0"), "launch.node: is about several machines, and launch.nodes is 1"),
-        ((*TWO, "launch.address=a:1"), "launch.address: is about several machines"),
-        ((*TWO, "launch.address=auto"), "launch.address: auto is a Ray cluster; type launch=ray, too"),
-        ((*MACHINES, "launch.node=2"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
-        ((*TWO, "launch.nodes=2", "launch.address=a:1"), "launch.node: the machines of launch.nodes=2 are 0 to 1"),
-        ((*TWO, "launch.nodes=2", "launch.node=0"), "launch.address: machine 0's HOST:PORT is expected"),
-        ((*MACHINES, "launch.address=a"), "launch.address: machine 0's HOST:PORT"),
-        ((*MACHINES, "launch.address=a:70000"), "launch.address: machine 0's HOST:PORT"),
+        ((*TWO, "launch.node_rank=0"), "launch.node_rank: is about several machines, and launch.nodes is 1"),
+        ((*TWO, "launch.rdzv_endpoint=a:1"), "launch.rdzv_endpoint: is about several machines"),
+        ((*TWO, "launch.address=auto"), "launch.address: not an option of launch=local; an option of launch=ray"),
+        ((*MACHINES, "launch.node_rank=2"), "launch.node_rank: the machines of launch.nodes=2 are 0 to 1"),
+        (
+            (*TWO, "launch.nodes=2", "launch.rdzv_endpoint=a:1"),
+            "launch.node_rank: the machines of launch.nodes=2 are 0 to 1",
+        ),
+        ((*TWO, "launch.nodes=2", "launch.node_rank=0"), "launch.rdzv_endpoint: machine 0's HOST:PORT is expected"),
+        ((*MACHINES, "launch.rdzv_endpoint=a"), "launch.rdzv_endpoint: machine 0's HOST:PORT"),
+        ((*MACHINES, "launch.rdzv_endpoint=a:70000"), "launch.rdzv_endpoint: machine 0's HOST:PORT"),
     ],
 )
 def test_what_does_not_fit_is_refused(words: tuple[str, ...], said: str) -> None:

@@ -10,9 +10,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import StorageError
-from runner.launch.export import write_export
+from runner.launch.export import CardFacts, write_export
 
 SPEC = compose_job(["+recipe=sft_demo"]).spec
 
@@ -37,9 +37,9 @@ def value(folder: Path) -> float:
 
 def test_a_newer_export_takes_the_place_of_the_older_and_leaves_nothing_of_it(tmp_path: Path) -> None:
     target = tmp_path / "deep" / "export"
-    write_export(Toy(1.0), target, SPEC, 1, {"eval/loss": 0.25})
+    write_export(Toy(1.0), target, SPEC, CardFacts(1, {"eval/loss": 0.25}))
     (target / "of_the_older").touch()
-    write_export(Toy(2.0), target, SPEC, 2, {"eval/loss": 0.125})
+    write_export(Toy(2.0), target, SPEC, CardFacts(2, {"eval/loss": 0.125}))
     assert value(target) == 2.0 and not (target / "of_the_older").exists()
     assert "| eval/loss | 0.125 |" in (target / "README.md").read_text()
     assert [p.name for p in target.parent.iterdir()] == ["export"]
@@ -48,7 +48,7 @@ def test_a_newer_export_takes_the_place_of_the_older_and_leaves_nothing_of_it(tm
 def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
     before = os.umask(0o027)
     try:
-        write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+        write_export(Toy(1.0), tmp_path / "export", SPEC, CardFacts(1, {}))
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "export").iterdir()} == {0o640}
@@ -56,27 +56,27 @@ def test_every_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
 
 def test_the_card_names_no_folder_of_this_machine_and_no_adapter_where_there_is_none(tmp_path: Path) -> None:
     local = compose_job(["model=hf", "model.path=/models/base", "data=demo"]).spec
-    write_export(Toy(1.0), tmp_path / "export", local, 1, {})
+    write_export(Toy(1.0), tmp_path / "export", local, CardFacts(1, {}))
     front = (tmp_path / "export" / "README.md").read_text().split("---")[1]
     assert "base_model" not in front and "- none" not in front
     hub = compose_job(["model=hf", "model.path=owner/base", "data=demo", "adapter=lora"]).spec
-    write_export(Toy(1.0), tmp_path / "export", hub, 1, {})
+    write_export(Toy(1.0), tmp_path / "export", hub, CardFacts(1, {}))
     assert "base_model: owner/base" in (tmp_path / "export" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), SafetensorError("I/O error")], ids=type)
 def test_a_fault_is_a_storage_error_and_leaves_the_older(tmp_path: Path, fault: Exception) -> None:
     target = tmp_path / "export"
-    write_export(Toy(1.0), target, SPEC, 1, {})
+    write_export(Toy(1.0), target, SPEC, CardFacts(1, {}))
     with pytest.raises(StorageError, match=r"cannot write the export .*run export"):
-        write_export(Toy(2.0, fault), target, SPEC, 2, {})
+        write_export(Toy(2.0, fault), target, SPEC, CardFacts(2, {}))
     assert value(target) == 1.0 and [p.name for p in tmp_path.iterdir()] == ["export"]
 
 
 def test_a_file_in_the_way_is_named_and_left_alone(tmp_path: Path) -> None:
     (tmp_path / "export").write_text("mine")
     with pytest.raises(StorageError, match="is in the way") as caught:
-        write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+        write_export(Toy(1.0), tmp_path / "export", SPEC, CardFacts(1, {}))
     assert caught.value.exit_code == 7 and (tmp_path / "export").read_text() == "mine"
 
 
@@ -85,6 +85,6 @@ def test_a_folder_that_may_not_be_written_is_a_storage_error(tmp_path: Path) -> 
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(StorageError, match="Permission denied"):
-            write_export(Toy(1.0), tmp_path / "export", SPEC, 1, {})
+            write_export(Toy(1.0), tmp_path / "export", SPEC, CardFacts(1, {}))
     finally:
         tmp_path.chmod(0o700)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from runner.launch.machines import address_towards, interface_of, met_at
+from runner.launch.multi_node import address_towards, gloo_interface, interface_of
 
 
 def test_loopback_is_found_and_a_strange_address_is_not() -> None:
-    assert interface_of("127.0.0.1") == "lo" and met_at("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert interface_of("192.0.2.1") is None and met_at("") == {}
+    assert interface_of("127.0.0.1") == "lo" and gloo_interface("127.0.0.1") == {"GLOO_SOCKET_IFNAME": "lo"}
+    assert interface_of("192.0.2.1") is None and gloo_interface("") == {}
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("no.such.host.invalid", "")])

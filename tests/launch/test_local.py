@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.local import _say_stretched, next_attempt, refuse_other_job, resume, status, write_spec
+from runner.launch.local import _note_longer_schedule, next_attempt, read_status, refuse_other_job, resume, write_spec
 from runner.run_dir.folder import RunFolder
-from runner.run_dir.resume_compatibility import frozen, refuse_changed_spec
+from runner.run_dir.resume_compatibility import check_spec_unchanged, immutable_fields
 from runner.spec.job import JobSpec
 
 
@@ -25,9 +25,11 @@ def test_more_steps_and_other_watching_are_fine() -> None:
 
 def test_what_a_fault_of_a_sampler_says_to_type_is_fine() -> None:
     began = compose_job(["+recipe=grpo_demo", "launch.samplers=1"]).spec
-    longer = compose_job(["+recipe=grpo_demo", "launch.samplers=1", "sampler.timeout_s=9", "sampler.probe=0.1"]).spec
+    longer = compose_job(
+        ["+recipe=grpo_demo", "launch.samplers=1", "sampler.timeout_s=9", "sampler.sync_logprob_tolerance=0.1"]
+    ).spec
     refuse_other_job(began, longer)
-    refuse_changed_spec(longer, {"spec": frozen(began)})
+    check_spec_unchanged(longer, {"spec": immutable_fields(began)})
     with pytest.raises(SpecError, match="sampler: was fixed when the run began"):
         refuse_other_job(began, compose_job(["+recipe=grpo_demo", "launch.samplers=1", "sampler.top_p=0.5"]).spec)
 
@@ -67,10 +69,10 @@ def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
 @pytest.mark.parametrize(("schedule", "said"), [("cosine", True), ("linear", True), ("constant", False)])
 def test_a_stretched_schedule_is_said(schedule: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"schedule={schedule}"]
-    _say_stretched(spec(*words), spec(*words, steps=20))
+    _note_longer_schedule(spec(*words), spec(*words, steps=20))
     expected = f"note: schedule={schedule} now ends at step 20 and not 10: the learning rate rises again"
     assert (expected in capsys.readouterr().err) == said
-    _say_stretched(spec(*words), spec(*words, "seed=1"))
+    _note_longer_schedule(spec(*words), spec(*words, "seed=1"))
     assert not capsys.readouterr().err
 
 
@@ -79,7 +81,7 @@ def test_a_damaged_status_is_no_end_of_the_world(
     done: RunFolder, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     done.status.write_bytes(content.encode("latin-1"))
-    assert status(done).get("state") is None
+    assert read_status(done).get("state") is None
     assert ("status.json cannot be read" in caplog.text) == (content != '{"attempt": "two"}')
     assert next_attempt(done) == 2
     (done.attempts / "4").mkdir(parents=True)

@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 
 from runner.core.errors import RankLost, RunnerError
-from runner.core.rank_info import Place
-from runner.launch.session import lost_ranks
+from runner.core.rank_info import RankInfo
+from runner.launch.session import translate_rank_errors
 from tests.parallelism.forked import ranks
 
 
@@ -22,7 +22,7 @@ def _summing(rank: int) -> str:
         time.sleep(3)
         return ""
     try:
-        with lost_ranks(Place(0, 2, 0, 2)):
+        with translate_rank_errors(RankInfo(0, 2, 0, 2)):
             distributed.all_reduce(torch.ones(1), group=group)
     except RunnerError as error:
         return f"{type(error).__name__}: {error}"
@@ -35,7 +35,7 @@ def test_a_rank_that_does_not_come_is_a_deadline() -> None:
 
 
 def test_other_errors_pass_through() -> None:
-    with pytest.raises(RuntimeError, match="timed out"), lost_ranks(Place()):
+    with pytest.raises(RuntimeError, match="timed out"), translate_rank_errors(RankInfo()):
         raise RuntimeError("a library of one process timed out")
-    with pytest.raises(RankLost), lost_ranks(Place(0, 2, 0, 2)):
+    with pytest.raises(RankLost), translate_rank_errors(RankInfo(0, 2, 0, 2)):
         raise RuntimeError("Connection closed by peer [127.0.0.1]:1")

@@ -122,9 +122,9 @@ def trail() -> Iterator[Traces]:
 
 def test_machines_find_each_other_though_their_names_lead_nowhere(tmp_path: Path) -> None:
     jobs = [Job(tmp_path, f"{which}.txt") for which in range(2)]
-    words = (*SFT, "launch.nodes=2", f"launch.address={HEAD}:{PORT}", "launch.devices=1", "steps=3")
+    words = (*SFT, "launch.nodes=2", f"launch.rdzv_endpoint={HEAD}:{PORT}", "launch.devices=1", "steps=3")
     with wired() as networks:
-        both = [job.start(*words, f"launch.node={at}", before=networks.at(at)) for at, job in enumerate(jobs)]
+        both = [job.start(*words, f"launch.node_rank={at}", before=networks.at(at)) for at, job in enumerate(jobs)]
         ends = [process.wait(DEADLINE_S) for process in both]
     assert ends == [0, 0], jobs[0].said() + jobs[1].said()
     assert jobs[0].steps() == 3

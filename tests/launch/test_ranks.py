@@ -124,9 +124,9 @@ def test_data_that_is_wrong_is_said_once(job: Job) -> None:
 @pytest.mark.slow
 def test_two_machines_run_one_job_and_one_ends_with_the_other(job: Job, tmp_path: Path) -> None:
     other = Job(tmp_path, "other.txt")
-    words = (*TWO, *LONG, "launch.nodes=2", f"launch.address=127.0.0.1:{free_port()}", "parallelism.timeout_s=60")
-    second = other.start(*words, "launch.node=1")
-    first = job.start(*words, "launch.node=0")
+    words = (*TWO, *LONG, "launch.nodes=2", f"launch.rdzv_endpoint=127.0.0.1:{free_port()}", "parallelism.timeout_s=60")
+    second = other.start(*words, "launch.node_rank=1")
+    first = job.start(*words, "launch.node_rank=0")
     wait_until(lambda: job.steps() > 5, first)
     pids = job.pids()
     assert len(set(pids)) == 4
@@ -134,8 +134,8 @@ def test_two_machines_run_one_job_and_one_ends_with_the_other(job: Job, tmp_path
     assert (first.wait(60), second.wait(60)) == (75, 75) and gone(pids)
     for said in (job.said(), other.said()):
         assert "error: rank 3 of 4 was killed (SIGKILL)" in said and said.count("error: ") == 1
-    second = other.start("resume", "latest", "launch.node=1")
-    first = job.start("resume", "latest", "launch.node=0")
+    second = other.start("resume", "latest", "launch.node_rank=1")
+    first = job.start("resume", "latest", "launch.node_rank=0")
     reached = job.steps()
     wait_until(lambda: job.steps() > reached + 5, first)
     second.send_signal(signal.SIGTERM)

@@ -18,21 +18,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
-from runner.core.rank_info import Place
-from runner.launch import member
-from runner.launch.member import Order
-from runner.launch.ray import child as children
-from runner.launch.ray.attempt import closed
-from runner.launch.ray.child import CHUNK, ORDER, Child, surroundings
-from runner.launch.ray.link import Link, need_ray
-from runner.launch.ray.seats import Seat, Taken, described, free, grouped, refuse_too_many, seats, table
-from runner.launch.verdict import Ear, JobFailed, is_final
+from runner.core.rank_info import RankInfo
+from runner.launch import worker_process
+from runner.launch.exit_cause import HeartbeatReader, JobFailed, is_final
+from runner.launch.ray import actor_process as children
+from runner.launch.ray.actor_process import CHUNK, WORKER_SPEC, ActorProcess, worker_environment
+from runner.launch.ray.attempt import close_after
+from runner.launch.ray.driver_connection import RayConnection, require_ray
+from runner.launch.ray.placement import (
+    Bundle,
+    BundleLocation,
+    bundle_order,
+    bundles,
+    free_text,
+    placement_table,
+    refuse_too_many,
+    request_text,
+)
+from runner.launch.worker_process import WorkerSpec
 from runner.run_dir.folder import RunFolder
 from tests.launch.several import ROOT, alive
 
-SIX_AND_TWO = [Seat("rank", n, "NPU", 1) for n in range(6)] + [Seat("sampler", n, "NPU", 1) for n in range(2)]
+SIX_AND_TWO = [Bundle("rank", n, "NPU", 1) for n in range(6)] + [Bundle("sampler", n, "NPU", 1) for n in range(2)]
 
 
 def npus(*counts: int) -> list[dict[str, float]]:
@@ -42,7 +51,7 @@ def npus(*counts: int) -> list[dict[str, float]]:
 def test_seats_follow_from_the_job() -> None:
     words = ["+recipe=grpo_demo", "parallelism=ddp", "launch=ray", "launch.devices=2", "launch.samplers=1"]
     spec = compose_job([*words, "device.threads=3"]).spec
-    assert seats(spec) == [Seat("rank", 0, "CPU", 3), Seat("rank", 1, "CPU", 3), Seat("sampler", 0, "CPU", 3)]
+    assert bundles(spec) == [Bundle("rank", 0, "CPU", 3), Bundle("rank", 1, "CPU", 3), Bundle("sampler", 0, "CPU", 3)]
     assert spec.launch.attempts == 3
 
 
@@ -54,18 +63,18 @@ def test_seats_follow_from_the_job() -> None:
         (npus(0, 0), SIX_AND_TWO[:1], r"wants 1 NPU, and Ray has no NPU on 2 nodes: 1 too few; `ray status`"),
         (
             npus(3, 3, 2),
-            [*SIX_AND_TWO[:2], *(Seat("sampler", n, "NPU", 2) for n in range(3)), Seat("sampler", 3, "NPU", 4)],
+            [*SIX_AND_TWO[:2], *(Bundle("sampler", n, "NPU", 2) for n in range(3)), Bundle("sampler", 3, "NPU", 4)],
             r"wants 12 NPUs \(2 to train, 10 to sample\), .*: 4 too few",
         ),
         (
             npus(3, 3),
-            [SIX_AND_TWO[0], Seat("sampler", 0, "NPU", 4)],
+            [SIX_AND_TWO[0], Bundle("sampler", 0, "NPU", 4)],
             r"1 sampler wants 4 NPUs of one node, .*\(3 \+ 3\): room for 0",
         ),
     ],
 )
 def test_what_cannot_be_placed_is_refused_with_the_arithmetic(
-    nodes: list[dict[str, float]], wanted: list[Seat], words: str
+    nodes: list[dict[str, float]], wanted: list[Bundle], words: str
 ) -> None:
     with pytest.raises(EnvironmentProblem, match=words):
         refuse_too_many(wanted, nodes, "Ray")
@@ -81,8 +90,8 @@ def test_what_cannot_be_placed_is_refused_with_the_arithmetic(
 def test_it_is_refused_exactly_where_no_placement_exists(
     there: list[int], ranks: int, samplers: int, unit: int, cards: int
 ) -> None:
-    wanted = [Seat("rank", n, "NPU", unit) for n in range(ranks)]
-    wanted += [Seat("sampler", n, "NPU", unit * cards) for n in range(samplers)]
+    wanted = [Bundle("rank", n, "NPU", unit) for n in range(ranks)]
+    wanted += [Bundle("sampler", n, "NPU", unit * cards) for n in range(samplers)]
     try:
         refuse_too_many(wanted, npus(*there), "Ray")
         accepted = True
@@ -104,19 +113,21 @@ def fits(there: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
 
 
 def test_what_others_have_taken_is_counted() -> None:
-    assert described(SIX_AND_TWO) == "8 NPUs (6 to train, 2 to sample)"
-    assert free(SIX_AND_TWO, [*npus(5, 3), {"CPU": 4.0}], {"NPU": 3.0, "CPU": 1.0}) == "3 of 8 NPUs"
+    assert request_text(SIX_AND_TWO) == "8 NPUs (6 to train, 2 to sample)"
+    assert free_text(SIX_AND_TWO, [*npus(5, 3), {"CPU": 4.0}], {"NPU": 3.0, "CPU": 1.0}) == "3 of 8 NPUs"
 
 
 def test_ranks_on_a_node_are_neighbours_and_the_fullest_node_is_first() -> None:
     nodes = ["a", "b", "b", "a", "b", "a", "b"]
-    assert grouped(nodes, ["rank"] * 5 + ["sampler"] * 2) == [1, 2, 4, 0, 3, 6, 5]
+    assert bundle_order(nodes, ["rank"] * 5 + ["sampler"] * 2) == [1, 2, 4, 0, 3, 6, 5]
 
 
 def test_the_table_says_role_node_and_devices() -> None:
-    taken = [Taken("10.0.0.3", "left", (str(n),)) for n in range(4)] + [Taken("10.0.0.4", "right", ("7",))]
-    wanted = [*SIX_AND_TWO[:4], Seat("sampler", 0, "NPU", 1)]
-    assert list(table(wanted, taken)) == [
+    taken = [BundleLocation("10.0.0.3", "left", (str(n),)) for n in range(4)] + [
+        BundleLocation("10.0.0.4", "right", ("7",))
+    ]
+    wanted = [*SIX_AND_TWO[:4], Bundle("sampler", 0, "NPU", 1)]
+    assert list(placement_table(wanted, taken)) == [
         "  role          node              devices",
         "  ranks 0 to 3  left (10.0.0.3)   NPU 0, 1, 2, 3",
         "  sampler 0     right (10.0.0.4)  NPU 7",
@@ -139,7 +150,7 @@ def test_an_address_that_cannot_be_is_refused(words: list[str], text: str) -> No
 def test_without_the_package_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"launch=ray needs .*\n  pip install 'posttrain-run\[ray\]'"):
-        need_ray("launch=ray")
+        require_ray("launch=ray")
 
 
 def test_a_process_gets_its_nodes_environment_and_what_was_brought_and_nothing_of_rays(
@@ -149,17 +160,17 @@ def test_a_process_gets_its_nodes_environment_and_what_was_brought_and_nothing_o
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("ASCEND_HOME_PATH", "/the/nodes/own")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    found = surroundings({"HF_HOME": "/brought"}, "npu", ("4", "6"), alike=3)
+    found = worker_environment({"HF_HOME": "/brought"}, "npu", ("4", "6"), alike=3)
     assert found["ASCEND_RT_VISIBLE_DEVICES"] == "4,6" and found["HF_HOME"] == "/brought"
     assert found["OMP_NUM_THREADS"] == "2" and found["ASCEND_HOME_PATH"] == "/the/nodes/own"
     assert not [name for name in found if name.startswith("RAY_") or name == "RANK"]
 
 
-def order(root: Path, asked: str | None = None, **more: Any) -> Order:
+def order(root: Path, asked: str | None = None, **more: Any) -> WorkerSpec:
     """An order for a toy rank, which does as asked."""
-    place = Place(0, 2, 0, 1)
-    environment = {**place.variables(), "TOY": json.dumps({"0": asked}), "PYTHONPATH": str(ROOT)}
-    return Order(
+    place = RankInfo(0, 2, 0, 1)
+    environment = {**place.to_environment(), "TOY": json.dumps({"0": asked}), "PYTHONPATH": str(ROOT)}
+    return WorkerSpec(
         **{
             "role": "rank",
             "index": 0,
@@ -177,34 +188,34 @@ def order(root: Path, asked: str | None = None, **more: Any) -> Order:
 def test_an_order_is_the_same_after_its_way_over_the_line(tmp_path: Path) -> None:
     for one in (
         order(tmp_path),
-        order(tmp_path, role="sampler", folder=RunFolder(tmp_path).of_sampler(3), place=None, cards=(4, 5)),
+        order(tmp_path, role="sampler", folder=RunFolder(tmp_path).for_sampler(3), place=None, cards=(4, 5)),
     ):
-        assert ORDER.validate_python(json.loads(json.dumps(ORDER.dump_python(one, mode="json")))) == one
+        assert WORKER_SPEC.validate_python(json.loads(json.dumps(WORKER_SPEC.dump_python(one, mode="json")))) == one
 
 
 @pytest.fixture
 def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a run of toy ranks."""
-    monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
+    monkeypatch.setitem(worker_process.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
     (tmp_path / "ranks").mkdir()
     (tmp_path / "spec.yaml").touch()
     return tmp_path
 
 
-def begun(asked: str | None, folder: Path) -> Child:
+def begun(asked: str | None, folder: Path) -> ActorProcess:
     """A child that is a toy rank; the socket is not used by it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        return Child(order(folder, asked), dict(os.environ), os.dup(listener.fileno()))
+        return ActorProcess(order(folder, asked), dict(os.environ), os.dup(listener.fileno()))
 
 
-def heard(child: Child, ear: Ear) -> int:
+def heard(child: ActorProcess, ear: HeartbeatReader) -> int:
     """Hear it to its end."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         said = child.hear(0.5)
         assert len(said["pipe"]) <= CHUNK
         if said["pipe"]:
-            ear.take(said["pipe"].encode("latin-1"))
+            ear.feed(said["pipe"].encode("latin-1"))
         if said["code"] is not None:
             return int(said["code"])
     raise AssertionError("it did not end")
@@ -212,7 +223,7 @@ def heard(child: Child, ear: Ear) -> int:
 
 @pytest.mark.parametrize(("asked", "code"), [(None, 0), ("data", 3), ("kill", -signal.SIGKILL), ("wordless", 9)])
 def test_an_actor_tells_all_that_its_process_said_and_how_it_ended(asked: str | None, code: int, toys: Path) -> None:
-    ear = Ear()
+    ear = HeartbeatReader()
     assert heard(begun(asked, toys), ear) == code
     assert ear.begun and (ear.report is not None) == (asked == "data")
     assert ear.report is None or ear.report.message == "rank 0 of 2: line 7 is no JSON"
@@ -225,16 +236,16 @@ def test_what_an_actor_kills_is_gone(toys: Path) -> None:
         assert child.hear(0.1)["code"] is None and time.monotonic() < end
     pid = json.loads(said.read_text())["pid"]
     child.kill()
-    assert heard(child, Ear()) == -signal.SIGKILL and not alive([pid])
+    assert heard(child, HeartbeatReader()) == -signal.SIGKILL and not alive([pid])
 
 
 def test_what_is_killed_before_it_begins_ends_as_it_does(toys: Path) -> None:
     child = begun("long", toys)
     child.kill()
-    assert heard(child, Ear()) == -signal.SIGKILL
+    assert heard(child, HeartbeatReader()) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize("place, lacking", [(children, "Janitor"), (Child, "_relay")])
+@pytest.mark.parametrize("place, lacking", [(children, "CleanupProcess"), (ActorProcess, "_relay")])
 def test_an_actor_that_cannot_start_its_process_says_why(
     place: object, lacking: str, toys: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +253,7 @@ def test_an_actor_that_cannot_start_its_process_says_why(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(place, lacking, refuse)
-    ear, child = Ear(), begun("long", toys)
+    ear, child = HeartbeatReader(), begun("long", toys)
     assert heard(child, ear) == 1
     assert child._member is None or child._member.process.wait(10) == -signal.SIGKILL
     assert ear.report is not None and "OSError: [Errno 24] Too many open files" in ear.report.message
@@ -250,9 +261,9 @@ def test_an_actor_that_cannot_start_its_process_says_why(
 
 
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
-    ear = Ear()
+    ear = HeartbeatReader()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        child = Child(order(tmp_path / "elsewhere"), dict(os.environ), os.dup(listener.fileno()))
+        child = ActorProcess(order(tmp_path / "elsewhere"), dict(os.environ), os.dup(listener.fileno()))
     assert heard(child, ear) == 2
     assert ear.report is not None and "start on a disk that all nodes share" in ear.report.message
 
@@ -264,13 +275,13 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
     module.write_text(
         "import os, subprocess, sys\n"
         "from pathlib import Path\n"
-        "from runner.launch.janitor import Janitor\n"
-        f"Janitor().remove(Path({str(weights)!r}))\n"  # as an actor has one
+        "from runner.launch.cleanup_process import CleanupProcess\n"
+        f"CleanupProcess().remove(Path({str(weights)!r}))\n"  # as an actor has one
         "left = subprocess.Popen(['sleep', '100'], start_new_session=True)\n"
         "print(left.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    words = [sys.executable, "-P", "-m", "runner.launch.ray.guard", "a_driver", json.dumps({"folder": str(folder)})]
+    words = [sys.executable, "-P", "-m", "runner.launch.ray.reaper", "a_driver", json.dumps({"folder": str(folder)})]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGKILL and not folder.exists() and not weights.exists()
@@ -292,7 +303,7 @@ def test_a_driver_that_is_killed_or_too_slow_is_worth_another_attempt(
     tell = "tell = lambda **words: print(json.dumps({'is': 'refused', **words}), flush=True)"
     (tmp_path / "a_driver.py").write_text(f"import json, os, sys\n{tell}\n{does}\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
-    with pytest.raises(kind, match=words), Link("a_driver", {"address": None}):
+    with pytest.raises(kind, match=words), RayConnection("a_driver", {"address": None}):
         pass
 
 
@@ -310,7 +321,7 @@ class Closing:
 def test_ctrl_c_while_ray_ends_leaves_the_end_as_it_is_and_makes_it_the_last(error: RunnerError | None) -> None:
     link, found = Closing(), None
     try:
-        with closed(cast(Link, link)):
+        with close_after(cast(RayConnection, link)):
             if error is not None:
                 raise error
     except RunnerError as raised:
@@ -348,8 +359,8 @@ def seated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, 
     told: list[dict[str, Any]] = []
     actor, lines = Actor(), SimpleNamespace(send=told.append)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.asked.append("end"))
-    one = driver.Driver(cast(Any, lines))
-    one._seats = [driver.Seat("sampler", "CPU", 1, actor=actor, taken=("10.0.0.3", "left", []))]
+    one = driver.RayJobDriver(cast(Any, lines))
+    one._seats = [driver.ActorSlot("sampler", "CPU", 1, actor=actor, taken=("10.0.0.3", "left", []))]
     return one, actor, told
 
 
@@ -359,10 +370,10 @@ def test_an_actor_that_is_told_to_kill_what_it_has_yet_to_start_is_told_again(
     driver, actor, _ = seated
     driver._start(0, {})
     driver._kill(0)
-    driver._take("start", 0, None)
+    driver._handle_answer("start", 0, None)
     assert actor.asked == ["start", "kill", "hear", "kill"]
     driver._start(0, {})
-    driver._take("start", 0, None)
+    driver._handle_answer("start", 0, None)
     assert actor.asked[4:] == ["start", "hear"], "who follows is another one"
 
 
@@ -370,14 +381,14 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
     seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     driver, actor, told = seated
-    hired: list[int] = []
-    monkeypatch.setattr(driver, "_hire", hired.append)
+    started: list[int] = []
+    monkeypatch.setattr(driver, "_start_actor", started.append)
     driver._start(0, {})
     driver._dismiss(0)
     driver._dismiss(0)
     driver._start(0, {"role": "sampler"})
-    assert actor.asked == ["start", "end"] and hired == [0]
-    driver._look()
+    assert actor.asked == ["start", "end"] and started == [0]
+    driver._collect_answers()
     assert told == [] and driver._seats[0].order == {"role": "sampler"}
 
 
@@ -393,9 +404,9 @@ def test_an_actor_is_lost_once_however_much_it_was_asked(
 
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
     monkeypatch.setattr(ray, "get", gone)
-    driver._ask("hear", 0)
+    driver._call_actor("hear", 0)
     driver._kill(0)
-    driver._look()
+    driver._collect_answers()
     assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) is lost")]
 
 
@@ -414,6 +425,6 @@ def test_rays_reason_is_a_sentence(text: str, words: str) -> None:
     pytest.importorskip("ray")
     from ray.exceptions import RayError
 
-    from runner.launch.ray.driver import why
+    from runner.launch.ray.driver import actor_end_reason
 
-    assert why(RayError(text), ("10.0.0.3", "left", [])) == words
+    assert actor_end_reason(RayError(text), ("10.0.0.3", "left", [])) == words

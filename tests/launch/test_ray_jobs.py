@@ -72,7 +72,7 @@ def test_a_job_on_ray_is_the_same_job_whatever_is_killed(tmp_path: Path) -> None
     assert process.wait(300) == 0, one.said()
     assert one.end(6) == local.end(6) and one.leftovers() == []
     said = one.said()
-    assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in said
+    assert "sampler 0 was killed (SIGKILL); it is restarted (1 of 3)" in said
     assert "attempt 1 ended: rank 1 of 2 was killed (SIGKILL)" in said
     assert "3 cores (2 to train, 1 to sample) in one placement group" in said
     assert nothing_left(everything, files)
@@ -84,7 +84,7 @@ def test_a_job_on_ray_is_the_same_job_whatever_is_killed(tmp_path: Path) -> None
         "runner.launch.ray.driver",
         *(
             pytest.param(name, marks=pytest.mark.soak)
-            for name in ("runner.launch.ray.guard", "ray::Attendant", "the launcher")
+            for name in ("runner.launch.ray.reaper", "ray::WorkerActor", "the launcher")
         ),
     ],
 )

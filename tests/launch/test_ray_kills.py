@@ -26,8 +26,8 @@ pytestmark = pytest.mark.timeout(900)
 JOB = (*SMALL, f"steps={STEPS}")
 RAY = ("launch=ray", "launch.samplers=1")
 PROGRAMS = {  # among the words of each
-    "sampler": "-m runner.launch.sampling ",
-    "rank": "-m runner.launch.rank ",
+    "sampler": "-m runner.launch.sampler_main ",
+    "rank": "-m runner.launch.rank_main ",
     "driver": "-m runner.launch.ray.driver ",
     "command": "",
 }
@@ -105,8 +105,8 @@ def disturbed(job: Sampled, victim: str, words: tuple[str, ...], seed: int, trai
 
 
 SAYS = {
-    "sampler": "sampler 0 was killed (SIGKILL); it is started anew (1 of 3), and asked again",
-    "rank": "was killed (SIGKILL); attempt 2 goes on from the newest checkpoint",
+    "sampler": "sampler 0 was killed (SIGKILL); it is restarted (1 of 3), and asked again",
+    "rank": "was killed (SIGKILL); attempt 2 continues from the newest checkpoint",
     "driver": "Ray's driver has ended",
     "command": "",
 }
@@ -141,5 +141,5 @@ def test_a_sampler_that_is_stopped_is_replaced(undisturbed: Undisturbed, tmp_pat
     [sampler] = found(PROGRAMS["sampler"], process, trail)
     os.kill(sampler, signal.SIGSTOP)
     assert ended(process, trail) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 80 s; it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 80 s; it is restarted (1 of 3)" in job.said()
     assert job.end() == undisturbed(1).end() and trail.left() == {} and job.leftovers() == []

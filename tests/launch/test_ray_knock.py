@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem
 from runner.launch import local
-from runner.launch.ray import link
-from runner.launch.ray.link import KNOCK_S, knock
+from runner.launch.ray import driver_connection
+from runner.launch.ray.driver_connection import CONNECT_TIMEOUT_S, check_reachable
 
 
 @pytest.fixture
@@ -26,22 +26,22 @@ def free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
 
 
 def test_auto_is_what_ray_takes_it_for(free: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    knock("auto")  # nothing is on record: Ray looks around
+    check_reachable("auto")  # nothing is on record: Ray looks around
     record = tmp_path / "ray" / "ray_current_cluster"
     record.parent.mkdir()
     record.write_text(f"{free}\n")
     with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says {record}\): nobody listens there"):
-        knock("auto")
+        check_reachable("auto")
     monkeypatch.setenv("RAY_ADDRESS", free)
     with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says RAY_ADDRESS\)"):
-        knock("auto")
+        check_reachable("auto")
 
 
 def test_who_listens_is_let_be(free: str) -> None:
     with socket.create_server(("127.0.0.1", int(free.rpartition(":")[2]))):
-        knock(free)
+        check_reachable(free)
     with pytest.raises(EnvironmentProblem, match=f"Ray at {free}: nobody listens there"):
-        knock(free)
+        check_reachable(free)
 
 
 def test_a_job_is_refused_before_a_recipe_is_run_for_it(
@@ -49,12 +49,12 @@ def test_a_job_is_refused_before_a_recipe_is_run_for_it(
 ) -> None:
     spec = compose_job(["+recipe=grpo_demo", "launch=ray", f"launch.address={free}", "device=cpu"]).spec
     with monkeypatch.context() as without:
-        without.setattr(link.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
+        without.setattr(driver_connection.importlib.util, "find_spec", lambda name: None if name == "ray" else object())
         with pytest.raises(EnvironmentProblem, match=r"launch=ray needs the package ray\n  pip install"):
-            local.ready(spec)
-    monkeypatch.setattr(link.importlib.util, "find_spec", lambda name: object())
+            local.prepare_spec(spec)
+    monkeypatch.setattr(driver_connection.importlib.util, "find_spec", lambda name: object())
     begin = time.monotonic()
     with pytest.raises(EnvironmentProblem, match="nobody listens"):
-        local.ready(spec)
-    assert time.monotonic() - begin < KNOCK_S
+        local.prepare_spec(spec)
+    assert time.monotonic() - begin < CONNECT_TIMEOUT_S
     assert not (workdir / "outputs").exists()

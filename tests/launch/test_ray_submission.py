@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from runner.cli.args import parse
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.launch.base import submit_command
 from tests.launch.several import Job
@@ -34,7 +34,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     ("typed", "submitted"),
     [
         ("launch=ray {} 'optimizer.betas=[0.9, 0.99]'", "launch=ray 'optimizer.betas=[0.9, 0.99]' --folder {}sft_demo"),
-        ("launch=local {} name=mine", "name=mine launch=ray --folder {}mine"),
+        ("launch=ray {} name=mine", "launch=ray name=mine --folder {}mine"),
         ("--folder=/shared/run launch=ray {}", "--folder=/shared/run launch=ray"),
     ],
 )
@@ -48,7 +48,7 @@ def test_the_answer_is_the_command_with_all_that_was_typed(
     assert shlex.split(command) == shlex.split(expected)
 
 
-WORDS = ["name=a b", "data.path=x&y", "optimizer.betas=[0.9,0.99]", "init_from=$HOME", "data.columns={a: b}"]
+WORDS = ["name=a b", "data.path=x&y", "optimizer.betas=[0.9,0.99]", "init_from=$HOME", "data.rename_columns={a: b}"]
 
 
 def test_every_word_arrives_through_the_shell_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,6 +81,11 @@ def test_a_verb_and_a_sweep_are_for_a_node_of_the_cluster(monkeypatch: pytest.Mo
 def test_what_cannot_be_is_refused_by_its_option(words: list[str], text: str) -> None:
     with pytest.raises(SpecError, match=text):
         compose_job(["+recipe=sft_demo", "launch=ray", *words])
+
+
+def test_a_cluster_without_launch_ray_is_refused_by_its_option() -> None:
+    with pytest.raises(SpecError, match=r"launch\.address: not an option of launch=local; an option of launch=ray"):
+        compose_job(["+recipe=sft_demo", AT])
 
 
 def test_a_folder_of_the_home_folder_needs_no_shell() -> None:

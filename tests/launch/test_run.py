@@ -18,10 +18,9 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from runner.tracker.screen import MACHINE_METRICS
 from tests import command
 from tests.small import JUDGED, UNJUDGED
-
-VOLATILE = ("perf/", "time/", "device/")
 
 
 def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str:
@@ -32,7 +31,7 @@ def runner(cwd: Path, *arguments: str, code: int = 0, **environment: str) -> str
 def curve(run: Path) -> list[dict[str, float]]:
     """metrics.jsonl without what no two runs share."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if not k.startswith(VOLATILE)} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(MACHINE_METRICS)} for row in rows]
 
 
 def weights(run: Path, step: int) -> bytes:
@@ -53,8 +52,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_folder_holds_what_it_should(finished: Path) -> None:
     run = (finished / "outputs/latest").resolve()
     rows = curve(run)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["step"] for row in rows if "eval/exact_match" in row] == [3, 6]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if "eval/exact_match" in row] == [0, 3, 6]
+    assert "train/loss" not in rows[0], "it is the evaluation before the first step"
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "done" and status["exit_code"] == 0
     assert "done · step 6/6" in (run / "report.html").read_text()
@@ -247,10 +247,10 @@ def test_sigusr1_saves_and_continues_and_a_closed_terminal_ends_the_run_with_a_c
 
 @pytest.mark.slow
 def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
-    from runner.run_dir.folder import RunFolder, lock
+    from runner.run_dir.folder import RunFolder, acquire_lock
 
     runner(tmp_path, *JUDGED)
-    handle = lock(RunFolder((tmp_path / "outputs/latest").resolve()))
+    handle = acquire_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
     try:
         assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
     finally:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.weight_sync.shelf_folder import places
-from tests.launch.several import DDP, Job, alive, gone, wait_until
+from runner.weight_sync.store_dir import store_dirs
+from tests.launch.several import DDP, ROOT, Job, alive, gone, wait_until
 
 pytestmark = pytest.mark.timeout(400)  # several processes share few cores
 
@@ -24,8 +24,8 @@ SMALL = (
     "+recipe=grpo_demo",
     "init_from=null",
     "reward=length",
-    "reward.max=8",
-    "reward.cache=7",
+    "reward.max_length=8",
+    "reward.overlong_buffer_len=7",
     "sampler.max_new_tokens=8",
     "algorithm.batch_size=8",
     "data.items=64",
@@ -45,19 +45,19 @@ class Sampled(Job):
     """A job of which some processes only sample."""
 
     def samplers(self) -> list[int]:
-        """Their processes, as they say themselves; that of a killed one stands there until another takes its place."""
-        notes = sorted((self.latest / "samplers").glob("*.json"))
-        return [json.loads(note.read_text())["pid"] for note in notes]
+        """Their processes by their endpoint files; that of a killed one stays until another replaces it."""
+        paths = sorted((self.latest / "samplers").glob("*.json"))
+        return [json.loads(path.read_text())["pid"] for path in paths]
 
     def end(self, steps: int = STEPS) -> tuple[bytes, list[dict[str, object]]]:
         """What training came to: parameters with the optimizer's state, and every step's numbers."""
         rows = self.curve()
-        own = ("sampler/", "sync/")
+        own = ("sampler/", "mismatch/", "correction/", "weight_sync/")
         return self.weights(steps), [{k: v for k, v in row.items() if not k.startswith(own)} for row in rows]
 
     def leftovers(self) -> list[Path]:
         """What is left of weights for samplers."""
-        return [place for place in places(self.latest.resolve()) if place.exists()]
+        return [place for place in store_dirs(self.latest.resolve()) if place.exists()]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peacef
     process, ranks, [sampler] = begun(job, *SAMPLED, SHORT)
     os.kill(sampler, signal.SIGKILL)
     assert process.wait(120) == 0, job.said()
-    assert "sampler 0 was killed (SIGKILL); it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 was killed (SIGKILL); it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
     named = {name for row in job.curve() for name in row}
-    assert {"sampler/busy_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
+    assert {"sampler/utilization_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
     assert not alive([*ranks, sampler]) and job.samplers() == [], "told to end, they take their notes away"
 
 
@@ -110,8 +110,42 @@ def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) 
     process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")
     os.kill(sampler, signal.SIGSTOP)
     assert process.wait(200) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is started anew (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is restarted (1 of 3)" in job.said()
     assert job.end() == peaceful.end() and gone([sampler])
+
+
+# Run by Python at the start of every process that has the folder in its path: samplers do not see the trainer's files,
+# and sampler 0 stops while it receives those of version 3, once.
+STOPS = """
+import sys
+if "runner.launch.sampler_main" in sys.orig_argv:
+    import os, signal
+    from pathlib import Path
+    from runner.inference.rollout_server import RolloutServer, WeightFile
+    WeightFile.at = lambda path: WeightFile(path.name, -1, -1)
+    receive, stopped = RolloutServer._put_file, Path(__file__).with_name("stopped")
+    async def stop_once(self, request):
+        if sys.orig_argv[-1] == "0" and request.path_params["name"].startswith("v3-") and not stopped.exists():
+            stopped.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return await receive(self, request)
+    RolloutServer._put_file = stop_once
+"""
+
+
+@pytest.mark.slow
+def test_one_of_two_samplers_that_stops_while_it_receives_weights_changes_no_bit(
+    job: Sampled, peaceful: Sampled, tmp_path: Path
+) -> None:
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(STOPS)
+    words = (*SMALL, SHORT, "launch.samplers=2", "sampler.timeout_s=90")
+    process = job.start(*words, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
+    assert process.wait(300) == 0, job.said()
+    assert (site / "stopped").exists()
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 30 s; it is restarted (1 of 3)" in job.said()
+    assert job.end() == peaceful.end()
 
 
 @pytest.mark.slow
@@ -120,7 +154,8 @@ def test_a_job_whose_rank_is_killed_goes_on_by_itself(job: Sampled, peaceful: Sa
     os.kill(rank, signal.SIGKILL)
     assert process.wait(200) == 0, job.said()
     text = (
-        "attempt 1 ended: rank 0 of 1 was killed (SIGKILL); attempt 2 goes on from the newest checkpoint (the last one)"
+        "attempt 1 ended: rank 0 of 1 was killed (SIGKILL); "
+        "attempt 2 continues from the newest checkpoint (the last one)"
     )
     assert text in job.said()
     assert job.end() == peaceful.end() and gone([rank, *samplers])
@@ -141,10 +176,10 @@ def test_of_a_killed_command_nothing_is_left(job: Sampled) -> None:
 
 @pytest.mark.slow
 def test_a_sampler_that_is_lost_too_often_ends_the_job_which_goes_on_exactly(job: Sampled, peaceful: Sampled) -> None:
-    process, ranks, samplers = begun(job, *SAMPLED, SHORT, "launch.replacements=0")
+    process, ranks, samplers = begun(job, *SAMPLED, SHORT, "launch.max_worker_restarts=0")
     os.kill(samplers[0], signal.SIGKILL)
     assert process.wait(60) == 75 and gone([*ranks, *samplers]), job.said()
-    assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.replacements=0" in job.said()
+    assert "error: sampler 0 was killed (SIGKILL)\n" in job.said() and "launch.max_worker_restarts=0" in job.said()
     assert "Traceback" not in job.said() and "continue: run resume latest" in job.said()
     job.run("resume", "latest")
     assert job.end() == peaceful.end()

@@ -13,20 +13,20 @@ from typing import Any
 
 import pytest
 
-from runner.cli.compose import compose_job
-from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerFault
-from runner.core.fsync_io import temporary_of
-from runner.core.rank_info import Place
-from runner.device import kinds
-from runner.launch import member, team
-from runner.launch.local import Local, attempts
-from runner.launch.member import Order
-from runner.launch.team import Team
-from runner.launch.verdict import JobFailed
+from runner.cli.job_builder import compose_job
+from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerError
+from runner.core.fsync_io import temporary_folder
+from runner.core.rank_info import RankInfo
+from runner.device import device_kinds
+from runner.launch import supervisor, worker_process
+from runner.launch.exit_cause import JobFailed
+from runner.launch.local import LocalLauncher, run_attempts
+from runner.launch.supervisor import Supervisor
+from runner.launch.worker_process import WorkerSpec
 from runner.run_dir.folder import RunFolder, write_json
-from runner.sampler.remote.wire import TOKEN
+from runner.sampler.server.job_token import TOKEN
 from runner.spec.job import JobSpec
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import alive
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,9 +35,9 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(autouse=True)
 def toys(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy ranks and samplers, and a launcher that waits less for them."""
-    monkeypatch.setitem(member.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
-    monkeypatch.setitem(member.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
-    monkeypatch.setattr(team, "GRACE_S", 1.0)
+    monkeypatch.setitem(worker_process.PROGRAMS, "rank", ("-m", "tests.launch.toy_rank"))
+    monkeypatch.setitem(worker_process.PROGRAMS, "sampler", ("-m", "tests.launch.toy_sampler", "sampler"))
+    monkeypatch.setattr(supervisor, "GRACE_S", 1.0)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
@@ -49,8 +49,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         what = {"0": rank} | {name.replace("_", " "): lives for name, lives in asked.items()}
         monkeypatch.setenv("TOY", json.dumps(what))
         spec = a_job("launch.samplers=2", *words)
-        with closing(Local(spec)) as starter:
-            Team(spec, RunFolder(tmp_path), 1, starter).run()
+        with closing(LocalLauncher(spec)) as starter:
+            Supervisor(spec, RunFolder(tmp_path), 1, starter).run()
         return capsys.readouterr().out
 
     return made
@@ -94,16 +94,16 @@ def test_of_the_ranks_only_the_one_that_asks_samplers_has_the_token(tmp_path: Pa
 def test_a_sampler_that_dies_with_a_rank_is_not_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY", json.dumps({"0": "kill", "sampler 0": ["kill"]}))
     spec = a_job("launch.samplers=1")
-    with closing(Local(spec)) as starter:
-        job = Team(spec, RunFolder(tmp_path), 1, starter)
+    with closing(LocalLauncher(spec)) as starter:
+        job = Supervisor(spec, RunFolder(tmp_path), 1, starter)
         try:
             job._start()
             for one in [*job.members, *job.services.members]:
-                assert isinstance(one, member.Member)
+                assert isinstance(one, worker_process.LocalWorker)
                 os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)  # both are dead when it looks
-            while job._look():
+            while job._poll():
                 time.sleep(0.01)
-            assert job.services.replaced == {}
+            assert job.services.restart_counts == {}
         finally:
             job._end()
 
@@ -117,9 +117,9 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
     said = run(rank="until 5", sampler_1=["kill", "fault", "quit"]).splitlines()
     assert [len(lives(tmp_path, index)) for index in range(2)] == [1, 4]
     assert [re.sub(r"see .*log", "see LOG", line) for line in said] == [
-        "warning: sampler 1 was killed (SIGKILL); it is started anew (1 of 3), and asked again",
-        "warning: sampler 1: the engine is gone; it is started anew (2 of 3), and asked again",
-        "warning: sampler 1 ended, and nobody told it to; see LOG; it is started anew (3 of 3), and asked again",
+        "warning: sampler 1 was killed (SIGKILL); it is restarted (1 of 3), and asked again",
+        "warning: sampler 1: the engine is gone; it is restarted (2 of 3), and asked again",
+        "warning: sampler 1 ended, and nobody told it to; see LOG; it is restarted (3 of 3), and asked again",
     ]
     assert all(line.removeprefix("warning: ") in (tmp_path / "run.log").read_text() for line in said)
 
@@ -128,16 +128,16 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
 def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(team, "SILENT", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT", 1.0)
     said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is started anew (1 of 3)" in said
+    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is restarted (1 of 3)" in said
     assert not alive([one["pid"] for one in lives(tmp_path, 0)])
 
 
 def test_one_that_is_lost_too_often_ends_the_job(tmp_path: Path, run: Callable[..., str]) -> None:
-    text = ended_with(tmp_path, lambda: run("launch.replacements=1", sampler_0=["fault", "kill"], rank="long"))
+    text = ended_with(tmp_path, lambda: run("launch.max_worker_restarts=1", sampler_0=["fault", "kill"], rank="long"))
     assert text.startswith("75: sampler 0 was killed (SIGKILL)\n"), text
-    assert "it was started anew 1 times, and launch.replacements=1; what it said: " in text
+    assert "it was restarted 1 times, and launch.max_worker_restarts=1; what it said: " in text
     assert text.endswith("continue: run resume " + str(tmp_path))
 
 
@@ -157,7 +157,7 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     run("device=cuda")
     assert [lives(tmp_path, index)[0]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["GPU-1a", "5"]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    monkeypatch.setattr(kinds.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
+    monkeypatch.setattr(device_kinds.glob, "glob", lambda _: [f"/dev/nvidia{number}" for number in (7, 9, 11)])
     run("device=cuda")
     assert [lives(tmp_path, index)[1]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
@@ -168,12 +168,13 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
 def test_what_a_process_may_leave_where_it_is_killed(tmp_path: Path) -> None:
     plain: dict[str, Any] = {"attempt": 1, "cards": (), "environment": {}}
     first, other = (
-        Order(role="rank", index=n, folder=RunFolder(tmp_path, n), place=Place(n, 2, n, 2), **plain) for n in (0, 1)
+        WorkerSpec(role="rank", index=n, folder=RunFolder(tmp_path, n), place=RankInfo(n, 2, n, 2), **plain)
+        for n in (0, 1)
     )
-    sampler = Order(role="sampler", index=0, folder=RunFolder(tmp_path).of_sampler(0), **plain)
+    sampler = WorkerSpec(role="sampler", index=0, folder=RunFolder(tmp_path).for_sampler(0), **plain)
     engines = [tmp_path / name for name in ("ranks/0.engine", "ranks/1.engine", "samplers/0.engine")]
-    own = [(engine, temporary_of(engine)) for engine in engines]
-    assert first.scratch == (*own[0], *places(tmp_path)), "it has the weights for samplers, too"
+    own = [(engine, temporary_folder(engine)) for engine in engines]
+    assert first.scratch == (*own[0], *store_dirs(tmp_path)), "it has the weights for samplers, too"
     assert [other.scratch, sampler.scratch] == own[1:]
 
 
@@ -183,15 +184,16 @@ def test_what_need_not_come_again_is_tried_again_from_the_newest_checkpoint(tmp_
 
     def fail(number: int) -> None:
         seen.append(number)
-        raise SamplerFault("the engine is gone\nwith details")
+        raise SamplerError("the engine is gone\nwith details")
 
-    with pytest.raises(SamplerFault):
-        attempts(a_job("launch.attempts=3"), folder, 2, fail)
+    with pytest.raises(SamplerError):
+        run_attempts(a_job("launch.attempts=3"), folder, 2, fail)
     assert seen == [2, 3, 4]
     assert json.loads(folder.status.read_text())["attempt"] == 4
     assert sorted(path.name for path in folder.attempts.iterdir()) == ["3", "4"]
     said = folder.log.read_text()
-    assert "attempt 2 ended: the engine is gone; attempt 3 goes on from the newest checkpoint (1 more after it)" in said
+    again = "attempt 3 continues from the newest checkpoint (1 more after it)"
+    assert f"attempt 2 ended: the engine is gone; {again}" in said
 
 
 @pytest.mark.parametrize("error", [DataError("line 7"), KeyboardInterrupt(), JobFailed("killed", 75, stopped=True)])
@@ -203,5 +205,5 @@ def test_what_would_come_again_is_not_tried_again(tmp_path: Path, error: BaseExc
         raise error
 
     with pytest.raises(type(error)):
-        attempts(a_job("launch.attempts=3"), RunFolder(tmp_path), 1, fail)
+        run_attempts(a_job("launch.attempts=3"), RunFolder(tmp_path), 1, fail)
     assert seen == [1]

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from runner.launch.words import RETRIES, on_screen
+from runner.launch.run_messages import RETRIES, console_logging
 
 
 def logging_of(name: str) -> tuple[Any, ...]:
@@ -17,7 +17,7 @@ def logging_of(name: str) -> tuple[Any, ...]:
 def test_logging_is_afterwards_as_it_was_before(tmp_path: Path) -> None:
     names = ("runner", "py.warnings", RETRIES)
     before = [logging_of(name) for name in names]
-    with on_screen(tmp_path / "run.log"):
+    with console_logging(tmp_path / "run.log"):
         logging.getLogger("runner").info("a line")
         assert [logging_of(name) for name in names] != before
     assert [logging_of(name) for name in names] == before

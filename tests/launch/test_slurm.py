@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.launch.slurm import job as slurm_job
-from runner.launch.slurm import submission, task
-from runner.launch.slurm.commands import count_stage, handed_out, steps_of
-from runner.launch.slurm.task import Task
+from runner.launch.slurm import srun_task, submission
+from runner.launch.slurm.commands import allocated_cards, count_stage, steps_of
+from runner.launch.slurm.srun_task import SlurmTask
 from runner.run_dir.folder import RunFolder
 from tests.launch import slurm_stand_in
 from tests.launch.several import DEADLINE_S, Job, wait_until
@@ -29,8 +29,8 @@ STEP = {
     "SLURM_NODEID": "1",
     "SLURM_STEP_NODELIST": "here[0-1]",
 }
-DEFAULTS = {name: task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
-OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node": None, "address": None}
+DEFAULTS = {name: srun_task.DEFAULT for name in ("launch.name", "launch.devices", "launch.nodes")}
+OWN = {"name": "slurm", "devices": 1, "samplers": 0, "nodes": 1, "node_rank": None, "rdzv_endpoint": None}
 WORDS = ("+recipe=sft_demo", "launch=slurm", "parallelism=ddp", "evaluation.every=0")
 
 
@@ -52,28 +52,28 @@ def step(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    address = f"launch.address=127.0.0.1:{task.FIRST_PORT + 40}"
-    assert task.layout(OWN, DEFAULTS, "cpu") == ["launch.nodes=2", "launch.node=1", address]
+    address = f"launch.rdzv_endpoint=127.0.0.1:{srun_task.FIRST_PORT + 40}"
+    assert srun_task.slurm_layout(OWN, DEFAULTS, "cpu") == ["launch.nodes=2", "launch.node_rank=1", address]
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    assert task.layout(OWN, DEFAULTS, "cuda")[-1] == "launch.devices=8"
-    assert task.layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
+    assert srun_task.slurm_layout(OWN, DEFAULTS, "cuda")[-1] == "launch.devices=8"
+    assert srun_task.slurm_layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
     typed = {**DEFAULTS, "launch.devices": "command line"}
-    assert "launch.devices" not in " ".join(task.layout({**OWN, "devices": 4}, typed, "cuda"))
+    assert "launch.devices" not in " ".join(srun_task.slurm_layout({**OWN, "devices": 4}, typed, "cuda"))
     with pytest.raises(EnvironmentProblem, match=r"launch\.devices wants 9 cards, and Slurm gave this job 8"):
-        task.layout({**OWN, "devices": 9}, typed, "cuda")
+        srun_task.slurm_layout({**OWN, "devices": 9}, typed, "cuda")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("node", 0, "launch.node=0: Slurm says it"),
+        ("node_rank", 0, "launch.node_rank=0: Slurm says it"),
         ("nodes", 3, "launch.nodes=3: this Slurm job has 2"),
         ("partition", "big", "launch.partition: is for a job that is to be submitted, and this is one, 40"),
     ],
 )
 def test_what_contradicts_slurm_is_refused(step: None, name: str, value: object, said: str) -> None:
     with pytest.raises(EnvironmentProblem, match=said):
-        task.layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
+        srun_task.slurm_layout({**OWN, name: value}, {**DEFAULTS, f"launch.{name}": "command line"}, "cpu")
 
 
 @pytest.mark.parametrize(("device", "cores", "said"), [("npu", 1, "8 processes on cards have 1 core"), ("npu", 8, "")])
@@ -83,16 +83,16 @@ def test_too_few_cores_are_said(
     """What a cluster gives to a job that names cards alone is one core for all of its processes."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     words = ["+recipe=sft_demo", "launch=slurm", f"device={device}", "launch.devices=8", "parallelism=ddp"]
-    task.through_srun(compose_job(words).spec)
+    srun_task.exec_srun(compose_job(words).spec)
     assert capsys.readouterr().out.count(said or "cores") == bool(said)
 
 
 def test_who_is_a_task() -> None:
-    assert Task.of({}) is None and Task.of({"SLURM_JOB_ID": "40"}) is None
-    assert Task.of({**STEP, "SLURM_STEP_ID": "4294967290"}) is None, "salloc's shell"
-    assert Task.of(STEP) == Task(40, 2, 1, "here[0-1]")
+    assert SlurmTask.from_environment({}) is None and SlurmTask.from_environment({"SLURM_JOB_ID": "40"}) is None
+    assert SlurmTask.from_environment({**STEP, "SLURM_STEP_ID": "4294967290"}) is None, "salloc's shell"
+    assert SlurmTask.from_environment(STEP) == SlurmTask(40, 2, 1, "here[0-1]")
     with pytest.raises(EnvironmentProblem, match=r"4 tasks on 2 machines.*--ntasks-per-node=1"):
-        Task.of({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
+        SlurmTask.from_environment({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
 
 
 def test_the_cards_of_one_of_several_nodes(cluster: Path) -> None:
@@ -101,28 +101,28 @@ def test_the_cards_of_one_of_several_nodes(cluster: Path) -> None:
      Nodes=a7 CPU_IDs=0-7 Mem=0 GRES=npu:910b:3(IDX:2,4-5)"""
     path = Path(os.environ["PATH"].split(":")[0]) / "scontrol"
     path.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
-    assert (handed_out("40", "npu:910b", "a7"), handed_out("40", "npu", "a1")) == ([2, 4, 5], [0, 1])
-    assert handed_out("40", "npu", "a2") == []
+    assert (allocated_cards("40", "npu:910b", "a7"), allocated_cards("40", "npu", "a1")) == ([2, 4, 5], [0, 1])
+    assert allocated_cards("40", "npu", "a2") == []
 
 
 def test_what_is_asked_of_slurm() -> None:
     words = ("launch.nodes=2", "launch.devices=4", "launch.partition=big", "launch.sbatch={mem: 64G, exclusive: true}")
     spec = compose_job([*WORDS, *words]).spec
-    text = submission.script(spec, Path("/run folder/slurm"), "true")
+    text = submission.batch_script(spec, Path("/run folder/slurm"), "true")
     lines = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert lines >= {"nodes=2", "ntasks=2", "ntasks-per-node=1", "partition=big", "cpus-per-task=4", "mem=64G"}
     assert lines >= {"exclusive", "requeue", "signal=B:USR2@120", "output='/run folder/slurm/%j.log'"}
     assert not any(line.startswith("gres") for line in lines)
     cards = compose_job([*WORDS, *words, "device=npu", "launch.gres=npu:910b"]).spec
-    text = submission.script(cards, Path("x"), "true")
+    text = submission.batch_script(cards, Path("x"), "true")
     assert "#SBATCH --gres=npu:910b:4\n" in text and "cpus-per-task" not in text
     with pytest.raises(SpecError, match="auto is not known"):
-        submission.script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
+        submission.batch_script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
 
 
 @pytest.mark.parametrize(("more", "cores"), [("launch.cpus=30", 30), ("device.threads=3", 6)])
 def test_cores_are_asked_of_slurm_where_there_are_no_cards(more: str, cores: int) -> None:
-    text = submission.script(compose_job([*WORDS, "launch.devices=2", more]).spec, Path("x"), "true")
+    text = submission.batch_script(compose_job([*WORDS, "launch.devices=2", more]).spec, Path("x"), "true")
     assert f"#SBATCH --cpus-per-task={cores}\n" in text
 
 
@@ -159,7 +159,7 @@ def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
 
     monkeypatch.setattr(submission, "state_of", state_of)
     monkeypatch.setattr(submission, "SILENT_S", 0.05)
-    said = r"slurm controller, for 0.05 s now; job 17 goes on without being followed; to end it: scancel 17"
+    said = r"slurm controller, for 0.05 s now; job 17 continues without being followed; to end it: scancel 17"
     with pytest.raises(EnvironmentProblem, match=said):
         submission.follow(followed, "17", followed.slurm / "17.log")
 
@@ -189,7 +189,7 @@ def test_a_refusal_is_slurms_and_leaves_nothing(cluster: Path, tmp_path: Path) -
 def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path: Path) -> None:
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
-    said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.wait=true")
+    said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.follow=true")
     assert "job 17 is submitted: 2 machines, each 1 process" in said
     assert "rank 0" in said and "done      3 steps" in said, "followed"
     folder = RunFolder(job.latest.resolve())
@@ -207,7 +207,7 @@ def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_pat
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
     more = ("steps=16", "checkpoint.every=1000")
-    process = job.start(*WORDS, "launch.nodes=2", "launch.wait=true", *more)
+    process = job.start(*WORDS, "launch.nodes=2", "launch.follow=true", *more)
     wait_until(lambda: job.steps() > 2, process)
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
     assert process.wait(DEADLINE_S) == 0, job.said()
@@ -226,7 +226,7 @@ def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Pa
     (tmp_path / "recipes" / "quick.yaml").write_text(first)
     job = Job(tmp_path)
     words = ("+recipe=sft_demo", "launch=slurm", "evaluation.every=0", "init_from=recipe:quick", "steps=2")
-    process = job.start(*words, "launch.wait=true")
+    process = job.start(*words, "launch.follow=true")
 
     def steps() -> int:
         return sum(path.read_bytes().count(b"\n") for path in tmp_path.glob("outputs/stages/quick/*/metrics.jsonl"))
@@ -235,7 +235,7 @@ def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Pa
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
     assert process.wait(DEADLINE_S) == 0, job.said()
     said = job.said()
-    assert "requeued: Slurm starts the job again" in said and "init_from: going on with +recipe=quick" in said
+    assert "requeued: Slurm starts the job again" in said and "init_from: continuing +recipe=quick" in said
     assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"], steps(), job.steps()) == (2, 1, 16, 2)
 
 
@@ -252,7 +252,7 @@ def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tm
     assert process.wait(DEADLINE_S) == 75, job.said()
     assert job.status()["state"] == "interrupted" and job.status()["exit_code"] == 75
     said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
-    assert "was begun by this Slurm job: going on there" in said and job.latest.resolve() == first
+    assert "was begun by this Slurm job: continuing there" in said and job.latest.resolve() == first
     assert job.steps() == 16 > before and job.status()["attempt"] == 2
 
 
@@ -275,12 +275,12 @@ def test_a_job_that_came_no_further_is_not_requeued(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "40")
     run = RunFolder(tmp_path)
-    assert slurm_job.requeued(run, 0) == 75
+    assert slurm_job.requeue(run, 0) == 75
     run.metrics.write_text("")  # opened, and no step made
-    assert slurm_job.requeued(run, 0) == 75
+    assert slurm_job.requeue(run, 0) == 75
     run.metrics.write_text('{"step": 7, "x": 1}\n{"step": 8, "x": 1}\n{"st')
-    assert slurm_job.requeued(run, 8) == 75 and not (cluster / "40.told").exists()
-    assert slurm_job.requeued(run, 7) == 0 and (cluster / "40.told").read_text() == "requeue"
+    assert slurm_job.requeue(run, 8) == 75 and not (cluster / "40.told").exists()
+    assert slurm_job.requeue(run, 7) == 0 and (cluster / "40.told").read_text() == "requeue"
 
 
 def test_steps_of_recipes_that_are_run_first_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.stages import with_other_models
+from runner.launch.upstream_models import resolve_other_models
 from runner.spec.job import JobSpec
+from tests.inference.model_folders import write_adapter, write_base
 
 OFFLINE = ("algorithm=distill", "model=tiny", "data=demo")
 SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=1", "tracker=none", "evaluation.every=0")
@@ -26,7 +27,7 @@ def job(teacher: object, *more: str) -> JobSpec:
 
 
 def taught(spec: JobSpec) -> str:
-    return str(with_other_models(spec).algorithm.teacher)  # type: ignore[attr-defined]
+    return str(resolve_other_models(spec).algorithm.teacher)  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -53,10 +54,10 @@ def test_a_path_that_leads_nowhere_is_named(path: str, folder: Path) -> None:
         taught(job(path))
 
 
-def test_an_adapter_is_no_teacher(folder: Path) -> None:
-    (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(SpecError, match=r"algorithm\.teacher: .* is an adapter; merge it"):
-        taught(job("there"))
+def test_an_adapter_over_its_base_is_a_teacher(folder: Path) -> None:
+    base = write_base(folder.parent / "base")
+    adapter = write_adapter(folder.parent / "adapter", base)
+    assert taught(job("adapter")) == str(adapter), "its base has the tokenizer"
 
 
 def test_a_folder_without_a_tokenizer_is_named(folder: Path) -> None:
@@ -82,7 +83,7 @@ def test_a_folder_has_no_revision(folder: Path) -> None:
 
 def test_a_job_without_a_teacher_is_left_alone() -> None:
     spec = compose_job(["algorithm=sft", "model=tiny", "data=demo"]).spec
-    assert with_other_models(spec) is spec
+    assert resolve_other_models(spec) is spec
 
 
 def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +111,7 @@ def test_a_recipe_teaches_on_its_own_model_and_no_other_teacher_goes_on(tmp_path
         and "hidden_size: 32" in (latest / "spec.yaml").read_text()
     )
     lines = [json.loads(line) for line in (latest / "metrics.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 and all(line["distill/divergence"] > 0 for line in lines)
+    assert [line["step"] for line in lines if line.get("distill/divergence", 0) > 0] == [1, 2]
 
     again = run(tmp_path, *OFFLINE, *SMALL, *FEW, "steps=1", "seed=5")
     assert again.returncode == 2 and "algorithm.teacher: must be given" in again.stderr

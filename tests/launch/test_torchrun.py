@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.core.rank_info import Place, alone
+from runner.core.rank_info import RankInfo, without_rank_variables
 from runner.launch import torchrun
 
 MEETING = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
@@ -21,36 +21,36 @@ def meeting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_layout_is_what_was_started(meeting: None) -> None:
-    assert torchrun.layout(Place(0, 4, 0, 4), ["steps=3"]) == ["launch.devices=4", "launch.nodes=1"]
-    assert torchrun.layout(Place(0, 8, 0, 4), []) == [
+    assert torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["steps=3"]) == ["launch.devices=4", "launch.nodes=1"]
+    assert torchrun.torchrun_layout(RankInfo(0, 8, 0, 4), []) == [
         "launch.devices=4",
         "launch.nodes=2",
-        "launch.node=0",
-        "launch.address=node-0:29500",
+        "launch.node_rank=0",
+        "launch.rdzv_endpoint=node-0:29500",
     ]
 
 
 def test_a_layout_that_is_typed_must_be_the_same(meeting: None) -> None:
-    assert torchrun.layout(Place(0, 4, 0, 4), ["launch.devices=4"])
+    assert torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=4"])
     with pytest.raises(EnvironmentProblem, match=r"launch\.devices=3: torchrun has started 4 × 1 processes"):
-        torchrun.layout(Place(0, 4, 0, 4), ["launch.devices=3"])
+        torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=3"])
     with pytest.raises(EnvironmentProblem, match="as many on each machine"):
-        torchrun.layout(Place(0, 5, 0, 3), [])
+        torchrun.torchrun_layout(RankInfo(0, 5, 0, 3), [])
 
 
 def test_a_rank_is_who_has_all_of_the_variables(monkeypatch: pytest.MonkeyPatch, meeting: None) -> None:
     assert not torchrun.is_rank()
-    for name, value in Place(1, 2, 1, 2).variables().items():
+    for name, value in RankInfo(1, 2, 1, 2).to_environment().items():
         monkeypatch.setenv(name, value)
     assert torchrun.is_rank()
-    for name, value in Place().variables().items():
+    for name, value in RankInfo().to_environment().items():
         monkeypatch.setenv(name, value)
     assert not torchrun.is_rank(), "torchrun with one process"
 
 
 def test_what_a_rank_starts_is_none() -> None:
-    own = {**MEETING, **Place(1, 2, 1, 2).variables(), "TORCHELASTIC_RUN_ID": "x"}
-    assert alone({**own, "HOME": "here"}) == {"HOME": "here"}
+    own = {**MEETING, **RankInfo(1, 2, 1, 2).to_environment(), "TORCHELASTIC_RUN_ID": "x"}
+    assert without_rank_variables({**own, "HOME": "here"}) == {"HOME": "here"}
 
 
 @pytest.fixture
@@ -76,10 +76,10 @@ def test_outside_on_several_machines_too(typed: None) -> None:
 
 
 def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meeting: None) -> None:
-    place = Place(1, 2, 1, 2)
-    for name, value in place.variables().items():
+    place = RankInfo(1, 2, 1, 2)
+    for name, value in place.to_environment().items():
         monkeypatch.setenv(name, value)
-    words = ["+recipe=sft_demo", "parallelism=ddp", *torchrun.layout(place, [])]
+    words = ["+recipe=sft_demo", "parallelism=ddp", *torchrun.torchrun_layout(place, [])]
     for launch in ("torchrun", "local"):
         torchrun.refuse_misfit(compose_job([*words, f"launch={launch}"]).spec)
     with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun has started"):

@@ -14,9 +14,9 @@ import time
 from pathlib import Path
 
 from runner.core.errors import DataError, DeadlineExceeded
-from runner.core.rank_info import Place
-from runner.launch.member import watch_stacks
-from runner.launch.verdict import Link, Report
+from runner.core.rank_info import RankInfo
+from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.worker_process import enable_stack_dumps
 
 STEPS, STEP_S = 10, 0.05
 
@@ -25,7 +25,7 @@ def stuck_here() -> None:
     threading.Event().wait()
 
 
-def misbehave(asked: str, link: Link, place: Place) -> int:
+def misbehave(asked: str, link: HeartbeatWriter, place: RankInfo) -> int:
     if asked == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if asked == "stop":
@@ -40,7 +40,7 @@ def misbehave(asked: str, link: Link, place: Place) -> int:
         "waited": DeadlineExceeded(f"{place}, summing: another rank did not come"),
     }[asked]
     time.sleep(0.3 if asked == "waited" else 0)
-    link.report(Report.of(error))
+    link.report(ExitReport.from_error(error))
     return error.exit_code
 
 
@@ -50,13 +50,13 @@ def lives(root: Path) -> int:
 
 
 def main(root: str, attempt: str, pipe: str, listener: str) -> int:
-    place, link = Place.of(os.environ), Link(int(pipe))
+    place, link = RankInfo.from_environment(os.environ), HeartbeatWriter(int(pipe))
     asked = json.loads(os.environ["TOY"]).get(str(place.rank))
     with (Path(root) / "ranks" / f"{place.rank}.said").open("w") as said:
         wanted = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "RUN_SAMPLER_TOKEN")
         json.dump({name: os.environ.get(name) for name in wanted} | {"pid": os.getpid(), "listener": listener}, said)
-    log = (Path(root) / ("run.log" if place.leads else f"ranks/{place.rank}.log")).open("a")
-    watch_stacks(log.fileno())
+    log = (Path(root) / ("run.log" if place.is_rank0 else f"ranks/{place.rank}.log")).open("a")
+    enable_stack_dumps(log.fileno())
     served = asked is not None and asked.startswith("until ")
     for step in range(1, STEPS if asked != "long" and not served else 10**6):
         time.sleep(STEP_S)

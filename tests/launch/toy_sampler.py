@@ -10,24 +10,24 @@ import threading
 import time
 from pathlib import Path
 
-from runner.core.errors import DataError, SamplerFault
-from runner.launch.verdict import Link, Report
+from runner.core.errors import DataError, SamplerError
+from runner.launch.exit_cause import ExitReport, HeartbeatWriter
 
 
-def misbehave(asked: str, link: Link) -> int:
+def misbehave(asked: str, link: HeartbeatWriter) -> int:
     if asked == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if asked == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if asked == "quit":
         return 0
-    error = {"data": DataError("line 7 is no JSON"), "fault": SamplerFault("the engine is gone")}[asked]
-    link.report(Report.of(error))
+    error = {"data": DataError("line 7 is no JSON"), "fault": SamplerError("the engine is gone")}[asked]
+    link.report(ExitReport.from_error(error))
     return error.exit_code
 
 
 def main(role: str, root: str, attempt: str, pipe: str, index: str) -> int:
-    link, told = Link(int(pipe)), threading.Event()
+    link, told = HeartbeatWriter(int(pipe)), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
     lives = Path(root) / f"{role}s" / f"{index}.lives"
     with lives.open("a") as file:

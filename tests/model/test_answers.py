@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from runner.interfaces import Written
-from runner.model.generation import at_limit
+from runner.interfaces import GreedyOutput
+from runner.model.generation import finish_at_limit
 from tests.model.test_folded import adapted, calls_of_adapters
 from tests.model.zoo import SHAPE, causal, module, rows
 
@@ -19,15 +19,15 @@ PROMPTS = rows((5, 1, 11, 3, 30, 4, 4, 9, 17))
 
 
 @torch.no_grad()
-def alone(plain: nn.Module, prompt: Sequence[int], most: int) -> Written:
+def alone(plain: nn.Module, prompt: Sequence[int], most: int) -> GreedyOutput:
     """The greedy answer by whole rows, one token after another."""
     ids = list(prompt)
     for _ in range(most):
         token = int(plain(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax())
         if token == END:
-            return Written(tuple(ids[len(prompt) :]), "stop")
+            return GreedyOutput(tuple(ids[len(prompt) :]), "stop")
         ids.append(token)
-    return Written(tuple(ids[len(prompt) :]), "length")
+    return GreedyOutput(tuple(ids[len(prompt) :]), "length")
 
 
 def own_generate(model: Any) -> Any:
@@ -38,7 +38,7 @@ def own_generate(model: Any) -> Any:
 
 def by_prompt(ids: Sequence[int], limit: int) -> str | None:
     """Ends answers at very different lengths."""
-    return "stop" if len(ids) > ids[0] % 13 else at_limit(ids, limit)
+    return "stop" if len(ids) > ids[0] % 13 else finish_at_limit(ids, limit)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "mistral", "gpt2"])
@@ -56,7 +56,7 @@ def test_an_answer_that_ends_makes_room_for_the_next_question() -> None:
     calls: list[torch.Size] = []
     model.causal.register_forward_pre_hook(lambda _, a, more: calls.append(more["input_ids"].shape), with_kwargs=True)
 
-    def forwards(batches: list[list[list[int]]]) -> tuple[int, list[Written]]:
+    def forwards(batches: list[list[list[int]]]) -> tuple[int, list[GreedyOutput]]:
         calls.clear()
         made = [one for batch in batches for one in model.generate(batch, 24, 4, by_prompt)]
         assert max(rows for rows, columns in calls if columns == 1) == 4, "answers in work"
@@ -72,7 +72,7 @@ def test_an_answer_that_ends_makes_room_for_the_next_question() -> None:
 
 def test_adapters_are_folded_into_the_weights() -> None:
     model = adapted()
-    with model._writing():
+    with model._generation_mode():
         wanted = [alone(model.causal, prompt, 8) for prompt in PROMPTS]
     model.generate(PROMPTS[:1], 1)
     calls = calls_of_adapters(model)
@@ -89,7 +89,7 @@ def test_an_answer_ends_where_the_model_takes_no_longer_row(kind: str, name: str
     for prompt, answer in zip(PROMPTS, got, strict=True):
         wanted = alone(plain, prompt, max(0, min(12, positions - len(prompt))))
         assert answer == wanted and len(prompt) + len(answer.ids) <= max(positions, len(prompt))
-    assert got[4] == Written((), "length"), "the prompt alone is longer"
+    assert got[4] == GreedyOutput((), "length"), "the prompt alone is longer"
     assert {len(one.ids) for one in got} >= {0, 3, 9, 12} and got[8].finish == "length"
 
 
@@ -100,7 +100,7 @@ def test_an_answer_ends_where_it_is_told_to_and_keeps_what_ended_it(own: bool) -
     got = (own_generate(model) if own else model).generate(PROMPTS, 12, 4, by_prompt)
     for whole, cut in zip(free, got, strict=True):
         length = whole.ids[0] % 13 + 1
-        assert cut == (Written(whole.ids[:length], "stop") if length <= len(whole.ids) else whole)
+        assert cut == (GreedyOutput(whole.ids[:length], "stop") if length <= len(whole.ids) else whole)
     assert any(len(cut.ids) < len(whole.ids) for whole, cut in zip(free, got, strict=True))
 
 

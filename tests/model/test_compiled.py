@@ -17,10 +17,10 @@ from torch._dynamo.utils import counters
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
-from runner.model import layers
+from runner.model import checkpointing_and_compile
 from tests.model.zoo import LOGPROBS, batch, causal, gradients, greedy, relative, rows
 
 SHAPES = [(7, 1, 19), (5, 5), (30, 2, 12, 4, 4), (11,), (3, 17, 8)]
@@ -31,8 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
-    monkeypatch.setattr(layers, "refuse_without_compiler", lambda _: None)
+    monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
+    monkeypatch.setattr(checkpointing_and_compile, "refuse_without_compiler", lambda _: None)
     torch._dynamo.reset()
     counters.clear()
 
@@ -64,7 +64,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
             wanted, got = (model.outputs(data, LOGPROBS)["logprobs"] for model in (plain, fast))
         torch.testing.assert_close(got, wanted, atol=50 * limit, rtol=50 * limit)
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.padded)
+    assert graphs[0] > 0 and graphs[2] == graphs[0] and (graphs[-1] == graphs[0] or fast.is_padded)
     assert greedy(fast, rows((5, 1, 11)), 4) == greedy(plain, rows((5, 1, 11)), 4)
     assert counters["stats"]["unique_graphs"] == graphs[-1]  # text is written by what is not compiled
 
@@ -75,7 +75,7 @@ def compare(kind: str, limit: float, **options: Any) -> None:
     [
         pytest.param("qwen3", {"adapter": 0.3, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("qwen3_moe", {}, marks=pytest.mark.slow),
-        pytest.param("qwen2", {"layout": "padded"}, marks=pytest.mark.slow),
+        pytest.param("qwen2", {"batch_layout": "padded"}, marks=pytest.mark.slow),
     ],
     ids=["adapter, recomputed", "experts", "padded"],
 )
@@ -106,14 +106,15 @@ def test_a_model_that_does_not_name_its_layers_says_so(monkeypatch: pytest.Monke
     model, decisions = causal("qwen2"), Decisions()
     monkeypatch.setattr(model.inner, "_no_split_modules", None)
     model.compile(decisions)
-    assert [(d.feature, d.got) for d in decisions.made] == [("model.compile", "false")]
+    assert [(d.feature, d.got) for d in decisions.entries] == [("model.compile", "false")]
 
 
 @pytest.mark.slow
 def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
     program = (
-        "import torch; from runner.core.errors import EnvironmentProblem; from runner.model import layers\n"
-        "try: layers.refuse_without_compiler(torch.device('cpu'))\n"
+        "import torch\nfrom runner.core.errors import EnvironmentProblem\n"
+        "from runner.model.checkpointing_and_compile import refuse_without_compiler\n"
+        "try: refuse_without_compiler(torch.device('cpu'))\n"
         "except EnvironmentProblem as error: print(error)"
     )
     own = {"CXX": "no-such-compiler", "PATH": "/nowhere", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -11,7 +11,7 @@ from transformers.models.opt import OPTConfig, OPTForCausalLM
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from tests.model.zoo import LOGPROBS, ZOO, batch, causal
 
 OPT = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "word_embed_proj_dim": 32}
@@ -53,11 +53,11 @@ def test_nothing_is_dropped_any_more(kind: str, rates: dict[str, Any]) -> None:
     model = attached(**rates) if kind == "lora" else causal(kind, **rates)
     one, two, still = passes(model)
     assert not torch.equal(one, two), "or the test shows nothing"
-    assert model.without_dropout() == max(rate for rate in rates.values() if rate is not True)
+    assert model.disable_dropout() == max(rate for rate in rates.values() if rate is not True)
     one, two, again = passes(model)
     torch.testing.assert_close(one, again)
     assert torch.equal(one, two) and torch.equal(still, again)
-    assert model.without_dropout() == 0
+    assert model.disable_dropout() == 0
 
 
 def attached(**options: Any) -> CausalLM:

@@ -13,11 +13,11 @@ from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, with_totals
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from tests.model import zoo
 
 RANK = 4
-LENGTHS = (9, 20)  # of rows, of whose tokens all but the first are learnt
+LENGTHS = (9, 20)  # of rows, of whose tokens all but the first are trained on
 TOKENS, LEARNT, VOCAB = 29, 27, 300
 
 
@@ -69,7 +69,7 @@ def test_torch_counts_the_same_products(kind: str, adapter: bool) -> None:
     batch = rows()
     in_place = {torch.ops.aten.addmm_: lambda into, a, b, **_: 2 * a[0] * a[1] * b[1]}  # which torch's counter lacks
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        made.linear(batch, -batch.tokens["weight"])[0].backward()
+        made.linear_loss(batch, -batch.tokens["weight"])[0].backward()
     found = counter.get_flop_counts()["Global"]
     products = sum(count for operator, count in found.items() if str(operator) in PRODUCTS)
     attention = 3 * made.flops.attention_flops(lambda window: ALL_PAIRS)

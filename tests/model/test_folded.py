@@ -10,8 +10,8 @@ import torch
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.model.causal import CausalLM
-from runner.model.export import folded
+from runner.model.causal_lm import CausalLM
+from runner.model.export import merge_temporarily
 from tests.model.zoo import causal
 
 IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -36,7 +36,7 @@ def calls_of_adapters(model: CausalLM) -> list[int]:
 
 @torch.no_grad()
 def logits(model: CausalLM) -> torch.Tensor:
-    with model._writing():
+    with model._generation_mode():
         return model.causal(input_ids=IDS, use_cache=False).logits
 
 
@@ -45,7 +45,7 @@ def test_the_products_are_the_same_and_nothing_is_left(options: dict[str, Any]) 
     model = adapted(**options)
     state = {name: t.clone() for name, t in model.module.state_dict().items()}
     wanted, calls = logits(model), calls_of_adapters(model)
-    with pytest.raises(KeyError, match="on the way"), folded(model.module):
+    with pytest.raises(KeyError, match="on the way"), merge_temporarily(model.module):
         torch.testing.assert_close(logits(model), wanted, atol=1e-4, rtol=1e-5)
         assert not calls
         raise KeyError("on the way")
@@ -58,7 +58,7 @@ def test_the_products_are_the_same_and_nothing_is_left(options: dict[str, Any]) 
 def test_weights_that_another_layer_shares_are_not_folded() -> None:
     model = adapted(causal("qwen2", tie_word_embeddings=True), targets=["embed_tokens"])
     wanted = logits(model)
-    with folded(model.module):
+    with merge_temporarily(model.module):
         assert torch.equal(logits(model), wanted)
 
 
@@ -67,21 +67,21 @@ def test_coarse_weights_are_not_folded() -> None:
     model.module.bfloat16()
     model = adapted(model)
     wanted, calls = logits(model), calls_of_adapters(model)
-    with folded(model.module):
+    with merge_temporarily(model.module):
         assert torch.equal(logits(model), wanted) and len(calls) > 0
 
 
 def test_a_model_without_adapters_is_left_alone() -> None:
     model = causal("qwen2")
     weights = [p.data_ptr() for p in model.module.parameters()]
-    with folded(model.module):
+    with merge_temporarily(model.module):
         assert [p.data_ptr() for p in model.module.parameters()] == weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_writer_folds_unless_products_are_coarse(dtype: str) -> None:
     model = adapted(causal("qwen2", dtype=dtype))
-    writer = model.writer(decide=Decisions())
+    writer = model.batch_decoder(decide=Decisions())
     calls = calls_of_adapters(model)
-    writer.write([(1, 2, 3)], lambda logits, rows: [None] * len(rows), rows=1)
+    writer.decode([(1, 2, 3)], lambda logits, rows: [None] * len(rows), rows=1)
     assert bool(calls) == (dtype == "bfloat16")

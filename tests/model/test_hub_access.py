@@ -7,31 +7,30 @@ from pathlib import Path
 import pytest
 
 from runner.core.errors import SpecError
-from runner.model.hub_access import check_path
+from runner.inference.model_source import resolve_model_path
 
 
-@pytest.mark.parametrize("path", ["./typo", "/no/where", "models/typo", "a/b/c"])
+@pytest.mark.parametrize("path", ["./typo", "/no/where", "models/typo", "a/b/c", "typo"])
 def test_a_path_that_leads_nowhere_is_no_hub_id(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models").mkdir()
-    with pytest.raises(SpecError, match="no such folder"):
-        check_path(path)
+    with pytest.raises(SpecError, match=r"model\.path: .*no such folder"):
+        resolve_model_path(path, "model.path")
 
 
-@pytest.mark.parametrize("path", ["gpt2", "owner/name"])
 def test_a_hub_id_is_said_to_be_taken_as_one(
-    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    check_path(path)
-    assert capsys.readouterr().err == f"model.path: no folder {path} here, so taken as a hub id\n"
+    assert resolve_model_path("owner/name", "model.path") == "owner/name"
+    assert capsys.readouterr().err == "model.path: no folder owner/name here, so taken as a hub id\n"
 
 
-def test_the_folder_of_a_run_is_answered_with_its_export(tmp_path: Path) -> None:
+def test_a_run_means_its_export(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").touch()
+    with pytest.raises(SpecError, match="a run without an export; write one: run export"):
+        resolve_model_path(str(tmp_path), "model.path")
     (tmp_path / "export").mkdir()
-    with pytest.raises(SpecError, match=r"no config.json$"):
-        check_path(str(tmp_path))
-    (tmp_path / "export" / "config.json").touch()
-    with pytest.raises(SpecError, match=f"did you mean {tmp_path}/export"):
-        check_path(str(tmp_path))
-    check_path(str(tmp_path / "export"))
+    (tmp_path / "export" / "config.json").write_text("{}")
+    for path in (tmp_path, tmp_path / "export"):
+        assert resolve_model_path(str(path), "model.path") == str(tmp_path / "export")

@@ -12,7 +12,8 @@ from transformers.models.qwen2 import Qwen2Config
 
 from runner.core.batch import pack
 from runner.core.errors import SpecError
-from runner.model.layout import longest_row
+from runner.model.batch_layout import max_row_length
+from runner.model.causal_lm import CausalLM
 from tests.model.zoo import LOGPROBS, causal, rows
 
 HALF = 8 // 2  # frequencies of the zoo's head size
@@ -34,17 +35,22 @@ def model(rope: dict[str, Any]) -> Any:
 
 
 def test_limits_as_the_configs_say() -> None:
-    assert longest_row(GPT2Config(n_positions=77)) == (77, "the model has 77 positions")
-    assert longest_row(Qwen2Config(max_position_embeddings=99)) == (99, "the model has 99 positions")
+    assert max_row_length(GPT2Config(n_positions=77)) == (77, "the model has 77 positions")
+    assert max_row_length(Qwen2Config(max_position_embeddings=99)) == (99, "the model has 99 positions")
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8, "rope_theta": 1e4}
-    assert longest_row(Qwen2Config(max_position_embeddings=32, rope_parameters=yarn)) == (
+    assert max_row_length(Qwen2Config(max_position_embeddings=32, rope_parameters=yarn)) == (
         32,
         "the model has 32 positions",
     )
     by_layer = {"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = Gemma3TextConfig(max_position_embeddings=32, rope_parameters=by_layer)
-    assert (longest_row(config) or (0, ""))[0] == 31
-    assert longest_row(causal("bloom").inner.config) is None
+    assert (max_row_length(config) or (0, ""))[0] == 31
+    assert max_row_length(causal("bloom").inner.config) is None
+
+
+def read(subject: CausalLM, ids: list[int]) -> None:
+    with subject._generation_mode():
+        subject.causal(input_ids=torch.tensor([ids]), use_cache=True)
 
 
 @pytest.mark.parametrize(("kind", "rope", "limit"), CHANGING)
@@ -52,9 +58,9 @@ def test_up_to_the_limit_a_row_does_not_depend_on_what_it_is_with(kind: str, rop
     subject = model(rope)
     short, long, question = rows((5, limit, 40))
     with torch.no_grad():
-        next(subject.stream(question, 2, 0.0, 1.0, 0))  # it may be longer, and leaves its frequencies behind
+        read(subject, question)  # it may be longer, and leaves its frequencies behind
         together = subject.outputs(pack([short, long], [[1.0] * 5, [1.0] * limit]), LOGPROBS)["logprobs"]
-        next(subject.stream(question, 2, 0.0, 1.0, 0))
+        read(subject, question)
         alone = subject.outputs(pack([short], [[1.0] * 5]), LOGPROBS)["logprobs"]
     torch.testing.assert_close(together[:5], alone)
 
@@ -66,7 +72,7 @@ def test_beyond_the_limit_it_would_and_is_refused(kind: str, rope: dict[str, Any
     batch = pack([short, long], [[1.0] * 5, [1.0] * 40])
     with pytest.raises(SpecError, match=f"rows of 40 tokens .* its {kind} positions depend on the longest row"):
         subject.outputs(batch, LOGPROBS)
-    subject.longest = None
+    subject.length_limit = None
     with torch.no_grad():
         together = subject.outputs(batch, LOGPROBS)["logprobs"][:5]
         alone = subject.outputs(pack([short], [[1.0] * 5]), LOGPROBS)["logprobs"]

@@ -21,19 +21,19 @@ from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import with_totals
-from runner.core.tolerance import tolerance
-from runner.model.build import placed
-from runner.model.causal import CausalLM
+from runner.core.tolerance import tolerance_of
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.export import write
+from runner.model.export import write_model
+from runner.model.initial_weights import place_on_device
 from runner.model.parameters import original_class
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel
+from runner.model.value_head import ScalarHeadModel
 from runner.trainer.learner import LocalLearner
 from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear")
-BFLOAT16 = tolerance("bfloat16")
+BFLOAT16 = tolerance_of("bfloat16")
 
 
 class Products(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Products(TorchDispatchMode):
 def stored(kind: str, dtype: torch.dtype, **options: Any) -> CausalLM:
     """A model that computes in bfloat16, of weights that are stored in `dtype`."""
     ours = {key: options.pop(key) for key in list(options) if key in TinyConfig.model_fields}
-    made = placed(module(kind, initializer_range=0.05, **options), dtype, CPU).requires_grad_(True)
+    made = place_on_device(module(kind, initializer_range=0.05, **options), dtype, CPU).requires_grad_(True)
     config = TinyConfig(dtype="bfloat16", **ours)
     return CausalLM(made, byte_tokenizer(512), config, seed=0, decide=Decisions(strict=True))
 
@@ -111,12 +111,36 @@ def test_no_product_of_a_step_is_in_float32_but_the_routers(
     assert bool(products.wide) == (kind == "qwen3_moe") and products.narrow > 20
 
 
+@pytest.mark.parametrize("build", [adapted, full], ids=["lora", "full"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe"])
+def test_the_lm_head_may_be_in_float32(build: Callable[..., Any], kind: str) -> None:
+    """Its products, logits and gradients, in training and in sampling; the layers stay in bfloat16."""
+    model = build(kind, head_dtype="float32")
+    weight = model.causal.get_output_embeddings().weight
+    assert weight.dtype == torch.float32
+    data = batch()
+    hidden = model.outputs(data, frozenset({"hidden"}))["hidden"]
+    assert hidden.dtype == torch.bfloat16
+    logits = hidden.float() @ weight.T
+    if model.chunked:
+        logs = logits.log_softmax(-1).gather(1, data.tokens["ids"][:, None])[:, 0]
+        got = model.outputs(data, LOGPROBS)["logprobs"]
+        kept = data.tokens["parent"] >= 0
+        torch.testing.assert_close(got[kept], logs[kept], atol=2e-6, rtol=0)
+        narrow = build(kind).outputs(data, LOGPROBS)["logprobs"]
+        assert float((narrow - got).detach()[kept].abs().max()) > 1e-4
+    with model._bulk_generation_mode():
+        assert model.causal(input_ids=torch.tensor([[5, 6, 7]])).logits.dtype == torch.float32
+    products = one_step(model)
+    assert products.wide and products.narrow > 20
+
+
 def test_trainable_weights_are_stored_in_float32_and_frozen_ones_in_bfloat16() -> None:
     for model, frozen in ((adapted("qwen3"), {torch.bfloat16}), (full("qwen3"), set())):
         one_step(model)
         assert {p.dtype for p in model.trainable().values()} == {torch.float32}
         assert {p.dtype for p in model.module.parameters() if not p.requires_grad} == frozen
-        assert model.compute_type == torch.bfloat16
+        assert model.compute_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "gpt_oss", "gemma2", "gpt2", "llama4", "mistral", "granite"])
@@ -140,7 +164,7 @@ def test_a_model_that_computes_in_float32_is_left_as_it_is() -> None:
 def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
     """As automatic mixed precision does: it keeps one of every weight until the forward pass is over, and longer."""
     model = full("qwen3", gradient_checkpointing=True)
-    shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+    shapes = {tuple(p.shape) for block in model.transformer_blocks() for p in block.parameters() if p.ndim == 2}
     shapes |= {shape[::-1] for shape in shapes}
     kept = Counter[tuple[int, ...]]()
 
@@ -149,7 +173,7 @@ def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        total, _ = model.linear(batch(), batch().tokens["weight"])
+        total, _ = model.linear_loss(batch(), batch().tokens["weight"])
     assert kept and not any(kept[shape] for shape in shapes)
     total.backward()
 
@@ -175,7 +199,7 @@ def test_a_score_head_computes_in_float32() -> None:
     torch.manual_seed(0)
     classifier = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1)).requires_grad_(True)
     config = TinyConfig(dtype="bfloat16")
-    scalar = ScalarModel(classifier, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    scalar = ScalarHeadModel(classifier, byte_tokenizer(512), config, seed=0, decide=Decisions())
     values = scalar.outputs(batch(), frozenset({"values"}))["values"]
     assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
     values.sum().backward()
@@ -194,8 +218,8 @@ def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> N
     with torch.no_grad():
         for name, parameter in model.trainable().items():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
-    published = dict(model.published("all", dtype=torch.float32))
-    write(model.module, tmp_path, merged=True, used=True)
+    published = dict(model.hf_tensors("all", dtype=torch.float32))
+    write_model(model.module, tmp_path, merged=True, keep_original=True)
     exported = load_file(tmp_path / "model.safetensors")
     for name, wanted in exported.items():
         assert torch.allclose(published[name].float(), wanted, rtol=1e-6, atol=1e-7), name
@@ -207,5 +231,5 @@ def test_a_devices_operators_are_tried_in_what_a_model_computes_in() -> None:
     def fit(part: nn.Module) -> None:
         seen.append({p.dtype for p in part.parameters()})
 
-    made = placed(module("qwen3"), torch.float32, CPU, fit, torch.bfloat16)
+    made = place_on_device(module("qwen3"), torch.float32, CPU, fit, torch.bfloat16)
     assert seen == [{torch.bfloat16}] and {p.dtype for p in made.parameters()} == {torch.float32}

@@ -15,11 +15,11 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.model import layers
-from runner.model.causal import CausalLM
+from runner.model import checkpointing_and_compile
+from runner.model.causal_lm import CausalLM
 from tests.model.zoo import batch, causal, gradients
 
 WAYS = [True, "selective", 2, 3]
@@ -52,7 +52,7 @@ def found(model: CausalLM) -> dict[str, Tensor]:
     [
         ("qwen2", {"dtype": "bfloat16"}),
         ("qwen3_moe", {}),
-        ("mistral", {"layout": "padded"}),
+        ("mistral", {"batch_layout": "padded"}),
         ("gpt2", {"attn_pdrop": 0.3, "resid_pdrop": 0.3}),
     ],
     ids=["bfloat16", "experts", "padded", "dropout"],
@@ -95,7 +95,7 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(function).removeprefix("aten.").removesuffix(".default")
-        if function in layers.PRODUCTS:
+        if function in checkpointing_and_compile.PRODUCTS:
             name = "product"
         self.calls[name] += 1
         return function(*args, **(kwargs or {}))
@@ -106,7 +106,7 @@ def run_again(way: bool | int | str, adapter: float | None = None) -> dict[str, 
     counts = []
     for how in (False, way):
         model, operators = made("llama", how, adapter), Operators()
-        total = model.linear(batch(), batch().tokens["weight"])[0]
+        total = model.linear_loss(batch(), batch().tokens["weight"])[0]
         with operators:
             total.backward()
         counts.append(operators.calls)
@@ -124,7 +124,7 @@ def test_selective_runs_half_of_the_products_again_and_no_attention() -> None:
 
 def test_narrow_products_of_adapters_are_not_counted() -> None:
     def policy(*sizes: tuple[int, int]) -> list[bool]:
-        chosen, context = layers.Selection(), SelectiveCheckpointContext(is_recompute=False)
+        chosen, context = checkpointing_and_compile.SelectivePolicy(), SelectiveCheckpointContext(is_recompute=False)
         return [
             chosen(context, torch.ops.aten.mm.default, torch.empty(5, k), torch.empty(k, n))
             is CheckpointPolicy.MUST_SAVE
@@ -154,7 +154,10 @@ def test_attention_that_draws_random_numbers_runs_again() -> None:
 
     def kept(*arguments: Any, **named: Any) -> bool:
         context = SelectiveCheckpointContext(is_recompute=False)
-        return layers.Selection()(context, Operator(), *arguments, **named) is CheckpointPolicy.MUST_SAVE
+        return (
+            checkpointing_and_compile.SelectivePolicy()(context, Operator(), *arguments, **named)
+            is CheckpointPolicy.MUST_SAVE
+        )
 
     assert kept(None) and kept(None, 0.0) and kept(None, keep_prob=1.0)
     assert not kept(None, 0.1) and not kept(None, keep_prob=0.9)
@@ -165,10 +168,10 @@ def test_a_model_that_cannot_says_so() -> None:
         supports_gradient_checkpointing = False
 
     decisions = Decisions()
-    layers.recompute(Plain(), 2, offload=False, decide=decisions)
-    assert [(d.feature, d.wanted, d.got) for d in decisions.made] == [("model.gradient_checkpointing", "2", "false")]
+    checkpointing_and_compile.enable_checkpointing(Plain(), 2, offload=False, decide=decisions)
+    assert [(d.feature, d.wanted, d.got) for d in decisions.entries] == [("model.gradient_checkpointing", "2", "false")]
     with pytest.raises(EnvironmentProblem, match="strict"):
-        layers.recompute(Plain(), 2, offload=False, decide=Decisions(strict=True))
+        checkpointing_and_compile.enable_checkpointing(Plain(), 2, offload=False, decide=Decisions(strict=True))
 
 
 @pytest.mark.parametrize(

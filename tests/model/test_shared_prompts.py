@@ -10,8 +10,8 @@ from torch import Tensor
 
 from runner.core.batch import Batch
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.model.value_head import ScalarModel
-from tests.model.test_causal import causal
+from runner.model.value_head import ScalarHeadModel
+from tests.model.test_causal_lm import causal
 from tests.model.zoo import VOCAB
 
 NEEDS = frozenset({"logprobs", "entropy"})
@@ -38,7 +38,7 @@ def learnt(batch: Batch, values: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "gemma2"])
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 def test_shared_prompts_change_no_number(kind: str, layout: str) -> None:
-    model = causal(kind, layout=layout)
+    model = causal(kind, batch_layout=layout)
     found = []
     for share in (True, False):
         batch = pack_trees(trees(temperature=False), share=share)
@@ -58,7 +58,7 @@ def test_a_temperature_divides_the_logits(kind: str) -> None:
     places = (batch.tokens["weight"] > 0).nonzero()[:, 0]
     with torch.no_grad():
         got = model.outputs(_one_for_all(batch, 0.7), NEEDS)
-        logits = model._logits(model.tokens_of(batch))[batch.tokens["parent"][places]] / 0.7
+        logits = model._logits(model.shard_tokens(batch))[batch.tokens["parent"][places]] / 0.7
     wanted = torch.distributions.Categorical(logits=logits)
     torch.testing.assert_close(got["entropy"][places], wanted.entropy(), atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(
@@ -79,9 +79,9 @@ def test_scores_and_values_of_a_scalar_model(layout: str) -> None:
 
     torch.manual_seed(0)
     module = Qwen2ForSequenceClassification(Qwen2Config(**SHAPE, num_labels=1))
-    like = causal("qwen2", layout=layout)
+    like = causal("qwen2", batch_layout=layout)
     decisions: list[object] = []
-    model = ScalarModel(
+    model = ScalarHeadModel(
         deepcopy(module), like.tokenizer, like.config, seed=0, decide=lambda *words: decisions.append(words)
     )
     assert not decisions and model.layout == layout

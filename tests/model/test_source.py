@@ -8,8 +8,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.model import build
-from runner.model.build import Source
+from runner.model import initial_weights
+from runner.model.initial_weights import WeightsSource
 
 
 def test_a_folder_is_its_config_and_on_request_its_weights(tmp_path: Path) -> None:
@@ -19,15 +19,18 @@ def test_a_folder_is_its_config_and_on_request_its_weights(tmp_path: Path) -> No
     (tmp_path / "README.md").write_text("not part of it")
     files = "".join(f"{n}.safetensors {sha256(n.encode()).hexdigest()}\n" for n in "ab")
     config = f"config.json {sha256(b'{}').hexdigest()}\n"
-    found = Source(folder=tmp_path).identity(weights=True)
+    found = WeightsSource(folder=tmp_path).identity(weights=True)
     assert found == {k: sha256(v.encode()).hexdigest() for k, v in {"config": config, "weights": files}.items()}
-    assert Source(folder=tmp_path).identity(weights=False) == {"config": found["config"]}
+    assert WeightsSource(folder=tmp_path).identity(weights=False) == {"config": found["config"]}
 
 
 def test_random_weights_in_the_shape_of_a_folder_do_not_read_its_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert Source(folder=tmp_path, drawn="from seed 1").identity(weights=True).keys() == {"config", "drawn"}
-    assert Source(commit="c", drawn="from seed 1").identity(weights=True) == {"commit": "c", "drawn": "from seed 1"}
+    assert WeightsSource(folder=tmp_path, drawn="from seed 1").identity(weights=True).keys() == {"config", "drawn"}
+    assert WeightsSource(commit="c", drawn="from seed 1").identity(weights=True) == {
+        "commit": "c",
+        "drawn": "from seed 1",
+    }
 
 
 @given(st.lists(st.binary(max_size=4), min_size=1, max_size=3), st.data())
@@ -38,7 +41,7 @@ def test_every_byte_counts(contents: list[bytes], data: st.DataObject) -> None:
         files = [Path(folder) / f"{at}" for at in range(len(contents))]
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
-        before = build.sha256(files)
+        before = initial_weights.sha256(files)
         changed = data.draw(st.sampled_from(files))
         changed.write_bytes(changed.read_bytes() + b"x")
-        assert build.sha256(files) != before
+        assert initial_weights.sha256(files) != before

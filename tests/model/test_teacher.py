@@ -11,13 +11,13 @@ from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, SecurityRefusal, SpecError
+from runner.core.errors import EnvironmentProblem, SecurityError, SpecError
 from runner.model import teacher, tiny
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
-LIKE = TinyConfig(head_chunk_tokens=3, layout="padded", dtype="float32")
+LIKE = TinyConfig(lm_head_chunk_tokens=3, batch_layout="padded", dtype="float32")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def build(folder: Path | str, tokenizer: Any = None, **options: Any) -> Any:
 
 def test_it_has_its_own_weights_and_runs_as_the_student_does(folder: Path) -> None:
     made, wanted = build(folder), causal("qwen3", seed=4)
-    assert made.config.head_chunk_tokens == 3 and made.layout == "padded"
+    assert made.config.lm_head_chunk_tokens == 3 and made.layout == "padded"
     assert not made.trainable()
     torch.testing.assert_close(
         made.outputs(batch(), LOGPROBS)["logprobs"], wanted.outputs(batch(), LOGPROBS)["logprobs"].detach()
@@ -71,7 +71,7 @@ def test_its_hidden_states_and_its_head_are_its_logits(folder: Path) -> None:
 
 def test_its_weights_are_part_of_where_it_comes_from(folder: Path, tmp_path: Path) -> None:
     causal("qwen3", seed=5).save(tmp_path / "other")
-    origins = [build(path).origin for path in (folder, tmp_path / "other")]
+    origins = [build(path).base_fingerprint for path in (folder, tmp_path / "other")]
     assert origins[0]["config"] == origins[1]["config"] and origins[0]["weights"] != origins[1]["weights"]
 
 
@@ -110,7 +110,7 @@ def test_what_is_wrong_with_it_is_said_of_the_teacher(folder: Path, tmp_path: Pa
     with pytest.raises(EnvironmentProblem, match=r"algorithm\.teacher=/no/such/folder: no such folder"):
         build("/no/such/folder")
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(SecurityRefusal, match=r"algorithm\.teacher=.*pickles"):
+    with pytest.raises(SecurityError, match=r"algorithm\.teacher=.*pickles"):
         build(folder)
 
 

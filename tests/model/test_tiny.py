@@ -15,9 +15,9 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.model import tiny
-from runner.model.build import Source
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import SmallConfig, TinyConfig, TinyMoeConfig
+from runner.model.initial_weights import WeightsSource
 from tests.model.zoo import CPU, LOGPROBS, batch, greedy
 
 
@@ -51,7 +51,7 @@ def test_bfloat16_rounds_the_same_weights_but_not_the_rotary_frequencies() -> No
     got, wanted = (m.outputs(batch(), LOGPROBS)["logprobs"] for m in (half, full))
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, wanted, atol=0.05, rtol=0.01)
-    half.linear(batch(), batch().tokens["weight"])[0].backward()
+    half.linear_loss(batch(), batch().tokens["weight"])[0].backward()
 
 
 def test_rows_that_are_too_long_are_refused_at_the_start_and_in_a_batch() -> None:
@@ -66,15 +66,17 @@ def test_rows_that_are_too_long_are_refused_at_the_start_and_in_a_batch() -> Non
 
 def test_the_origin_names_seed_and_shape_or_the_folder_that_it_started_from(tmp_path: Path) -> None:
     one = build(seed=3, hidden_size=64, layers=2)
-    assert one.origin["drawn"].startswith("from seed 3 for hidden_size=64 intermediate_size=384 layers=2 heads=4")
-    assert build(seed=4).origin != build(seed=3).origin != one.origin
-    assert build(head_chunk_tokens=7).origin == build().origin, "how it runs is no matter"
+    assert one.base_fingerprint["drawn"].startswith(
+        "from seed 3 for hidden_size=64 intermediate_size=384 layers=2 heads=4"
+    )
+    assert build(seed=4).base_fingerprint != build(seed=3).base_fingerprint != one.base_fingerprint
+    assert build(lm_head_chunk_tokens=7).base_fingerprint == build().base_fingerprint, "how it runs is no matter"
     one.save(tmp_path)
     config = TinyConfig(hidden_size=64, layers=2)
     started = tiny.build(
         config, tokenizer=one.tokenizer, device=CPU, seed=9, decide=Decisions(), init_from=str(tmp_path)
     )
-    assert started.origin == Source(folder=tmp_path).identity(weights=False)
+    assert started.base_fingerprint == WeightsSource(folder=tmp_path).identity(weights=False)
     assert started.inner.config._name_or_path == str(tmp_path), "an adapter names its base"
 
 
@@ -86,7 +88,7 @@ def test_a_few_steps_learn_a_row_by_heart(kind: type[SmallConfig]) -> None:
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=3e-3)
     for _ in range(60):
         optimizer.zero_grad()
-        model.linear(data, -data.tokens["weight"] / len(ids))[0].backward()
+        model.linear_loss(data, -data.tokens["weight"] / len(ids))[0].backward()
         optimizer.step()
     assert model.tokenizer.decode(greedy(model, [ids[:4]], 40)[0]) == "quick brown fox"
 
@@ -123,7 +125,7 @@ def test_weights_of_another_depth_are_refused_with_both(there: int, here: int, t
 def test_experts_are_drawn_from_the_seed_and_each_token_goes_through_some_of_them() -> None:
     one, same = (build(1, kind=TinyMoeConfig, layers=1, experts=4, experts_per_token=1) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.trainable().values(), same.trainable().values(), strict=True))
-    assert one.origin["drawn"].endswith("experts=4 experts_per_token=1")
+    assert one.base_fingerprint["drawn"].endswith("experts=4 experts_per_token=1")
     one.outputs(pack([[5, 6]], [[1.0] * 2]), LOGPROBS)["logprobs"].sum().backward()
     reached = one.causal.model.layers[0].mlp.experts.down_proj.grad.flatten(1).any(1)
     assert 1 <= int(reached.sum()) <= 2, "two tokens, one expert each"

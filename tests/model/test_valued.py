@@ -14,28 +14,28 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, with_tokens
-from runner.core.errors import SpecError, UnfitModel
+from runner.core.errors import SpecError, UnsupportedModelError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.model import hf
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ValuedLM
+from runner.model.value_head import PolicyWithValueHead
 from tests.model.zoo import VOCAB, module, relative
 
 ALL = frozenset({"logprobs", "entropy", "values"})
 VALUES = frozenset({"values"})
 
 
-def valued(kind: str = "qwen2", double: bool = False, **options: Any) -> ValuedLM:
+def valued(kind: str = "qwen2", double: bool = False, **options: Any) -> PolicyWithValueHead:
     """A model of the zoo with a value head that is not zero."""
     made = module(kind)
     if double:
         made.double()
-    model = ValuedLM(made, byte_tokenizer(512), TinyConfig(**options), seed=0, decide=Decisions())
+    model = PolicyWithValueHead(made, byte_tokenizer(512), TinyConfig(**options), seed=0, decide=Decisions())
     return with_head(model, torch.float64 if double else torch.float32)
 
 
-def with_head(model: ValuedLM, dtype: torch.dtype = torch.float32) -> ValuedLM:
+def with_head(model: PolicyWithValueHead, dtype: torch.dtype = torch.float32) -> PolicyWithValueHead:
     drawn = torch.randn(len(model.value_head), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     model.value_head.data = drawn.to(dtype)
     return model
@@ -81,7 +81,7 @@ def total(outputs: dict[str, Tensor]) -> Tensor:
 @pytest.mark.parametrize("layout", ["packed", "padded"])
 @pytest.mark.parametrize("share", [True, False])
 def test_outputs_and_gradients_equal_the_plain_model(kind: str, layout: str, share: bool) -> None:
-    model, made = valued(kind, double=True, layout=layout), module(kind).double()
+    model, made = valued(kind, double=True, batch_layout=layout), module(kind).double()
     batch = pack_trees(trees(), share=share)
     head = model.value_head.detach().clone().requires_grad_()
     wanted, everywhere = plain(made, head), model.outputs(batch, ALL)
@@ -106,7 +106,7 @@ def test_all_outputs_come_from_one_pass_and_do_not_depend_on_what_else_is_asked(
         assert len(passes) == 1
         alone = {name: model.outputs(batch, frozenset({name}))[name] for name in ALL}
     assert all(torch.equal(alone[name], together[name]) for name in ALL)
-    with pytest.raises(SpecError, match="ValuedLM makes entropy, hidden, logprobs, values"):
+    with pytest.raises(SpecError, match="PolicyWithValueHead makes entropy, hidden, logprobs, values"):
         model.outputs(batch, frozenset({"values", "scores"}))
 
 
@@ -137,7 +137,7 @@ def test_the_lm_head_stays_in_chunks() -> None:
         return tensor
 
     for chunk in (4, 1000):
-        model = valued(head_chunk_tokens=chunk, double=True)
+        model = valued(lm_head_chunk_tokens=chunk, double=True)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             value = total(model.outputs(batch, ALL))
         value.backward()
@@ -147,12 +147,14 @@ def test_the_lm_head_stays_in_chunks() -> None:
 
 
 def test_a_model_that_hides_its_backbone_is_refused() -> None:
-    with pytest.raises(UnfitModel, match="shows its backbone: Llama4ForCausalLM does not"):
+    with pytest.raises(UnsupportedModelError, match="shows its backbone: Llama4ForCausalLM does not"):
         valued("llama4")
 
 
 def test_beside_an_adapter_the_value_head_learns_in_float32() -> None:
-    made = ValuedLM(module("qwen2").bfloat16(), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+    made = PolicyWithValueHead(
+        module("qwen2").bfloat16(), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions()
+    )
     model = with_head(lora.attach(LoraConfig(rank=2), made, decide=Decisions()))
     assert all(name == "value_head" or "lora_" in name for name in model.trainable())
     assert {p.dtype for p in model.trainable().values()} == {torch.float32}
@@ -176,14 +178,14 @@ def test_a_folder_is_loaded_with_a_value_head(tmp_path: Path) -> None:
     config, tokenizer = HfConfig(path=str(tmp_path)), model.tokenizer
     options: Any = {"tokenizer": tokenizer, "device": torch.device("cpu"), "seed": 0, "decide": Decisions()}
     loaded = hf.build(config, head="lm+value", **options)
-    assert isinstance(loaded, ValuedLM) and not loaded.value_head.any()
+    assert isinstance(loaded, PolicyWithValueHead) and not loaded.value_head.any()
     with torch.no_grad():
         with_head(loaded)
         torch.testing.assert_close(loaded.outputs(pack_trees(trees()), ALL), model.outputs(pack_trees(trees()), ALL))
 
 
 def test_a_fresh_head_says_zero() -> None:
-    model = ValuedLM(module("qwen2"), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+    model = PolicyWithValueHead(module("qwen2"), byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
     assert not model.outputs(pack_trees(trees()), VALUES)["values"].any()
 
 
@@ -192,7 +194,7 @@ def test_an_export_is_the_language_model_alone(adapter: bool, tmp_path: Path) ->
     model = valued()
     if adapter:
         model = with_head(lora.attach(LoraConfig(rank=2), model, decide=Decisions()))
-        model.merge()
+        model.merge_on_save()
     model.save(tmp_path)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info

@@ -21,7 +21,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 
@@ -128,7 +128,7 @@ def gradients(model: CausalLM, linear: bool, data: Batch) -> dict[str, Tensor]:
     c = torch.randn(data.num_tokens, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     c = c * data.tokens["weight"]
     model.module.zero_grad()
-    total = model.linear(data, c)[0] if linear else (model.outputs(data, LOGPROBS)["logprobs"] * c).sum()
+    total = model.linear_loss(data, c)[0] if linear else (model.outputs(data, LOGPROBS)["logprobs"] * c).sum()
     total.backward()
     return {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
 

@@ -1,4 +1,4 @@
-"""AdamW in 8 bits and Muon: they learn, and a job that is resumed goes on to the bit."""
+"""AdamW in 8 bits and Muon: they learn, and a job that is resumed continues to the bit."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.build.parts import default_registry
-from runner.cli.compose import compose_job
+from runner.build.components import default_registry
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.launch.local import ready
+from runner.launch.local import prepare_spec
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, OptimizerConfig
-from runner.trainer.learner_state import restore, state_of
+from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 STEPS = 6
 KINDS = [
@@ -68,11 +68,11 @@ def test_it_learns_and_goes_on_from_a_checkpoint_to_the_bit(config: OptimizerCon
     losses = whole.train(STEPS)
     assert losses[-1] < 0.9 * losses[0]
     first.train(STEPS // 2)
-    state = state_of(first.parameters, first.optimizer)
+    state = learner_state(first.parameters, first.optimizer)
     assert all(type(tensor) in (Tensor, nn.Parameter) for tensor in state["tensors"].values()), "what safetensors hold"
     state["optimizer"] = json.loads(json.dumps(state["optimizer"]))
     torch.manual_seed(99)
-    restore(second.parameters, second.optimizer, state)
+    restore_learner_state(second.parameters, second.optimizer, state)
     assert second.train(STEPS - STEPS // 2) == losses[STEPS // 2 :]
     for name, parameter in whole.parameters.items():
         assert torch.equal(parameter, second.parameters[name])
@@ -83,7 +83,7 @@ def test_its_state_takes_the_bytes_that_a_plan_counts(config: OptimizerConfig) -
     needed(config)
     job = Job(config)
     job.train(1)
-    tensors = state_of(job.parameters, job.optimizer)["tensors"]
+    tensors = learner_state(job.parameters, job.optimizer)["tensors"]
     for name in ("layer.weight", "embed.weight"):
         held = sum(t.nbytes for key, t in tensors.items() if key.startswith("optim/") and key.endswith(f"/{name}"))
         parameter = job.parameters[name]
@@ -154,7 +154,7 @@ def test_what_is_not_installed_is_named_before_a_model_is_read(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     spec = compose_job(["+recipe=sft_demo", f"optimizer={config.name}"]).spec
     with pytest.raises(EnvironmentProblem, match=said):
-        ready(spec)
+        prepare_spec(spec)
 
 
 @pytest.mark.parametrize(

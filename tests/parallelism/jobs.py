@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from runner import build
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.rank_info import Place
+from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
-from runner.interfaces import StepEnd
+from runner.interfaces import StepResult
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
-from runner.trainer.callbacks import NoOp
-from runner.trainer.loop import run
+from runner.tracker.screen import MACHINE_METRICS
+from runner.trainer.callbacks import BaseCallback
+from runner.trainer.loop import run_loop
 from tests.parallelism.forked import ranks
 from tests.parallelism.zero_gradients import noting
 from tests.ports import free_port
-
-TIMES = ("perf/", "time/", "device/")  # what no two runs have in common
 
 
 def spec_of(words: Sequence[str], size: int = 1) -> JobSpec:
@@ -35,7 +34,7 @@ def spec_of(words: Sequence[str], size: int = 1) -> JobSpec:
 def in_one(words: Sequence[str], root: Path) -> dict[str, Any]:
     """What a job comes to in one process; see `_played`."""
     root.mkdir(parents=True, exist_ok=True)
-    return played(spec_of(words), RunFolder(root), Place())
+    return played(spec_of(words), RunFolder(root), RankInfo())
 
 
 def on_ranks(size: int, words: Sequence[str], root: Path) -> list[dict[str, Any]]:
@@ -46,29 +45,29 @@ def on_ranks(size: int, words: Sequence[str], root: Path) -> list[dict[str, Any]
 
 def _rank(rank: int, spec: JobSpec, root: Path, size: int, port: int) -> dict[str, Any]:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return played(spec, RunFolder(root, rank), Place(rank, size, rank, size))
+    return played(spec, RunFolder(root, rank), RankInfo(rank, size, rank, size))
 
 
-class Numbers(NoOp):
+class Numbers(BaseCallback):
     """Keeps what every step measured."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
 
-    def on_step(self, end: StepEnd) -> None:
-        self.steps.append({name: value for name, value in end.values.items() if not name.startswith(TIMES)})
+    def on_step(self, end: StepResult) -> None:
+        self.steps.append({name: value for name, value in end.values.items() if not name.startswith(MACHINE_METRICS)})
 
 
-def played(spec: JobSpec, folder: RunFolder, place: Place) -> dict[str, Any]:
+def played(spec: JobSpec, folder: RunFolder, place: RankInfo) -> dict[str, Any]:
     """`steps`: what each measured; `gradients`: of each role's first update; `weights`: of each role at the end."""
-    outlets = build.Outlets(step=(), samples=_drop, rollouts=_drop, say=_drop)
+    outlets = build.OutputSinks(step=(), samples=_drop, rollouts=_drop, say=_drop)
     store = build.build_store(spec, folder)
     built = build.build(spec, folder, store, Decisions(), StopSignal(), outlets, place)
     first: dict[str, Any] = {}
     for role, learner in built.job.learners.items():
         noting(f"{role}/", learner, first)
     numbers = Numbers()
-    run(replace(built.job, callbacks=[*built.job.callbacks, numbers]), 0)
+    run_loop(replace(built.job, callbacks=[*built.job.callbacks, numbers]), 0)
     weights = {f"{role}/{n}": t.clone() for role, one in built.job.learners.items() for n, t in one.weights()}
     built.world.close()
     return {"steps": numbers.steps, "gradients": first, "weights": weights}

@@ -13,9 +13,9 @@ import pytest
 from runner import build
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, RunnerError
-from runner.core.rank_info import Place
+from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from tests.algorithm.preferences import model
 from tests.model import zoo
@@ -31,10 +31,10 @@ def begun(rank: int, words: Sequence[str], root: Path, port: int) -> tuple[str, 
     """What each of two ranks, with words of its own, ends with when it builds its job: the kind of error, and words."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     spec, folder = spec_of(words[rank].split(), 2), RunFolder(root, rank)
-    outlets = build.Outlets(step=(), samples=print, rollouts=print, say=print)
+    outlets = build.OutputSinks(step=(), samples=print, rollouts=print, say=print)
     store = build.build_store(spec, folder)
     try:
-        build.build(spec, folder, store, Decisions(), StopSignal(), outlets, Place(rank, 2, rank, 2))
+        build.build(spec, folder, store, Decisions(), StopSignal(), outlets, RankInfo(rank, 2, rank, 2))
     except RunnerError as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -78,12 +78,12 @@ def test_a_teacher_of_another_layout_in_pieces(workdir: Path) -> None:
     job = JOB.replace("=sft", "=distill") + f" algorithm.teacher={workdir}/teacher model.path={workdir}/model"
     for kind, said in together([f"{job} parallelism=fsdp"] * 2, workdir):
         assert kind == "SpecError" and "algorithm.teacher takes padded rows and the model packed ones" in said
-    assert together([f"{job} parallelism=fsdp model.layout=padded"] * 2, workdir) == [("", "")] * 2
+    assert together([f"{job} parallelism=fsdp model.batch_layout=padded"] * 2, workdir) == [("", "")] * 2
 
 
-def going_on(world: World, steps: Sequence[int]) -> str:
+def going_on(world: ParallelContext, steps: Sequence[int]) -> str:
     try:
-        build.refuse_different_steps(steps[world.place.rank], world.everyone)
+        build.refuse_different_steps(steps[world.place.rank], world.world_peers)
     except CheckpointError as error:
         return str(error).splitlines()[0]
     return ""

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
-from runner.parallelism.apply import refuse_another
+from runner.parallelism.apply import refuse_changed_model
 from runner.parallelism.config import EpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.process_groups import GroupPeers
+from runner.parallelism.process_groups import ProcessGroupCollectives
 from tests.model import zoo
 from tests.parallelism.forked import TIMEOUT_S, ranks
 from tests.parallelism.worlds import meshed
@@ -29,7 +29,7 @@ class Other:
     def __init__(self, rank: int) -> None:
         self._rank = rank
 
-    def computes(self, wanted: Tensor) -> bool:
+    def matches_probe(self, wanted: Tensor) -> bool:
         return not self._rank
 
 
@@ -38,7 +38,7 @@ class Full:
 
     inner = None
 
-    def computes(self, wanted: Tensor) -> bool:
+    def matches_probe(self, wanted: Tensor) -> bool:
         raise torch.OutOfMemoryError("out of memory")
 
 
@@ -48,9 +48,9 @@ def refused(why: str) -> SpecError:
 
 def test_what_one_rank_finds_all_refuse() -> None:
     def work(rank: int) -> None:
-        everyone = GroupPeers(torch.distributed.group.WORLD, TIMEOUT_S)
+        everyone = ProcessGroupCollectives(torch.distributed.group.WORLD, TIMEOUT_S)
         with pytest.raises(SpecError, match="NoneType computes something else in stages"):
-            refuse_another(Other(rank), WANTED, everyone, refused, "in stages")
+            refuse_changed_model(Other(rank), WANTED, everyone, refused, "in stages")
 
     ranks(2, work)
 
@@ -58,13 +58,13 @@ def test_what_one_rank_finds_all_refuse() -> None:
 def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
     peers: Any = None
     with pytest.raises(torch.OutOfMemoryError):
-        refuse_another(Full(), WANTED, peers, refused, "in stages")
+        refuse_changed_model(Full(), WANTED, peers, refused, "in stages")
 
 
 def test_experts_that_give_something_else_are_refused_by_their_own_option() -> None:
     def work(rank: int) -> str:
         model: Any = zoo.causal("qwen3_moe", num_experts=4, mlp_only_layers=[])
-        model.computes = lambda wanted: False
+        model.matches_probe = lambda wanted: False
         with pytest.raises(
             SpecError, match=r"computes something else when its experts lie apart; .*parallelism\.ep=1"
         ) as error:

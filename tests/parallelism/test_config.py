@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.models.qwen3 import Qwen3Config
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.core.rank_info import Place
-from runner.distributed.work_partition import ALONE
+from runner.core.rank_info import RankInfo
+from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.model import hf
 from runner.model.config import HfConfig
 from runner.parallelism.config import (
@@ -29,7 +29,7 @@ from runner.parallelism.config import (
     TpConfig,
 )
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from tests.parallelism.worlds import device, silent
 
 
@@ -100,16 +100,26 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
             "what fits: tp=6; dp_replicate=2 × tp=3; dp_replicate=3 × tp=2; dp_replicate=6",
         ),
         (
-            "parallelism=cp parallelism.cp_style=ulysses launch.devices=3",
+            "parallelism=cp parallelism.cp_backend=ulysses launch.devices=3",
             "parallelism.cp",
-            "cp=3 does not divide the 4 heads of a slice (model.heads=4); what fits: 1, 2, 4, or parallelism.cp_style",
+            "cp=3 does not divide the 4 heads of a slice (model.heads=4); what fits: 1, 2, 4, or "
+            "parallelism.cp_backend",
         ),
         ("parallelism=pp launch.devices=8", "parallelism.pp", "pp=8 takes 8 layers, and model.layers=4; what fits: at"),
-        ("parallelism=ddp launch.devices=2 parallelism.pp_chunks=2", "parallelism.pp_chunks", "there is one stage"),
-        ("parallelism=ddp launch.devices=2 parallelism.cp_style=ring", "parallelism.cp_style", "there is one cp rank"),
         (
-            "algorithm=distill algorithm.teacher=teacher parallelism=pp parallelism.pp_chunks=2 launch.devices=2",
-            "parallelism.pp_chunks",
+            "parallelism=ddp launch.devices=2 parallelism.pp_virtual_stages=2",
+            "parallelism.pp_virtual_stages",
+            "there is one stage",
+        ),
+        (
+            "parallelism=ddp launch.devices=2 parallelism.cp_backend=ring",
+            "parallelism.cp_backend",
+            "there is one cp rank",
+        ),
+        (
+            "algorithm=distill algorithm.teacher=teacher parallelism=pp parallelism.pp_virtual_stages=2 "
+            "launch.devices=2",
+            "parallelism.pp_virtual_stages",
             "distill asks its teacher between its own passes; leave it out",
         ),
         ("parallelism=ep launch.devices=2", "parallelism.ep", "the model has no experts"),
@@ -120,8 +130,8 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
         ),
         ("parallelism=tp launch.devices=2 adapter=lora adapter.dora=true", "adapter.dora", "leave it out"),
         (
-            "parallelism=cp launch.devices=2 model.layout=padded",
-            "model.layout",
+            "parallelism=cp launch.devices=2 model.batch_layout=padded",
+            "model.batch_layout",
             "the rows that parallelism.cp=2 shares out lie end to end; leave it out",
         ),
     ],
@@ -135,8 +145,25 @@ def test_what_does_not_fit_is_refused_with_what_would(words: str, key: str, said
 
 def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     Qwen3Config(num_attention_heads=12, num_key_value_heads=4, intermediate_size=96).save_pretrained(tmp_path)
-    world = World(TpConfig(), device(), Place(0, 3, 0, 3), Mesh(tp=3), None, ALONE, ALONE, ALONE, ALONE, ALONE)
-    given: Any = {"tokenizer": None, "device": torch.device("cpu"), "seed": 0, "decide": silent, "admit": world.admit}
+    world = ParallelContext(
+        TpConfig(),
+        device(),
+        RankInfo(0, 3, 0, 3),
+        Mesh(tp=3),
+        None,
+        SINGLE_PROCESS,
+        SINGLE_PROCESS,
+        SINGLE_PROCESS,
+        SINGLE_PROCESS,
+        SINGLE_PROCESS,
+    )
+    given: Any = {
+        "tokenizer": None,
+        "device": torch.device("cpu"),
+        "seed": 0,
+        "decide": silent,
+        "admit": world.check_divisible,
+    }
     with pytest.raises(SpecError) as error:
         hf.build(HfConfig(path=str(tmp_path)), **given)
     [problem] = error.value.problems
@@ -147,15 +174,15 @@ def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_re
 @pytest.mark.parametrize(("tp", "data"), [(1, 6), (2, 3), (3, 2)])
 def test_the_ranks_of_slices_are_one_data_rank(tp: int, data: int) -> None:
     mesh = TpConfig(dp_replicate=-1, tp=tp).mesh(6)
-    assert mesh.data == data and mesh.data * mesh.tp == 6
+    assert mesh.dp_size == data and mesh.dp_size * mesh.tp == 6
 
 
 @given(st.builds(Mesh, *[st.integers(1, 3)] * 5), st.data())
 def test_families_are_the_ranks_that_differ_in_some_dimensions_only(mesh: Mesh, data: st.DataObject) -> None:
     names = data.draw(st.sets(st.sampled_from(list(mesh.dims))))
-    families = mesh.families(*names)
-    assert sorted(rank for one in families for rank in one) == list(range(mesh.world))
-    places = np.stack(np.unravel_index(np.arange(mesh.world), tuple(mesh.dims.values())))
+    families = mesh.rank_groups(*names)
+    assert sorted(rank for one in families for rank in one) == list(range(mesh.world_size))
+    places = np.stack(np.unravel_index(np.arange(mesh.world_size), tuple(mesh.dims.values())))
     for one in families:
         assert list(one) == sorted(one) and len(one) == np.prod([mesh.dims[name] for name in names])
         differing = {name for name, row in zip(mesh.dims, places[:, one], strict=True) if len(set(row)) > 1}
@@ -165,7 +192,7 @@ def test_families_are_the_ranks_that_differ_in_some_dimensions_only(mesh: Mesh, 
 @pytest.mark.parametrize("ep", [1, 2, 4])
 def test_experts_lie_over_neighbours_and_every_rank_is_once_in_each(ep: int) -> None:
     mesh = Mesh(pp=2, dp_replicate=2, cp=2, tp=2, ep=ep)
-    shares, copies = mesh.experts(), mesh.expert_copies()
+    shares, copies = mesh.expert_groups(), mesh.expert_replica_groups()
     for families in (shares, copies):
         assert sorted(rank for one in families for rank in one) == list(range(16))
     assert {len(one) for one in shares} == {ep} and {len(one) for one in copies} == {4 // ep}

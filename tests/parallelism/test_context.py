@@ -15,7 +15,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
 from runner.core.errors import SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import CpConfig, FsdpConfig, HsdpConfig
@@ -40,7 +40,7 @@ def kind_of(mesh: Mesh) -> Any:
 
 def spread(model: Any, ranks: int, style: str | None = None, decisions: Decisions | None = None) -> Any:
     """The model as each of some ranks has it."""
-    meshed(CpConfig(cp_style=style), Mesh(cp=ranks)).shard(model, decisions or Decisions())
+    meshed(CpConfig(cp_backend=style), Mesh(cp=ranks)).shard(model, decisions or Decisions())
     return model
 
 
@@ -52,10 +52,10 @@ def headed(heads: int) -> CausalLM:
 
 
 def on_rank(rank: int, mesh: Mesh, style: str | None, build: Callable[[], Any]) -> Any:
-    world = meshed(kind_of(mesh)(cp_style=style), mesh)
+    world = meshed(kind_of(mesh)(cp_backend=style), mesh)
     model = build()
     world.shard(model, Decisions())
-    return trained(model, part(rank // (mesh.cp * mesh.tp), mesh.data), world.copies)
+    return trained(model, part(rank // (mesh.cp * mesh.tp), mesh.dp_size), world.replica_peers)
 
 
 def compare(mesh: Mesh, style: str | None, build: Callable[[], Any], rounding: float = 1e-6) -> None:
@@ -63,7 +63,7 @@ def compare(mesh: Mesh, style: str | None, build: Callable[[], Any], rounding: f
     Adam amplifies rounding. In float64, but for the norms, whose float32 leaves 1e-8."""
     double = build if rounding > 1e-6 else lambda: doubled(build())
     wanted = trained(double(), part(0, 1))
-    found = ranks(mesh.world, on_rank, mesh, style, double)
+    found = ranks(mesh.world_size, on_rank, mesh, style, double)
     alike = mesh.cp * mesh.tp
     losses = [sum(values) for values in zip(*(one["losses"] for one in found[::alike]), strict=True)]
     assert losses == pytest.approx(wanted["losses"], rel=10 * rounding)
@@ -151,9 +151,9 @@ def shared_prompts() -> Batch:
 
 def scored(model: Any, batch: Batch) -> dict[str, Tensor]:
     """All that it gives, and the gradients of something of it."""
-    outputs = model.outputs(batch, frozenset(model.made) - {"hidden"})
+    outputs = model.outputs(batch, frozenset(model.supported_outputs) - {"hidden"})
     with torch.no_grad():
-        again = model.outputs(batch, frozenset(model.made))
+        again = model.outputs(batch, frozenset(model.supported_outputs))
     weight = torch.linspace(-1, 1, batch.num_tokens)
     total = sum((one.sin() * weight[: len(one)]).sum() for one in outputs.values())
     total.backward()
@@ -206,15 +206,15 @@ def test_terms_of_logits(kind: str, style: str) -> None:
     def work(model: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         given = part(0, 1), part(0, 1).tokens["weight"], spread_of
         with torch.no_grad():
-            measured = model.linear(*given)[1]["loss"]
-        total, terms = model.linear(*given)
+            measured = model.linear_loss(*given)[1]["loss"]
+        total, terms = model.linear_loss(*given)
         total.backward()
         found = {n: p.grad for n, p in model.trainable().items() if p.grad is not None}
         return {"total": total.detach()[None], "measured": measured, **terms}, found
 
     (wanted, right), build = (
-        work(made(kind, True, head_chunk_tokens=16)),
-        lambda: made(kind, True, head_chunk_tokens=16),
+        work(made(kind, True, lm_head_chunk_tokens=16)),
+        lambda: made(kind, True, lm_head_chunk_tokens=16),
     )
     (first, one), (second, other) = ranks(2, lambda rank: work(spread(build(), 2, style)))
     close({name: one[name] + other[name] for name in right}, right, 1e-5)
@@ -250,7 +250,7 @@ def test_text_is_written_by_each_rank_alone() -> None:
 @STYLES
 def test_bfloat16_products_of_float32_weights(style: str) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
-        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        model.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
         return {name: p.grad.clone() for name, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(made("qwen2", False, dtype="bfloat16"))
@@ -266,16 +266,16 @@ def test_bfloat16_products_of_float32_weights(style: str) -> None:
 def test_the_style_follows_from_the_heads(size: int, heads: int, style: str) -> None:
     def work(rank: int) -> list[tuple[str, str]]:
         spread(headed(heads), size, None, decisions := Decisions())
-        return [(one.feature, one.got) for one in decisions.made]
+        return [(one.feature, one.got) for one in decisions.entries]
 
-    assert all(("parallelism.cp_style", style) in found for found in ranks(size, work))
+    assert all(("parallelism.cp_backend", style) in found for found in ranks(size, work))
 
 
 @pytest.mark.parametrize(
     ("kind", "style", "said"),
     [
         ("gpt_oss", None, "GptOssForCausalLM runs padded rows"),
-        ("llama", "ulysses", "cp=3 does not divide the 4 heads of a slice; type parallelism.cp_style=ring"),
+        ("llama", "ulysses", "cp=3 does not divide the 4 heads of a slice; type parallelism.cp_backend=ring"),
     ],
 )
 def test_what_cannot_be_spread_is_refused_on_every_rank(kind: str, style: str | None, said: str) -> None:

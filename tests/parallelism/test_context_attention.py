@@ -12,8 +12,8 @@ from torch import Tensor, distributed
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.model import ring
-from runner.model.context import Ranks, Share
+from runner.model import ring_attention
+from runner.model.context_parallel import ContextParallelGroup, CpShard
 from tests.model.test_sight import mask
 from tests.parallelism.forked import ranks
 
@@ -60,11 +60,11 @@ def wanted(batch: Batch, window: int | None, kv_heads: int, dtype: torch.dtype, 
 
 def on_rank(rank: int, size: int, style: Any, dtype: torch.dtype, scale: float | None) -> list[list[Tensor]]:
     """Of each case the same, with 0 where it is other ranks' tokens."""
-    ring.QUERIES, ring.KEYS = 5, 7  # so that there are many tiles
+    ring_attention.QUERIES, ring_attention.KEYS = 5, 7  # so that there are many tiles
     found = []
     for case in range(CASES):
         batch, window, kv_heads = drawn(case)
-        share: Any = Share(batch, Ranks(distributed.group.WORLD, rank, size, style))
+        share: Any = CpShard(batch, ContextParallelGroup(distributed.group.WORLD, rank, size, style))
         held, real = share._held[rank], share._real[rank]
         *inputs, grad = (t.index_select(2, held) for t in tensors(batch, kv_heads, dtype))
         inputs = [tensor.detach().requires_grad_() for tensor in inputs]
@@ -107,7 +107,7 @@ def test_a_scale_of_its_own() -> None:
 def test_ring_drops_no_weights() -> None:
     def work(rank: int) -> str:
         batch, _, kv_heads = drawn(0)
-        share: Any = Share(batch, Ranks(distributed.group.WORLD, rank, 2, "ring"))
+        share: Any = CpShard(batch, ContextParallelGroup(distributed.group.WORLD, rank, 2, "ring"))
         *inputs, _ = (t.index_select(2, share._held[rank]) for t in tensors(batch, kv_heads, torch.float32))
         with pytest.raises(SpecError) as error:
             share._attention(None).attend(*inputs, None, 0.1, None)
@@ -124,8 +124,9 @@ def written() -> int:
 
 def sent(rank: int, size: int, style: Any, window: int | None) -> tuple[int, int]:
     """Bytes that a rank sends forward and backward for one row of 1,024 tokens, 4 heads and 2 of keys and values."""
-    share: Any = Share(
-        pack_trees([Tree([1] * 512, [Branch([2] * 512)])]), Ranks(distributed.group.WORLD, rank, size, style)
+    share: Any = CpShard(
+        pack_trees([Tree([1] * 512, [Branch([2] * 512)])]),
+        ContextParallelGroup(distributed.group.WORLD, rank, size, style),
     )
     shape = (1, 4, len(share._held[rank]), 32)
     query, key, value = (torch.ones(1, heads, *shape[2:], requires_grad=True) for heads in (4, 2, 2))

@@ -13,19 +13,19 @@ MORE = ("dpo_lora", "copied", "ahead", "lora", "ppo", "opd", "distill", "shared"
 
 @pytest.mark.parametrize(("name", "style"), [("sft", "ring"), pytest.param("tools", "ulysses", marks=pytest.mark.slow)])
 def test_two_ranks_do_what_one_process_does(name: str, style: str, workdir: Path) -> None:
-    compare(2, FAST[name], workdir, "parallelism=cp", f"parallelism.cp_style={style}")
+    compare(2, FAST[name], workdir, "parallelism=cp", f"parallelism.cp_backend={style}")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["ulysses", pytest.param("ring", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("name", MORE)
 def test_more_jobs_on_two_ranks(name: str, style: str, workdir: Path) -> None:
-    # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds anew
+    # scores of rows that hardly differ are subtracted: what is left has few digits, and every rank rounds again
     bound = 2e-4 if name == "rm" else GRADIENTS
     # policy and reference are one at first: which answer of a pair is likelier, the ring's rounding says, which is
     # another for each micro-batch
     unsteady = (*UNSTEADY, "accuracy") if style == "ring" else UNSTEADY
-    spread = ("parallelism=cp", f"parallelism.cp_style={style}")
+    spread = ("parallelism=cp", f"parallelism.cp_backend={style}")
     compare(2, SLOW[name], workdir, *spread, gradients=bound, unsteady=unsteady)
 
 
@@ -39,5 +39,5 @@ def test_two_ranks_beside_others(name: str, preset: str, workdir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["ulysses", "ring"])
 def test_experts_of_two_ranks_that_share_tokens(style: str, workdir: Path) -> None:
-    spread = ("parallelism=cp", f"parallelism.cp_style={style}", "parallelism.ep=2")
+    spread = ("parallelism=cp", f"parallelism.cp_backend={style}", "parallelism.ep=2")
     compare(2, SLOW["cpt"], workdir, *spread, kind="tiny_moe")

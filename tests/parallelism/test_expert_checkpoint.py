@@ -14,7 +14,7 @@ from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.parallelism.config import MeshConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_expert_parallel import EP2, LAYOUTS, SLOW, moe
@@ -25,19 +25,19 @@ from tests.parallelism.worlds import alone, meshed
 Layout = tuple[MeshConfig, Mesh] | None  # None = one process
 
 
-def learner(layout: Layout) -> tuple[LocalLearner, World]:
+def learner(layout: Layout) -> tuple[LocalLearner, ParallelContext]:
     world, model = alone() if layout is None else meshed(*layout), moe(False)
     if layout is not None:
         world.shard(model, Decisions())
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-3, eps=1e-6, fused=True)
     options: dict[str, Any] = {"lr": 1e-3, "clip_norm": 1.0, "factor": lambda step: 1.0, "budget": 10**6, "seed": 0}
-    return LocalLearner(model, optimizer, device=CPU, gradients=world.gradients(model), **options), world
+    return LocalLearner(model, optimizer, device=CPU, gradients=world.gradient_reducer(model), **options), world
 
 
-def steps(one: LocalLearner, world: World, count: int) -> None:
+def steps(one: LocalLearner, world: ParallelContext, count: int) -> None:
     batch = part(world.peers.rank, world.peers.size)
     for _ in range(count):
-        one.model.linear(batch, -batch.tokens["weight"] / 50)[0].backward()
+        one.model.linear_loss(batch, -batch.tokens["weight"] / 50)[0].backward()
         one.optim_step()
 
 
@@ -86,7 +86,7 @@ def test_what_many_ranks_write_is_what_one_would(tmp_path: Path, layout: str) ->
             single = CheckpointStore(SafetensorsConfig(), root=tmp_path / "whole", report=lambda _: None)
             single.save(1, {"policy": {**state, "tensors": whole}}, {})
 
-    ranks(LAYOUTS[layout][1].world, work)
+    ranks(LAYOUTS[layout][1].world_size, work)
     one, other = (tmp_path / kind / "step-00000001" / "policy.safetensors" for kind in ("pieces", "whole"))
     assert one.read_bytes() == other.read_bytes()
 

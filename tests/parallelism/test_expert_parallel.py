@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.algorithm.sft import CrossEntropy
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
-from runner.distributed.dtensor_utils import whole
+from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces import LossFn
 from runner.parallelism import expert_parallel as experts
 from runner.parallelism.config import (
@@ -35,7 +35,7 @@ from runner.parallelism.config import (
     TpConfig,
 )
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
@@ -66,7 +66,7 @@ def moe(adapter: bool, **options: Any) -> Any:
     return made("qwen3_moe", adapter, **options)
 
 
-def trained(world: World, model: Any) -> dict[str, Any]:
+def trained(world: ParallelContext, model: Any) -> dict[str, Any]:
     """What a learner measures, the gradients of its first update, and what it scores."""
     optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-2, eps=1e-6, fused=True)
     subject = LocalLearner(
@@ -79,14 +79,14 @@ def trained(world: World, model: Any) -> dict[str, Any]:
         seed=0,
         device=zoo.CPU,
         peers=world.peers,
-        gradients=world.gradients(model),
+        gradients=world.gradient_reducer(model),
         stage=model.stage,
     )
     first, numbers, scores = dict[str, Tensor](), list[dict[str, float]](), list[Tensor]()
 
     def note(*_: Any) -> None:
         if not numbers:
-            first.update({n: whole(p.grad).clone() for n, p in model.trainable().items() if p.grad is not None})
+            first.update({n: full_tensor(p.grad).clone() for n, p in model.trainable().items() if p.grad is not None})
 
     optimizer.register_step_pre_hook(note)  # after the sum over ranks, and clipped
     losses: list[LossFn] = [CrossEntropy(), Curved()]
@@ -108,7 +108,7 @@ def on_rank(rank: int, config: MeshConfig, mesh: Mesh, build: Build) -> dict[str
 
 def compare(config: MeshConfig, mesh: Mesh, build: Build) -> dict[str, Tensor]:
     wanted = trained(alone(), build())
-    several = ranks(mesh.world, on_rank, config, mesh, build)
+    several = ranks(mesh.world_size, on_rank, config, mesh, build)
     reached = {name: one for found in several for name, one in found["gradients"].items()}
     for found in several:
         for mine, other in zip(found["numbers"], wanted["numbers"], strict=True):
@@ -231,7 +231,7 @@ def test_models_without_experts_are_refused(build: Build) -> None:
 def test_experts_that_do_not_divide_are_refused_before_there_are_weights() -> None:
     def work(rank: int) -> str:
         with pytest.raises(SpecError, match="2 ranks do not divide num_experts=3 of the model; what fits: 1, 3"):
-            meshed(*EP2).admit(moe(False, num_experts=3).inner.config)
+            meshed(*EP2).check_divisible(moe(False, num_experts=3).inner.config)
         with pytest.raises(SpecError, match="2 ranks do not divide the 3 experts of Qwen3MoeExperts") as error:
             meshed(*EP2).shard(moe(False, num_experts=3), Decisions())
         return error.value.problems[0].key
@@ -286,13 +286,13 @@ def test_every_rank_has_its_share_only(layout: str) -> None:
 @pytest.mark.parametrize("mesh", [mesh for _, mesh in LAYOUTS.values()] + [Mesh(2, 2, 4, 2, 3, ep=4)], ids=str)
 def test_every_rank_is_among_those_that_hold_pieces_of_its_experts(mesh: Mesh) -> None:
     """Two ranks hold pieces of the same experts if they have the same place in their `ep` runs, in the same copy."""
-    place = {rank: (ep, at) for ep in mesh.experts() for at, rank in enumerate(ep)}
-    assert sorted(rank for one in mesh.expert_pieces() for rank in one) == list(range(mesh.world))
-    copies = mesh.families("dp_shard", "cp", "tp") if mesh.dp_shard > 1 else mesh.families(*mesh.dims)
-    for pieces in mesh.expert_pieces():
+    place = {rank: (ep, at) for ep in mesh.expert_groups() for at, rank in enumerate(ep)}
+    assert sorted(rank for one in mesh.expert_shard_groups() for rank in one) == list(range(mesh.world_size))
+    copies = mesh.rank_groups("dp_shard", "cp", "tp") if mesh.dp_shard > 1 else mesh.rank_groups(*mesh.dims)
+    for pieces in mesh.expert_shard_groups():
         assert len(pieces) == mesh.expert_grid["dp_shard"] and len({place[rank][1] for rank in pieces}) == 1
         assert any(set(pieces) <= set(copy) for copy in copies)
-    assert prod(mesh.expert_grid.values()) == mesh.copies
+    assert prod(mesh.expert_grid.values()) == mesh.dp_cp_size
 
 
 def test_experts_that_lie_whole_are_not_kept_on_the_host() -> None:
@@ -324,5 +324,5 @@ def test_adapters_on_experts_are_refused_with_what_to_type() -> None:
 
 def test_what_marks_experts_is_still_there() -> None:
     """`layers` finds them by an attribute that transformers gives them."""
-    assert [type(one).__name__ for one in experts.layers(zoo.module("qwen3_moe"))] == ["Qwen3MoeExperts"]
-    assert not experts.layers(zoo.module("qwen3"))
+    assert [type(one).__name__ for one in experts.expert_layers(zoo.module("qwen3_moe"))] == ["Qwen3MoeExperts"]
+    assert not experts.expert_layers(zoo.module("qwen3"))

@@ -19,7 +19,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from runner.core.auto_choices import Decisions
 from runner.core.errors import StorageError
 from runner.launch.export import write_export
-from runner.model import export, published
+from runner.model import export, hf_state_dict
 from runner.parallelism.config import EpConfig, FsdpConfig, MeshConfig, PpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
 from tests.parallelism.forked import ranks
@@ -57,9 +57,9 @@ def compare(root: Path, layout: str, make: Make) -> None:
     def work(rank: int) -> None:
         model = spread(layout, make())
         model.save(root / "two" if rank == 0 else None)
-        published.write(model.module, root / "two many" if rank == 0 else None, SMALL)
+        hf_state_dict.save_sharded(model.module, root / "two many" if rank == 0 else None, SMALL)
 
-    ranks(LAYOUTS[layout][1].world, work)
+    ranks(LAYOUTS[layout][1].world_size, work)
     for kind in ("", " many"):
         one, two = contents(root / f"one{kind}"), contents(root / f"two{kind}")
         assert one.keys() == two.keys()
@@ -128,7 +128,8 @@ class Alive:
 
 def watched_save(rank: int, layout: str, make: Make, folder: Path) -> tuple[int, int]:
     model, alive = spread(layout, make()), Alive()
-    for place, name in ((published, "whole"), (published, "revert_weight_conversion"), (export, "whole")):
+    watched = ((hf_state_dict, "full_tensor"), (hf_state_dict, "revert_weight_conversion"), (export, "full_tensor"))
+    for place, name in watched:
         setattr(place, name, alive.watching(getattr(place, name)))  # in this rank's process alone
     model.save(folder if rank == 0 else None)
     return alive.peak, alive.calls
@@ -176,7 +177,7 @@ def test_a_disk_that_refuses_is_told_and_no_rank_waits(tmp_path: Path, when: str
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, SMALL))
         else:  # while tensors come
-            given, left = published.whole, [3]
+            given, left = hf_state_dict.full_tensor, [3]
 
             def whole(tensor: Tensor) -> Tensor:
                 left[0] -= 1
@@ -184,7 +185,7 @@ def test_a_disk_that_refuses_is_told_and_no_rank_waits(tmp_path: Path, when: str
                     shutil.rmtree(next(tmp_path.glob(".export.*")))
                 return given(tensor)
 
-            published.whole = whole
+            hf_state_dict.full_tensor = whole
         spec: Any = None  # which the card is made of, later
         with pytest.raises(StorageError) as error:
             write_export(model, tmp_path / "export", spec, 1, {})

@@ -15,13 +15,13 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
-from runner.core.tolerance import tolerance
+from runner.core.tolerance import tolerance_of
 from runner.distributed import dtensor_utils
-from runner.distributed.work_partition import ALONE, sum_gradients
-from runner.interfaces import Peers
+from runner.distributed.work_partition import SINGLE_PROCESS, sum_gradients
+from runner.interfaces import RankCollectives
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
-from runner.model.value_head import ScalarModel, ValuedLM
+from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
 from runner.parallelism.config import FsdpConfig, HsdpConfig
 from runner.parallelism.mesh import Mesh
 from tests.model import zoo
@@ -57,7 +57,7 @@ def part(rank: int, size: int) -> Batch:
     return pack(ids, [[float(i >= len(row) // 3) for i in range(len(row))] for row in ids])
 
 
-def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
+def trained(model: Any, batch: Batch, copies: RankCollectives = SINGLE_PROCESS) -> dict[str, Any]:
     """Sums of losses, norms of gradients, and whole weights after some steps; copies: whose gradients add up."""
     parameters = model.trainable()
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-6, fused=True)
@@ -65,7 +65,7 @@ def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
     model.train()
     for step in range(STEPS):
         if step % 2:
-            total, _ = model.linear(batch, -batch.tokens["weight"] / 50)
+            total, _ = model.linear_loss(batch, -batch.tokens["weight"] / 50)
         else:
             outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
             total = -(outputs["logprobs"] * batch.tokens["weight"] + 0.1 * outputs["entropy"]).sum() / 50
@@ -76,12 +76,14 @@ def trained(model: Any, batch: Batch, copies: Peers = ALONE) -> dict[str, Any]:
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         norms.append(float(norm))
         if step == 0:
-            first = {name: dtensor_utils.whole(p.grad).clone() for name, p in parameters.items() if p.grad is not None}
+            first = {
+                name: dtensor_utils.full_tensor(p.grad).clone() for name, p in parameters.items() if p.grad is not None
+            }
         optimizer.step()
         optimizer.zero_grad()
         with torch.no_grad():
             model.outputs(batch, frozenset({"logprobs"}))
-    weights = {name: dtensor_utils.whole(p).clone() for name, p in parameters.items()}
+    weights = {name: dtensor_utils.full_tensor(p).clone() for name, p in parameters.items()}
     return {"losses": losses, "norms": norms, "gradients": first, "weights": weights}
 
 
@@ -172,7 +174,7 @@ def test_an_architecture_with_other_names() -> None:
 
 def valued() -> Any:
     module = zoo.module("qwen2").requires_grad_(True)
-    model = ValuedLM(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
+    model = PolicyWithValueHead(module, byte_tokenizer(512), TinyConfig(), seed=0, decide=Decisions())
     model.value_head.data.normal_(generator=torch.Generator().manual_seed(1))
     return model
 
@@ -181,7 +183,7 @@ def scalar(adapter: bool) -> Any:
     torch.manual_seed(0)
     module = Qwen2ForSequenceClassification(Qwen2Config(**zoo.SHAPE, num_labels=1)).requires_grad_(True)
     config = TinyConfig()
-    model: Any = ScalarModel(module, byte_tokenizer(512), config, seed=0, decide=Decisions())
+    model: Any = ScalarHeadModel(module, byte_tokenizer(512), config, seed=0, decide=Decisions())
     return lora.attach(LoraConfig(rank=4), model, decide=Decisions()) if adapter else model
 
 
@@ -190,7 +192,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any, rank: int, size: int) -> dict[str, Tensor]:
         outputs = model.outputs(part(rank, size), frozenset({"values"}))
         outputs["values"].square().sum().backward()
-        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build(), 0, 1)
     got = ranks(2, lambda rank: gradients(sharded(build(), (1, 2)), rank, 2))
@@ -203,7 +205,7 @@ def test_a_reference_that_is_asked_first_does_not_stop_the_adapter_from_learning
         model = sharded(made("qwen2", True), (1, 2))
         with model.module.disable_adapter(), torch.no_grad():
             first = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return first, all(p.grad is not None for p in model.trainable().values())
 
     plain = zoo.causal("qwen2").outputs(part(0, 1), zoo.LOGPROBS)["logprobs"].detach()
@@ -220,10 +222,10 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
     def work(rank: int) -> tuple[dict[str, Any], int, int]:
         model = sharded(build(), (1, 2))
         types = {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
-        with model.gathered():
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        with model.summon_full_params():
             types |= {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
-        held = sum(dtensor_utils.local(p).untyped_storage().nbytes() for p in model.whole.parameters())
+        held = sum(dtensor_utils.local_tensor(p).untyped_storage().nbytes() for p in model.whole.parameters())
         return {n: (p.dtype, p.grad.dtype) for n, p in model.trainable().items()}, held, len(types)
 
     ideal = sum(p.numel() * p.element_size() for p in build().module.parameters()) / 2
@@ -239,10 +241,10 @@ def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter
     def work(rank: int) -> tuple[list[list[int]], bool]:
         model = sharded(made("qwen2", adapter), (1, 2))
         found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
-        with model.gathered():
+        with model.summon_full_params():
             found += [] if rank else zoo.greedy(model, prompts[1:], 6)
         for _ in range(2):  # a backward pass that gathered ahead in the order of what was written would never end
-            model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+            model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return found, all(isinstance(p, DTensor) for p in model.whole.parameters())
 
     model = made("qwen2", adapter)
@@ -267,7 +269,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
 
     def work(rank: int) -> tuple[int, set[str], dict[str, Any]]:
         model = sharded(made("qwen3", False, dtype="bfloat16", initializer_range=0.05), (1, 2))
-        shapes = {tuple(p.shape) for block in model.blocks() for p in block.parameters() if p.ndim == 2}
+        shapes = {tuple(p.shape) for block in model.transformer_blocks() for p in block.parameters() if p.ndim == 2}
         kept: list[Tensor] = []
 
         def note(tensor: Tensor) -> Tensor:
@@ -275,7 +277,7 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            total, _ = model.linear(part(rank, 2), part(rank, 2).tokens["weight"])
+            total, _ = model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])
         weights = [t for t in kept if tuple(t.shape) in shapes or tuple(t.shape)[::-1] in shapes]
         types = {str(t.dtype) for t in weights}
         held = sum(t.untyped_storage().nbytes() for t in weights)
@@ -285,16 +287,16 @@ def test_weights_are_gathered_in_bfloat16_and_no_cast_of_them_is_kept() -> None:
         return (
             held,
             types,
-            {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None},
+            {name: dtensor_utils.full_tensor(p.grad) for name, p in model.trainable().items() if p.grad is not None},
         )
 
     plain = made("qwen3", False, dtype="bfloat16", initializer_range=0.05)
-    plain.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+    plain.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
     wanted = {name: p.grad for name, p in plain.trainable().items() if p.grad is not None}
     for held, types, gradients in ranks(2, work):
         assert held == 0 and types == {"torch.bfloat16"}, "what was gathered, and is freed by now"
         assert {g.dtype for g in gradients.values()} == {torch.float32}
-        close(gradients, wanted, tolerance("bfloat16").gradient)
+        close(gradients, wanted, tolerance_of("bfloat16").gradient)
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
@@ -310,7 +312,7 @@ def test_routers_are_gathered_in_float32_where_all_else_is_in_bfloat16(adapter: 
                         found.add((router, str(getattr(part, key).dtype)))
 
                     module.register_forward_hook(note)
-        model.linear(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
+        model.linear_loss(part(rank, 2), part(rank, 2).tokens["weight"])[0].backward()
         return found
 
     for found in ranks(2, work):

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError, RunnerError
-from runner.parallelism.process_groups import GroupPeers
+from runner.parallelism.process_groups import ProcessGroupCollectives
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import TIMEOUT_S, ranks
 from tests.parallelism.test_fsdp import CPU, made, part, sharded
@@ -29,14 +29,14 @@ def learner(model: Any) -> LocalLearner:
 
 def step(one: LocalLearner, rank: int, size: int) -> None:
     batch = part(rank, size)
-    one.model.linear(batch, -batch.tokens["weight"] / 50)[0].backward()
+    one.model.linear_loss(batch, -batch.tokens["weight"] / 50)[0].backward()
     one.optim_step()
 
 
 def store(root: Path) -> CheckpointStore:
     made = CheckpointStore(SafetensorsConfig(), root=root, report=lambda _: None)
     if torch.distributed.is_initialized():
-        made.peers = GroupPeers(torch.distributed.group.WORLD, TIMEOUT_S)
+        made.peers = ProcessGroupCollectives(torch.distributed.group.WORLD, TIMEOUT_S)
     return made
 
 
@@ -221,7 +221,7 @@ def test_an_export_of_pieces_is_that_of_the_whole(tmp_path: Path, kind: str, ada
 
     def export(model: Any, folder: Path | None) -> None:
         if merges:
-            model.merge()
+            model.merge_on_save()
         model.save(folder)
 
     options = {"tie_word_embeddings": True} if kind == "llama" else {}

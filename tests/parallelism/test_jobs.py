@@ -19,7 +19,7 @@ SMALL = (
     "data.items=64 data.held_out=6 steps=3 optimizer=sgd optimizer.lr=0.1 tracker=none checkpoint.every=0 "
     "evaluation.max_new_tokens=8"
 )
-SAMPLED = "sampler=torch sampler.max_new_tokens=6 algorithm.batch_size=3 sampler.stop_tokens=" + str(
+SAMPLED = "sampler=torch sampler.max_new_tokens=6 algorithm.batch_size=3 sampler.stop_token_ids=" + str(
     list(range(0, 512, 3))  # or a fresh model's answers were equally long
 ).replace(" ", "")
 REWARDED = "reward=length reward.target=4"
@@ -28,7 +28,7 @@ REWARDED = "reward=length reward.target=4"
 GRADIENTS, WEIGHTS = 1e-5, 1e-6
 # Counts of numbers on one side of a bound, where the last bit decides; and the sampler's difference to the trainer,
 # which is nothing but rounding.
-UNSTEADY = ("clipped", "abs_logprob_diff", "abs_prob_diff")
+UNSTEADY = ("critic/clip_frac", "logprob_diff", "prob_diff")
 FAST = {
     "sft": "algorithm=sft algorithm.batch_size=6 algorithm.mini_batches=3 algorithm.micro_batch_tokens=40 adapter=lora "
     "evaluation.every=2",
@@ -38,13 +38,13 @@ FAST = {
     "ppo": "algorithm=ppo algorithm.mini_batches=3 evaluation.every=0",
 }
 SLOW = {
-    "padded": "algorithm=sft algorithm.batch_size=6 model.layout=padded evaluation.every=2",
+    "padded": "algorithm=sft algorithm.batch_size=6 model.batch_layout=padded evaluation.every=2",
     "cpt": "algorithm=cpt algorithm.batch_size=2 evaluation.every=2",
     "rm": "algorithm=rm algorithm.batch_size=3 evaluation.every=2",
     "dpo_lora": "algorithm=dpo algorithm.batch_size=4 algorithm.mini_batches=2 adapter=lora evaluation.every=2",
     "copied": "algorithm=kto algorithm.batch_size=4 algorithm.reference=copy evaluation.every=2",
     "resampled": "algorithm=dapo algorithm.group_size=2 evaluation.every=2",
-    "ahead": "algorithm=grpo algorithm.group_size=4 algorithm.lag=1 algorithm.kl=k3 algorithm.kl_coef=0.1 "
+    "ahead": "algorithm=grpo algorithm.group_size=4 algorithm.lag=1 algorithm.kl_estimator=k3 algorithm.kl_coef=0.1 "
     "evaluation.every=2",
     "lora": "algorithm=grpo algorithm.group_size=4 adapter=lora algorithm.mini_batches=3 evaluation.every=0",
     "whitened": "algorithm=reinforce_pp algorithm.group_size=2 evaluation.every=0",

@@ -15,15 +15,16 @@ from torch import Tensor
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.adapter.lora import train_all
 from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack, row_sum, with_totals
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
-from runner.distributed.dtensor_utils import whole
+from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces import Loss as Found
 from runner.interfaces import LossFn, Outputs
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.worlds import alone, on_ranks
@@ -64,7 +65,7 @@ def given(step: int) -> Batch:
 def made(kind: str, adapter: bool, layout: str) -> Any:
     model: Any = zoo.causal(kind, layout=layout, tie_word_embeddings=kind == "qwen3")
     if not adapter:
-        return lora.train_all(NoAdapterConfig(), model, decide=Decisions())
+        return train_all(NoAdapterConfig(), model, decide=Decisions())
     targets: Any = ("q_proj", "v_proj") if kind == "qwen3_moe" else "all-linear"
     model = lora.attach(LoraConfig(rank=4, targets=targets), model, decide=Decisions())
     for name, parameter in model.trainable().items():  # B = 0 would leave A without a gradient at first
@@ -73,7 +74,7 @@ def made(kind: str, adapter: bool, layout: str) -> Any:
     return model
 
 
-def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
+def learner(model: Any, world: ParallelContext, budget: int = 40) -> LocalLearner:
     return LocalLearner(
         model,
         torch.optim.AdamW(model.trainable().values(), lr=1e-2, eps=1e-6),
@@ -87,7 +88,7 @@ def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
     )
 
 
-def trained(world: World, kind: str, adapter: bool, layout: str) -> dict[str, Any]:
+def trained(world: ParallelContext, kind: str, adapter: bool, layout: str) -> dict[str, Any]:
     return learnt(learner(made(kind, adapter, layout), world))
 
 
@@ -98,7 +99,7 @@ def learnt(subject: LocalLearner) -> dict[str, Any]:
 
     def note(*_: Any) -> None:
         reached = {name: p.grad for name, p in subject.model.trainable().items() if p.grad is not None}
-        gradients.update({name: whole(grad).clone() for name, grad in reached.items() if not numbers})
+        gradients.update({name: full_tensor(grad).clone() for name, grad in reached.items() if not numbers})
 
     subject.optimizer.register_step_pre_hook(note)  # after the sum over ranks, and clipped
     for step in range(STEPS):
@@ -148,7 +149,7 @@ def test_four_ranks_learn_what_one_does(kind: str, adapter: bool, layout: str) -
     compare(4, kind, adapter, layout)
 
 
-def diverging(world: World) -> tuple[str, bool]:
+def diverging(world: ParallelContext) -> tuple[str, bool]:
     """On a batch of which one row, which one rank has, makes the loss infinite."""
     model = Bigram()
     subject = learner(model, world)
@@ -169,7 +170,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all() -> None:
     assert found[0][1]
 
 
-def noisy(world: World) -> list[float]:
+def noisy(world: ParallelContext) -> list[float]:
     subject = learner(Bigram(dropout=0.5), world)
     batch = pack([[1, 2, 3, 4]] * 4, [[1.0] * 4] * 4)
     batch = with_totals(batch, batch.count())
@@ -193,7 +194,7 @@ def test_equal_rows_on_two_ranks_do_not_have_equal_dropout() -> None:
     assert found[0] == found[1] and len(set(found[0])) == 4
 
 
-def counted(world: World) -> list[int]:
+def counted(world: ParallelContext) -> list[int]:
     """Forward passes of a rank; [0]: with gradient, [1]: without, [2]: what a loss reads."""
     model: Any = Bigram()
     passes, outputs = [0], model.outputs

@@ -24,13 +24,13 @@ LAYOUTS = {
     "tp4": "parallelism=tp",
     "tp2xfsdp2": "parallelism=fsdp parallelism.tp=2",
     "tp2xdp2": "parallelism=ddp parallelism.tp=2",
-    "ulysses4": "parallelism=cp parallelism.cp_style=ulysses",
-    "ring4": "parallelism=cp parallelism.cp_style=ring",
+    "ulysses4": "parallelism=cp parallelism.cp_backend=ulysses",
+    "ring4": "parallelism=cp parallelism.cp_backend=ring",
     "cp2xdp2": "parallelism=ddp parallelism.cp=2",
     "cp2xfsdp2": "parallelism=fsdp parallelism.cp=2",
     "cp2xtp2": "parallelism=cp parallelism.tp=2",
     "pp4": "parallelism=pp",
-    "pp2x2xdp2": "parallelism=ddp parallelism.pp=2 parallelism.pp_chunks=2",
+    "pp2x2xdp2": "parallelism=ddp parallelism.pp=2 parallelism.pp_virtual_stages=2",
     "pp2xfsdp2": "parallelism=fsdp parallelism.pp=2",
     "pp2xtp2": "parallelism=pp parallelism.tp=2",
     "pp2xcp2": "parallelism=pp parallelism.cp=2",
@@ -40,7 +40,7 @@ LAYOUTS = {
     "ep2xpp2": "parallelism=ep parallelism.pp=2",
 }
 ENDS = str(list(range(0, zoo.VOCAB, 3))).replace(" ", "")  # or a fresh model's answers were equally long
-SAMPLED = f"sampler=torch sampler.max_new_tokens=6 sampler.stop_tokens={ENDS} algorithm.batch_size=3"
+SAMPLED = f"sampler=torch sampler.max_new_tokens=6 sampler.stop_token_ids={ENDS} algorithm.batch_size=3"
 FAMILIES = ("qwen2", "qwen3", "llama", "qwen3_moe")
 ALGORITHMS = {
     "sft": "algorithm=sft algorithm.batch_size=6 algorithm.mini_batches=2 algorithm.micro_batch_tokens=40",

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import RunnerError, SamplerFault
+from runner.core.errors import RunnerError, SamplerError
 from runner.interfaces import Request, Rollout
-from runner.parallelism.rollout_partition import FirstSampler
-from runner.parallelism.world import World
-from runner.sampler.probed import Probe
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.rollout_partition import Rank0Sampler
+from runner.sampler.sync_probe import SyncProbe
 from runner.trainer.learner import LocalLearner
 from runner.weight_sync.publisher import Publisher
-from runner.weight_sync.routes import Shelving
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_folder import claim
-from runner.weight_sync.weight_checksum import digest_of
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import SharedFiles
+from runner.weight_sync.weight_checksum import weights_digest
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model import zoo
 from tests.parallelism import test_learning as plain
 from tests.parallelism.forked import ranks
@@ -45,16 +45,16 @@ class Engine:
 
     temperature = 1.0
     max_new_tokens = 4
-    longest = None
+    max_model_len = None
 
     def __init__(self, blueprint: Path, stale: Sequence[str] = ()) -> None:
         self.model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(blueprint)).eval()
         self._blueprint, self._stale, self._version = blueprint, stale, -1
         self.loaded: list[int] = []
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        assert isinstance(tensors, Shelved)
-        assert tensors.digest == tensors.found()
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+        assert isinstance(tensors, StoredWeights)
+        assert tensors.digest == tensors.compute_digest()
         fresh = not self.loaded or version == self._version
         names = [name for name in tensors if fresh or name in tensors.changed]
         state = self.model.state_dict()
@@ -69,7 +69,7 @@ class Engine:
         self._version = version
         if state and not self._stale:  # what is in the engine is what was sent
             held = {name: state[name] for name in tensors}
-            assert digest_of(held) == tensors.digest
+            assert weights_digest(held) == tensors.digest
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         raise AssertionError("nothing is sampled here")
@@ -79,46 +79,46 @@ class Engine:
         found = zoo.reference(self.model, [list(row) for row in rows]).split([len(row) for row in rows])
         return [[row[1:].tolist() for row in found]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {}
 
-    def release(self) -> None: ...
+    def release_memory(self) -> None: ...
 
     def close(self) -> None: ...
 
 
-def publishing(model: Any, learner: LocalLearner, world: World, folder: Path, stale: Sequence[str]) -> Any:
+def publishing(model: Any, learner: LocalLearner, world: ParallelContext, folder: Path, stale: Sequence[str]) -> Any:
     """Rank 0 writes, and has the engine."""
-    leads = world.place.leads
+    leads = world.place.is_rank0
     if leads:
-        model.blueprint(folder / "blueprint")
+        model.save_configs(folder / "blueprint")
     engine = Engine(folder / "blueprint", stale) if leads else None
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    ways = (partial(model.published, way, keep=leads) for way in ("changed", "fixed"))
-    route = Shelving(*ways, peers=world.everyone, shelf=shelf, source=0 if leads else None)
-    sampler: Any = FirstSampler(lambda: engine, world.feed_peers)  # type: ignore[arg-type,return-value]
-    probe = Probe.of(1, zoo.VOCAB, LIMIT)
-    options: dict[str, Any] = {"probe": probe, "learner": learner, "peers": world.feed_peers}
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
+    ways = (partial(model.hf_tensors, way, keep=leads) for way in ("changed", "fixed"))
+    route = SharedFiles(*ways, peers=world.world_peers, store=shelf, source=0 if leads else None)
+    sampler: Any = Rank0Sampler(lambda: engine, world.rollout_peers)  # type: ignore[arg-type,return-value]
+    probe = SyncProbe.from_seed(1, zoo.VOCAB, LIMIT)
+    options: dict[str, Any] = {"probe": probe, "learner": learner, "peers": world.rollout_peers}
     return Publisher(route, sampler, 0, **options), engine
 
 
-def sent(world: World, model: Any, folder: Path, stale: Sequence[str]) -> tuple[list[float], list[int], str]:
+def sent(world: ParallelContext, model: Any, folder: Path, stale: Sequence[str]) -> tuple[list[float], list[int], str]:
     """How far the engine was off after each of some steps, and how many tensors it loaded; or what went wrong."""
     learner = plain.learner(model, world)
-    learner._gradients, learner._stage = world.gradients(model), model.stage
-    learner._drawing = world.copies
+    learner._gradients, learner._stage = world.gradient_reducer(model), model.stage
+    learner._drawing = world.replica_peers
     publisher, engine = publishing(model, learner, world, folder, stale)
     found = []
     try:
         for version in range(VERSIONS):
             publisher.publish(version)
             publisher.load_for(version)
-            found.append(publisher.numbers()["sync/probe"])
+            found.append(publisher.numbers()["weight_sync/logprob_error"])
             learner.begin_step(version)
             learner.forward_backward(plain.given(version), plain.CrossEntropy())
             learner.optim_step()
     except RunnerError as error:
-        assert error.exit_code == SamplerFault.exit_code
+        assert error.exit_code == SamplerError.exit_code
         return found, [], str(error)
     finally:
         publisher.close()
@@ -147,7 +147,7 @@ def test_every_layout_sends_what_another_program_computes_with(
         world.shard(model, Decisions())
         return sent(world, model, tmp_path, ())
 
-    found = ranks(LAYOUTS[layout][1].world, work)
+    found = ranks(LAYOUTS[layout][1].world_size, work)
     for differences, _, error in found:
         assert len(differences) == VERSIONS and max(differences) < LIMIT and error == ""
     first, *later = found[0][1]

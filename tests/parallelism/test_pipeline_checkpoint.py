@@ -11,7 +11,7 @@ import torch
 from runner.core.auto_choices import Decisions
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig, TpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
 from runner.trainer.learner import LocalLearner
 from tests.parallelism.forked import ranks
 from tests.parallelism.test_fsdp import BOTH, made
@@ -25,7 +25,7 @@ Layout = tuple[MeshConfig, Mesh]
 TWO: Layout = (PpConfig(), Mesh(pp=2))
 
 
-def built(adapter: bool, layout: Layout | None) -> tuple[World, LocalLearner]:
+def built(adapter: bool, layout: Layout | None) -> tuple[ParallelContext, LocalLearner]:
     world = alone() if layout is None else meshed(*layout)
     model = made("qwen3", adapter, num_hidden_layers=3, tie_word_embeddings=not adapter)
     if layout is not None:
@@ -37,7 +37,7 @@ def saved(rank: int, root: Path, adapter: bool, layout: Layout | None, start: bo
     """Go on from the newest checkpoint for some steps, and save."""
     world, one = built(adapter, layout)
     kept, first = store(root), 0
-    kept.peers = world.everyone
+    kept.peers = world.world_peers
     if not start:
         loaded = kept.load(mapped=True)
         assert loaded is not None
@@ -91,7 +91,7 @@ def test_what_stages_write_is_what_one_process_would(tmp_path: Path, layout: Lay
         assert loaded is not None
         one.load_state_dict(loaded.state["policy"])
         kept = store(tmp_path / "many")
-        kept.peers = world.everyone
+        kept.peers = world.world_peers
         kept.save(1, {"policy": one.state_dict()}, {})
 
     saved(0, tmp_path / "one", False, None, True, 1)

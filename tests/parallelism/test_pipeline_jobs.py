@@ -34,4 +34,4 @@ def test_two_stages_on_four_ranks(name: str, preset: str, workdir: Path) -> None
 @pytest.mark.parametrize("name", ["sft", "tools", "shared"])
 def test_stages_of_two_runs_of_layers(name: str, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(test_jobs, "SMALL", test_jobs.SMALL.replace("model.layers=2", "model.layers=4"))
-    compare(2, SLOW[name], workdir, "parallelism=pp", "parallelism.pp_chunks=2")
+    compare(2, SLOW[name], workdir, "parallelism=pp", "parallelism.pp_virtual_stages=2")

@@ -17,8 +17,8 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.parallelism.config import FsdpConfig, MeshConfig, PpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.process_groups import Way
-from runner.parallelism.world import World
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.process_groups import P2pChannel
 from runner.trainer.learner import LocalLearner
 from tests.model import zoo
 from tests.parallelism.forked import ranks
@@ -30,7 +30,7 @@ SLOW = pytest.mark.slow
 SOAK = pytest.mark.soak
 
 
-def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
+def learner(model: Any, world: ParallelContext, budget: int = 40) -> LocalLearner:
     here = [p for p in model.trainable().values() if not p.is_meta]
     return LocalLearner(
         model,
@@ -42,12 +42,12 @@ def learner(model: Any, world: World, budget: int = 40) -> LocalLearner:
         seed=0,
         device=CPU,
         peers=world.peers,
-        gradients=world.gradients(model),
+        gradients=world.gradient_reducer(model),
         stage=model.stage,
     )
 
 
-def trained(world: World, model: Any, budget: int = 40) -> dict[str, Any]:
+def trained(world: ParallelContext, model: Any, budget: int = 40) -> dict[str, Any]:
     """As `test_learning.trained`, of a model that lies where it is to be."""
     return learnt(learner(model, world, budget))
 
@@ -70,7 +70,7 @@ def compare(
     """In float64, in which only the norms are float32; in float32 with a larger `rounding`."""
     double = build if rounding > 1e-6 else lambda: doubled(build())
     wanted = trained(alone(), double(), budget)
-    found = ranks(mesh.world, on_rank, config or PpConfig(), mesh, double, budget)
+    found = ranks(mesh.world_size, on_rank, config or PpConfig(), mesh, double, budget)
     gradients: dict[str, Tensor] = {}
     for one in found:
         gradients |= one["gradients"]
@@ -98,7 +98,7 @@ def test_stages_alone_give_the_bits_of_one_process(chunks: int) -> None:
         return made("qwen2", False, num_hidden_layers=4)
 
     [wanted] = ranks(1, lambda rank: trained(alone(), build()))
-    for found in ranks(2, on_rank, PpConfig(pp_chunks=chunks), Mesh(pp=2), build, 40):
+    for found in ranks(2, on_rank, PpConfig(pp_virtual_stages=chunks), Mesh(pp=2), build, 40):
         assert found["numbers"] == wanted["numbers"]
         assert all(torch.equal(found["weights"][name], one) for name, one in wanted["weights"].items())
 
@@ -118,13 +118,13 @@ def test_four_stages(layers: int, adapter: bool) -> None:
 
 
 def test_stages_with_two_runs_of_layers_each() -> None:
-    compare(Mesh(pp=2), lambda: made("qwen3", False, num_hidden_layers=5), config=PpConfig(pp_chunks=2))
+    compare(Mesh(pp=2), lambda: made("qwen3", False, num_hidden_layers=5), config=PpConfig(pp_virtual_stages=2))
 
 
 @SLOW
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 3), (3, 2), (4, 2)])
 def test_more_runs_of_layers(pp: int, chunks: int) -> None:
-    config = PpConfig(pp_chunks=chunks)
+    config = PpConfig(pp_virtual_stages=chunks)
     compare(Mesh(pp=pp), lambda: made("llama", True, num_hidden_layers=9), config=config, budget=20)
 
 
@@ -143,7 +143,7 @@ def test_stages_with_something_else(more: str, kind: str, adapter: bool) -> None
 @pytest.mark.parametrize("more", ["ulysses", "ring", "ep", "ep_fsdp"])
 def test_stages_with_shared_tokens_and_experts(more: str, adapter: bool) -> None:
     mesh = {"ep": Mesh(pp=2, dp_replicate=2, ep=2), "ep_fsdp": Mesh(pp=2, dp_shard=2, ep=2)}.get(more, Mesh(pp=2, cp=2))
-    config = FsdpConfig() if more == "ep_fsdp" else PpConfig(cp_style=None if more.startswith("ep") else more)
+    config = FsdpConfig() if more == "ep_fsdp" else PpConfig(cp_backend=None if more.startswith("ep") else more)
     kind = "qwen3_moe" if more.startswith("ep") else "qwen3"
     options = {"num_experts": 4, "mlp_only_layers": []} if more.startswith("ep") else {}
     compare(mesh, lambda: made(kind, adapter, **options), 1e-5, config)
@@ -156,7 +156,7 @@ def test_stages_in_pieces() -> None:
 
 @SLOW
 def test_runs_of_layers_in_pieces() -> None:
-    config = FsdpConfig(pp_chunks=2)
+    config = FsdpConfig(pp_virtual_stages=2)
     compare(Mesh(pp=2, dp_shard=2), lambda: made("qwen2", False, num_hidden_layers=4), 1e-5, config)
 
 
@@ -189,7 +189,7 @@ def test_one_micro_batch() -> None:
 def test_gradient_checkpointing(way: Any, more: str) -> None:
     mesh = Mesh(pp=2, dp_shard=2 if more else 1)
     options = {"gradient_checkpointing": way, "num_hidden_layers": 4}
-    config = FsdpConfig(pp_chunks=2) if more else PpConfig(pp_chunks=2)
+    config = FsdpConfig(pp_virtual_stages=2) if more else PpConfig(pp_virtual_stages=2)
     compare(mesh, lambda: made("qwen3", False, **options), 1e-5 if more else 1e-6, config)
 
 
@@ -218,7 +218,7 @@ def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter
         subject = learner(model, world)
         before = subject.forward(given(0), zoo.LOGPROBS)["logprobs"]
         found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
-        with model.gathered():
+        with model.summon_full_params():
             found += [] if rank else zoo.greedy(model, prompts[1:], 6)
         after = subject.forward(given(0), zoo.LOGPROBS)["logprobs"]
         return found, any(p.is_meta for p in model.whole.parameters()), torch.equal(before, after)
@@ -270,19 +270,19 @@ def test_the_head_of_a_teacher_is_had_on_every_rank() -> None:
 def test_messages_are_hidden_states_and_their_gradients_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
 
-    def counting(way: Way, tensor: Tensor) -> None:
+    def counting(way: P2pChannel, tensor: Tensor) -> None:
         sent.append(tensor.nbytes)
         send(way, tensor)
 
     def work(rank: int) -> int:
-        world, model = meshed(PpConfig(pp_chunks=2), Mesh(pp=2)), made("qwen2", True, num_hidden_layers=4)
+        world, model = meshed(PpConfig(pp_virtual_stages=2), Mesh(pp=2)), made("qwen2", True, num_hidden_layers=4)
         world.shard(model, Decisions())
         sent.clear()
         learner(model, world).forward_backward(given(0), CrossEntropy())
         return sum(sent)
 
-    send = Way.send
-    monkeypatch.setattr(Way, "send", counting)
+    send = P2pChannel.send
+    monkeypatch.setattr(P2pChannel, "send", counting)
     width, borders = 32, 3
     assert sum(ranks(2, work)) == 2 * borders * given(0).num_tokens * width * 4
 
@@ -327,7 +327,7 @@ def test_heads_of_one_number(build: Callable[[], Any]) -> None:
 
 def compare_values(build: Callable[[], Any]) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
-        found = model.outputs(given(0), frozenset({"values", "scores"} & model.made))
+        found = model.outputs(given(0), frozenset({"values", "scores"} & model.supported_outputs))
         sum((one.square().sum() for one in found.values()), torch.zeros(())).backward()
         return {n: p.grad for n, p in model.trainable().items() if p.grad is not None}
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 from runner.core.errors import DeadlineExceeded, RankLost
-from runner.core.rank_info import Place
+from runner.core.rank_info import RankInfo
 from runner.distributed.work_partition import sum_gradients
 from runner.parallelism import process_groups as group
 from runner.parallelism.config import DdpConfig, PpConfig
-from runner.parallelism.process_groups import GroupPeers, buckets
-from runner.parallelism.world import World, build
+from runner.parallelism.parallel_context import ParallelContext, build
+from runner.parallelism.process_groups import ProcessGroupCollectives, buckets_by_dtype
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import device, on_ranks
 from tests.ports import free_port
@@ -30,11 +30,14 @@ def tensors(rank: int) -> list[Tensor]:
     return [*found, torch.arange(4) + rank, found[0].bfloat16(), torch.randn(4, 6, generator=generator).t()]
 
 
-def summed(world: World, bucket_bytes: int) -> tuple[list[Tensor], list[Any]]:
+def summed(world: ParallelContext, bucket_bytes: int) -> tuple[list[Tensor], list[Any]]:
     group.BUCKET_BYTES = bucket_bytes
     mine = tensors(world.peers.rank)
-    world.peers.sum_(mine)
-    both = world.peers.gather({"rank": world.peers.rank}), world.feed_peers.gather(torch.ones(world.peers.rank + 1))
+    world.peers.all_reduce_(mine)
+    both = (
+        world.peers.all_gather({"rank": world.peers.rank}),
+        world.rollout_peers.all_gather(torch.ones(world.peers.rank + 1)),
+    )
     return mine, list(both)
 
 
@@ -46,9 +49,9 @@ def test_sums_are_those_of_all_ranks_whatever_the_buckets(bucket_bytes: int) -> 
         assert gathered[0] == [{"rank": 0}, {"rank": 1}] and [t.tolist() for t in gathered[1]] == [[1.0], [1.0, 1.0]]
 
 
-def halves(world: World) -> Tensor:
+def halves(world: ParallelContext) -> Tensor:
     mine = [torch.full((3,), 1.0 if world.peers.rank == 0 else 2.0**-8, dtype=torch.bfloat16)]
-    world.peers.sum_(mine)
+    world.peers.all_reduce_(mine)
     return mine[0]
 
 
@@ -59,13 +62,13 @@ def test_half_precision_is_added_in_float32_and_rounded_once() -> None:
         assert float(wanted) > 1
 
 
-def exhausted(world: World) -> str:
+def exhausted(world: ParallelContext) -> str:
     def full(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     torch.cat = full  # type: ignore[assignment]
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        world.peers.sum_([torch.ones(2)])
+        world.peers.all_reduce_([torch.ones(2)])
     return str(caught.value)
 
 
@@ -77,10 +80,10 @@ def test_buckets_hold_all_in_order_one_type_each_and_not_too_much(monkeypatch: p
     monkeypatch.setattr(group, "BUCKET_BYTES", 100)
     given = [torch.zeros(n, dtype=d) for n, d in [(10, torch.float32), (10, torch.float32), (10, torch.float32)]]
     given += [torch.zeros(3, dtype=torch.bfloat16), torch.zeros(500)]
-    assert [[len(t) for t in bucket] for bucket in buckets(given)] == [[10, 10], [10], [3], [500]]
+    assert [[len(t) for t in bucket] for bucket in buckets_by_dtype(given)] == [[10, 10], [10], [3], [500]]
 
 
-def gradients(world: World) -> list[list[float] | None]:
+def gradients(world: ParallelContext) -> list[list[float] | None]:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     if world.peers.rank == 1:
         parameters[0].grad = torch.full((2,), 3.0)
@@ -94,11 +97,11 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero_and_one_that_all_lack_sta
 
 
 def late(rank: int) -> str:
-    peers = GroupPeers(torch.distributed.new_group(backend="gloo", timeout=_seconds(1)), 1.0)
+    peers = ProcessGroupCollectives(torch.distributed.new_group(backend="gloo", timeout=_seconds(1)), 1.0)
     if rank == 1:
         time.sleep(2.5)
     try:
-        peers.gather(rank)
+        peers.all_gather(rank)
     except (DeadlineExceeded, RankLost) as error:
         return str(error)
     return "nothing"
@@ -117,8 +120,8 @@ def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited() -
 
 def met(rank: int, port: int) -> int:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    world = build(DdpConfig(timeout_s=20), device=device(), place=Place(rank, 2, rank, 2))
-    found = sum(world.peers.gather(rank + 1))
+    world = build(DdpConfig(timeout_s=20), device=device(), place=RankInfo(rank, 2, rank, 2))
+    found = sum(world.peers.all_gather(rank + 1))
     world.close()
     return found
 
@@ -136,9 +139,9 @@ def warm(rank: int, port: int) -> tuple[int, int]:
         return add(tensor, group=group, **options)
 
     distributed.all_reduce = noting
-    world = build(PpConfig(pp=2, dp_replicate=2, tp=1, timeout_s=20), device=device(), place=Place(rank, 4, rank, 4))
+    world = build(PpConfig(pp=2, dp_replicate=2, tp=1, timeout_s=20), device=device(), place=RankInfo(rank, 4, rank, 4))
     assert world.groups is not None
-    every = set(world.groups.of.values())
+    every = set(world.groups.by_name.values())
     world.close()
     return len(every), len(every - used)
 
@@ -149,12 +152,12 @@ def test_every_group_has_met_before_the_job_begins() -> None:
         assert cold == 0
 
 
-def handed(world: World, kind: torch.dtype, shape: tuple[int, ...]) -> bool:
+def handed(world: ParallelContext, kind: torch.dtype, shape: tuple[int, ...]) -> bool:
     wanted = torch.arange(7.0).repeat(100)[: math.prod(shape)].view(shape).to(kind)
     if kind.is_floating_point and wanted.numel():
         wanted.view(-1)[0] = float("nan")
     given = wanted.clone() if world.peers.rank == 0 else torch.zeros_like(wanted)
-    world.peers.from_first_(given)
+    world.peers.broadcast_(given)
     return torch.equal(given.reshape(-1).view(torch.int8), wanted.reshape(-1).view(torch.int8))
 
 

@@ -52,7 +52,7 @@ Make = Callable[[], Any]
 
 
 def adapted(kind: str, **options: Any) -> Any:
-    """A model with an adapter that has learnt."""
+    """A model with an adapter that is trainable."""
     own = {name: options.pop(name) for name in list(options) if name in LoraConfig.model_fields}
     model: Any = lora.attach(LoraConfig(**{"rank": 4, **own}), zoo.causal(kind, **options), decide=Decisions())
     for name, parameter in model.trainable().items():
@@ -62,12 +62,12 @@ def adapted(kind: str, **options: Any) -> Any:
 
 
 def drained(model: Any, way: str, **options: Any) -> dict[str, Tensor]:
-    return {name: tensor.detach().cpu().clone() for name, tensor in model.published(way, **options)}
+    return {name: tensor.detach().cpu().clone() for name, tensor in model.hf_tensors(way, **options)}
 
 
 def exported(model: Any, folder: Path, *, merged: bool = False) -> dict[str, Tensor]:
     if merged:
-        model.merge()
+        model.merge_on_save()
     model.save(folder)
     return load_file(next(folder.glob("*.safetensors")))
 
@@ -83,14 +83,14 @@ def published_on(layout: str, make: Make) -> list[dict[str, dict[str, Tensor]]]:
     def work(rank: int) -> dict[str, dict[str, Tensor]]:
         model = make()
         meshed(*LAYOUTS[layout]).shard(model, Decisions())
-        keep = rank < LAYOUTS[layout][1].world - 1
+        keep = rank < LAYOUTS[layout][1].world_size - 1
         ways = ["all", "changed", "fixed", "base", *(["adapter"] if model.module is not model.inner else [])]
         found = {way: drained(model, way, keep=keep) for way in ways}
-        sizes = {way: model.published_bytes(way) for way in ways}
+        sizes = {way: model.hf_tensor_bytes(way) for way in ways}
         assert not keep or sizes == {way: sum(one.nbytes for one in tensors.values()) for way, tensors in found.items()}
         return found
 
-    return ranks(LAYOUTS[layout][1].world, work)
+    return ranks(LAYOUTS[layout][1].world_size, work)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +229,7 @@ def test_one_layer_is_there_at_a_time(layout: str) -> None:
         meshed(*LAYOUTS[layout]).shard(model, Decisions())
         seen: list[weakref.ref[Tensor]] = []
         peak = 0
-        for _, tensor in model.published("all"):
+        for _, tensor in model.hf_tensors("all"):
             seen = [one for one in seen if one() is not None] + [weakref.ref(tensor)]
             storages = {one().untyped_storage().data_ptr(): one().untyped_storage() for one in seen}  # type: ignore[union-attr]
             peak = max(peak, sum(storage.nbytes() for storage in storages.values()))
@@ -243,7 +243,7 @@ def test_one_layer_is_there_at_a_time(layout: str) -> None:
 @pytest.mark.parametrize("adapter", [True, pytest.param(False, marks=SLOW)])
 def test_a_blueprint_and_what_is_published_are_the_model(tmp_path: Path, adapter: bool) -> None:
     model = made("qwen2", adapter)
-    model.blueprint(tmp_path)
+    model.save_configs(tmp_path)
     files = {path.name for path in tmp_path.iterdir()}
     assert not any(name.endswith((".safetensors", ".bin")) for name in files)
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= files

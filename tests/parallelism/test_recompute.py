@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.core.auto_choices import Decisions
-from runner.model import layers
+from runner.model import checkpointing_and_compile
 from tests.parallelism import test_fsdp as pieces
 from tests.parallelism import test_tensor_parallel as slices
 
@@ -41,7 +41,7 @@ def test_in_slices_of_pieces() -> None:
 )  # see test_compiled
 def test_compiled_layers_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and differentiated on each rank; two ranks that also write code take minutes."""
-    monkeypatch.setattr(layers, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
+    monkeypatch.setattr(checkpointing_and_compile, "OPTIONS", {"dynamic": True, "backend": "aot_eager"})
     monkeypatch.setattr(pieces, "sharded", _compiled(pieces.sharded))
     monkeypatch.setattr("tests.parallelism.forked.TIMEOUT_S", 300.0)
     pieces.compare((1, 2), lambda: pieces.made("qwen3", True))

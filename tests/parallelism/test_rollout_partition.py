@@ -9,27 +9,27 @@ from typing import Any
 from torch import Tensor
 
 from runner.core.errors import DataError, RunnerError
-from runner.interfaces import Completion, Observation, Prompt, Request, Rollout, Written
+from runner.interfaces import Completion, GreedyOutput, Observation, Prompt, Request, Rollout
+from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
-    FirstSampler,
-    SharedAnswerer,
-    SharedEnvironments,
-    SharedSampler,
-    shared_reward,
+    PartitionedAnswerer,
+    PartitionedEnvironments,
+    PartitionedSampler,
+    Rank0Sampler,
+    partition_reward,
 )
-from runner.parallelism.world import World
 from tests.parallelism.worlds import on_ranks
 
 
 class Echo:
     """A sampler whose answer to a request is its seed; it remembers what it was asked."""
 
-    temperature, max_new_tokens, longest = 0.5, 7, 99
+    temperature, max_new_tokens, max_model_len = 0.5, 7, 99
 
     def __init__(self) -> None:
         self.asked: list[Request] = []
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         self.version = version
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -42,11 +42,11 @@ class Echo:
 REQUESTS = [Request((1,) * (1 + seed % 5), seed, 7, group) for seed, group in enumerate([4, 4, 0, 0, 4, 2, 2, 9, 9, 9])]
 
 
-def sampled(world: World, requests: Sequence[Request]) -> tuple[list[int], list[Request]]:
+def sampled(world: ParallelContext, requests: Sequence[Request]) -> tuple[list[int], list[Request]]:
     inner = Echo()
-    sampler = SharedSampler(inner, world.feed_peers, nullcontext)
-    sampler.load(None, 3)
-    assert (sampler.temperature, sampler.max_new_tokens, sampler.longest) == (0.5, 7, 99)
+    sampler = PartitionedSampler(inner, world.rollout_peers, nullcontext)
+    sampler.load_weights(None, 3)
+    assert (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len) == (0.5, 7, 99)
     drawn = sampler.sample(requests)
     assert {one.version for one in drawn} == {3}
     return [one.ids[0] for one in drawn], inner.asked
@@ -66,11 +66,11 @@ def test_a_rank_without_a_request_samples_nothing_and_has_the_answers() -> None:
     assert sorted(len(mine) for _, mine in ranks) == [0, 2]
 
 
-def first(world: World) -> tuple[Any, list[Request]]:
+def first(world: ParallelContext) -> tuple[Any, list[Request]]:
     inner = Echo()
-    sampler = FirstSampler(lambda: inner, world.feed_peers)
-    sampler.load(None, 5)
-    facts = (sampler.temperature, sampler.max_new_tokens, sampler.longest)
+    sampler = Rank0Sampler(lambda: inner, world.rollout_peers)
+    sampler.load_weights(None, 5)
+    facts = (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len)
     drawn = sampler.sample(REQUESTS)
     try:
         sampler.sample([])
@@ -92,9 +92,9 @@ class Length:
         self.seen = 0
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
-        return self.composed(groups)[0]
+        return self.score_components(groups)[0]
 
-    def composed(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
+    def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
         self.seen += len(groups)
         if any(len(one.ids) > 8 for group in groups for one in group):
             raise DataError("an answer is too long")
@@ -110,11 +110,11 @@ def groups(*lengths: Sequence[int]) -> list[list[Completion]]:
     return [[Completion(prompt, (2,) * n, "", "stop") for n in group] for group in lengths]
 
 
-def scored(world: World) -> tuple[Any, Any, int, str]:
+def scored(world: ParallelContext) -> tuple[Any, Any, int, str]:
     inner: Any = Length()
-    reward: Any = shared_reward(inner, world.feed_peers)
+    reward: Any = partition_reward(inner, world.rollout_peers)
     given = groups((1, 2), (3, 4), (), (5, 5))
-    found = reward.score(given), reward.composed(given)
+    found = reward.score(given), reward.score_components(given)
     try:
         reward.score(groups((1,), (9,)))
         said = "nothing"
@@ -141,7 +141,7 @@ def test_a_reward_without_parts_has_none_when_it_is_shared() -> None:
     class Plain:
         score, close = Length.score, Length.close
 
-    assert not hasattr(shared_reward(Plain(), Any), "composed")  # type: ignore[arg-type]
+    assert not hasattr(partition_reward(Plain(), Any), "composed")  # type: ignore[arg-type]
 
 
 class Counter:
@@ -159,12 +159,12 @@ class Counter:
 MADE: list[str] = []
 
 
-def spoken(world: World) -> tuple[list[Any], list[str]]:
+def spoken(world: ParallelContext) -> tuple[list[Any], list[str]]:
     MADE.clear()
-    environments = SharedEnvironments(Counter, 5, world.peers)
-    partners = environments.begin([Prompt((1,), name) for name in "abcde"])
+    environments = PartitionedEnvironments(Counter, 5, world.peers)
+    partners = environments.start_episodes([Prompt((1,), name) for name in "abcde"])
     turns = [[(at, f"x{at}") for at in range(5)], [(1, "y"), (4, "z")], [(4, "w"), (0, "v")]]
-    said = [partners.answer(one) for one in turns]
+    said = [partners.step(one) for one in turns]
     return [[None if one is None else one.text for one in turn] for turn in said], MADE
 
 
@@ -182,15 +182,15 @@ class Writer:
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int, **options: Any
-    ) -> list[Written]:
+    ) -> list[GreedyOutput]:
         assert (max_new_tokens, rows) == (4, 2)
         self.options = {"options": options, "prompts": len(prompts)}
-        return [Written((prompt[0],), "stop") for prompt in prompts]
+        return [GreedyOutput((prompt[0],), "stop") for prompt in prompts]
 
 
-def answered(world: World) -> tuple[list[int], Any]:
+def answered(world: ParallelContext) -> tuple[list[int], Any]:
     inner: Any = Writer()
-    answerer = SharedAnswerer(inner, world.peers, nullcontext)
+    answerer = PartitionedAnswerer(inner, world.peers, nullcontext)
     found = answerer.generate([(n, 0) for n in range(5)], max_new_tokens=4, rows=2, finish=max)  # type: ignore[arg-type]
     assert answerer.tokenizer == "mine" and inner.options["options"] == {"finish": max}
     return [one.ids[0] for one in found], inner.options["prompts"]

@@ -6,11 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import Batch, Places, cuts, pack, unit_spans
+from runner.core.batch import Batch, Footprint, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import total_norm
-from runner.distributed.work_partition import Alone, Share, balanced, deal, on_first, together
-from runner.parallelism.world import World
+from runner.distributed.work_partition import (
+    BatchShard,
+    SingleProcess,
+    balance_by_cost,
+    run_on_rank0,
+    run_partitioned,
+    shard_batch,
+)
+from runner.parallelism.parallel_context import ParallelContext
 from tests.parallelism.worlds import on_ranks
 
 
@@ -26,7 +33,7 @@ SIZES = st.lists(st.integers(1, 60), min_size=1, max_size=20)
 
 
 def loads(sizes: list[int], ranks: int) -> list[int]:
-    owners = balanced(sizes, ranks)
+    owners = balance_by_cost(sizes, ranks)
     return [sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(ranks)]
 
 
@@ -39,15 +46,15 @@ def test_loads_differ_by_the_largest_piece_at_most_in_any_order(sizes: list[int]
     assert sorted(loads(mixed, ranks)) == sorted(found)
 
 
-class Of(Alone):
+class Of(SingleProcess):
     """One of several ranks that nobody asks anything."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
-def shares(batch: Batch, budget: int, ranks: int, padded: bool) -> list[Share]:
-    return [deal(batch, budget, Of(rank, ranks), padded=padded) for rank in range(ranks)]
+def shares(batch: Batch, budget: int, ranks: int, padded: bool) -> list[BatchShard]:
+    return [shard_batch(batch, budget, Of(rank, ranks), padded=padded) for rank in range(ranks)]
 
 
 @given(SIZES, st.integers(1, 80), st.integers(1, 5), st.booleans())
@@ -59,24 +66,27 @@ def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
     dealt = shares(batch, budget, ranks, padded)
     assert len({len(list(share)) for share in dealt}) == 1
     rows = [
-        tuple(m.slice_rows(*span[:2]).tokens["ids"].tolist()) for s in dealt for m in s.micros for span in unit_spans(m)
+        tuple(m.slice_rows(*span[:2]).tokens["ids"].tolist())
+        for s in dealt
+        for m in s.micro_batches
+        for span in unit_spans(m)
     ]
     assert sorted(rows) == sorted(map(tuple, ids))
     for share in dealt:
-        for micro in share.micros:
+        for micro in share.micro_batches:
             lengths = micro.rows["lengths"]
             taken = len(lengths) * int(lengths.max()) if padded else micro.num_tokens
             assert taken <= budget or micro.num_rows == 1
         assert share.filler.num_rows == 1 and share.filler.num_tokens == min(sizes)
 
 
-class Replayed(Alone):
+class Replayed(SingleProcess):
     """Answers `gather_tensors` with what each rank would have given."""
 
     def __init__(self, given: list[dict[str, torch.Tensor]]) -> None:
         self.given = given
 
-    def gather_tensors(self, tensors: object) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
+    def all_gather_tensors(self, tensors: object) -> list[dict[str, torch.Tensor]]:  # type: ignore[override]
         return self.given
 
 
@@ -86,12 +96,12 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
     dealt = shares(batch, 50, ranks, False)
     outputs = [
         {
-            "tokens": torch.cat([m.tokens["ids"].double() for m in share.micros] or [torch.zeros(0).double()]),
-            "rows": torch.cat([m.rows["lengths"] for m in share.micros] or [torch.zeros(0).long()]),
+            "tokens": torch.cat([m.tokens["ids"].double() for m in share.micro_batches] or [torch.zeros(0).double()]),
+            "rows": torch.cat([m.rows["lengths"] for m in share.micro_batches] or [torch.zeros(0).long()]),
         }
         for share in dealt
     ]
-    found = dealt[0].gathered(Replayed(outputs), outputs[0])
+    found = dealt[0].gather_outputs(Replayed(outputs), outputs[0])
     assert torch.equal(found["tokens"], batch.tokens["ids"].double())
     assert torch.equal(found["rows"], batch.rows["lengths"])
 
@@ -99,24 +109,24 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
 @given(SIZES, st.integers(1, 60))
 def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
     batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
-    share = deal(batch, budget, Alone(), padded=False)
-    runs = cuts([Places(size) for size in sizes], budget, padded=False)
-    assert [m.num_tokens for m in share.micros] == [sum(sizes[run.start : run.stop]) for run in runs]
-    assert not share.fillers
+    share = shard_batch(batch, budget, SingleProcess(), padded=False)
+    runs = micro_batch_ranges([Footprint(size) for size in sizes], budget, padded=False)
+    assert [m.num_tokens for m in share.micro_batches] == [sum(sizes[run.start : run.stop]) for run in runs]
+    assert not share.num_fillers
 
 
-def spoilt(world: World, error: Exception) -> str:
+def spoilt(world: ParallelContext, error: Exception) -> str:
     def work(mine: list[int]) -> list[int]:
         if world.peers.rank == 1:
             raise error
         return mine
 
     try:
-        together(world.peers, [0, 1, 2, 0], work)
+        run_partitioned(world.peers, [0, 1, 2, 0], work)
     except Exception as found:
         said = f"{type(found).__name__} {getattr(found, 'exit_code', None)}: {found}"
-    assert together(world.peers, [2, 0, 2, 1], lambda mine: [10 * at for at in mine]) == [0, 10, 20, 30]
-    assert on_first(world.peers, lambda: world.peers.rank) == 0
+    assert run_partitioned(world.peers, [2, 0, 2, 1], lambda mine: [10 * at for at in mine]) == [0, 10, 20, 30]
+    assert run_on_rank0(world.peers, lambda: world.peers.rank) == 0
     return said
 
 
@@ -134,6 +144,6 @@ def test_a_single_process_raises_its_own() -> None:
         raise RunnerError("as it is")
 
     try:
-        together(Alone(), [0], work)
+        run_partitioned(SingleProcess(), [0], work)
     except RunnerError as error:
         assert str(error) == "as it is"

@@ -10,32 +10,32 @@ import pytest
 
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
-from runner.interfaces import StepEnd
-from runner.parallelism.world import World
-from runner.trainer.callbacks import NoOp
-from runner.trainer.loop import run
+from runner.interfaces import StepResult
+from runner.parallelism.parallel_context import ParallelContext
+from runner.trainer.callbacks import BaseCallback
+from runner.trainer.loop import run_loop
 from tests.parallelism.worlds import on_ranks
 from tests.trainer.test_loop import job
 
 
-class Told(NoOp):
+class Told(BaseCallback):
     """Sends this process a signal in one step, on one rank; remembers where it was told to stop."""
 
     def __init__(self, step: int) -> None:
         self.step, self.saved = step, list[int]()
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         if end.step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
         if end.stopping:
             self.saved.append(end.step)
 
 
-def stopped(world: World, steps: tuple[int, int]) -> tuple[str, list[int]]:
+def stopped(world: ParallelContext, steps: tuple[int, int]) -> tuple[str, list[int]]:
     stop, told = StopSignal(), Told(steps[world.peers.rank])
     stop.install()
     try:
-        run(replace(job([told], stop=stop), peers=world.peers), 0)
+        run_loop(replace(job([told], stop=stop), peers=world.peers), 0)
     except Interrupted as error:
         return f"{error.exit_code}: {error}", told.saved
     return "finished", told.saved

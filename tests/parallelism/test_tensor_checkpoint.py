@@ -90,7 +90,7 @@ def test_an_export_of_slices_is_that_of_the_whole(tmp_path: Path, kind: str, ada
 
     def export(model: Any, folder: Path | None) -> None:
         if merges:
-            model.merge()
+            model.merge_on_save()
         model.save(folder)
 
     def work(rank: int) -> None:

@@ -19,7 +19,7 @@ def test_two_slices_do_what_one_process_does(name: str, workdir: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MORE)
 def test_more_jobs_on_two_slices(name: str, workdir: Path) -> None:
-    # scores of rows that hardly differ are subtracted: what is left has few digits, and slices round anew
+    # scores of rows that hardly differ are subtracted: what is left has few digits, and slices round again
     compare(2, SLOW[name], workdir, "parallelism=tp", gradients=2e-4 if name == "rm" else GRADIENTS)
 
 

@@ -15,9 +15,9 @@ from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
-from runner.core.tolerance import tolerance
+from runner.core.tolerance import tolerance_of
 from runner.distributed import dtensor_utils
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import FsdpConfig, TpConfig
@@ -145,15 +145,15 @@ def test_padded_rows() -> None:
 
 @SLOW
 def test_heads_in_many_chunks() -> None:
-    compare((1, 1, 2), lambda: made("qwen2", False, head_chunk_tokens=7))
+    compare((1, 1, 2), lambda: made("qwen2", False, lm_head_chunk_tokens=7))
 
 
 @pytest.mark.parametrize("build", [valued, lambda: scalar(False), lambda: scalar(True)], ids=["valued", "full", "lora"])
 def test_heads_of_one_number(build: Callable[[], Any]) -> None:
     def gradients(model: Any) -> dict[str, Tensor]:
-        found = model.outputs(part(0, 1), frozenset({"values", "scores"} & model.made))
+        found = model.outputs(part(0, 1), frozenset({"values", "scores"} & model.supported_outputs))
         sum((one.square().sum() for one in found.values()), torch.zeros(())).backward()
-        return {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        return {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
 
     wanted = gradients(build())
     for got in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
@@ -168,7 +168,7 @@ def test_text_is_written_with_the_whole_model_by_ranks_of_different_work(adapter
         model = sliced(made("qwen3", adapter, tie_word_embeddings=True), grid)
         before = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
         found = zoo.greedy(model, prompts[:rank], 4 + rank)  # rank 0 has nothing to do
-        with model.gathered():
+        with model.summon_full_params():
             found += [] if rank else zoo.greedy(model, prompts[1:], 6)
         after = model.outputs(part(0, 1), zoo.LOGPROBS)["logprobs"]
         return found, all(isinstance(p, DTensor) for p in model.whole.parameters()), torch.equal(before, after)
@@ -209,13 +209,13 @@ def test_terms_see_whole_rows_of_logits(adapter: bool) -> None:
         model = build()
         given = part(0, 1), part(0, 1).tokens["weight"], spread_of
         with torch.no_grad():
-            measured = model.linear(*given)[1]["loss"]
-        total, terms = model.linear(*given)
+            measured = model.linear_loss(*given)[1]["loss"]
+        total, terms = model.linear_loss(*given)
         total.backward()
-        found = {n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None}
+        found = {n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None}
         return {"total": total.detach()[None], "measured": measured, "loss": terms["loss"]} | found
 
-    build = lambda: made("qwen2", adapter, head_chunk_tokens=16)  # noqa: E731
+    build = lambda: made("qwen2", adapter, lm_head_chunk_tokens=16)  # noqa: E731
     wanted = work(build)
     for got in ranks(2, lambda rank: work(lambda: sliced(build(), (1, 1, 2)))):
         close(got, wanted, 1e-5)
@@ -228,7 +228,7 @@ def test_temperatures() -> None:
         outputs = model.outputs(batch, frozenset({"logprobs", "entropy"}))
         (outputs["logprobs"] + outputs["entropy"].square()).sum().backward()
         return {n: v.detach() for n, v in outputs.items()} | {
-            n: dtensor_utils.whole(p.grad) for n, p in model.trainable().items() if p.grad is not None
+            n: dtensor_utils.full_tensor(p.grad) for n, p in model.trainable().items() if p.grad is not None
         }
 
     wanted = work(made("llama", False))
@@ -239,7 +239,7 @@ def test_temperatures() -> None:
 def test_bfloat16_products_of_float32_weights_round_and_are_not_refused() -> None:
     def work(rank: int) -> bool:
         model = sliced(made("qwen2", False, dtype="bfloat16", initializer_range=0.05), (1, 1, 2))
-        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        model.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
         return all(p.grad is not None for p in model.trainable().values())
 
     assert ranks(2, work) == [True, True]
@@ -249,8 +249,8 @@ def test_an_adapter_that_computes_in_bfloat16() -> None:
     """peft reads the type of matrices that are sharded: what goes into them is cast for them."""
 
     def gradients(model: Any) -> dict[str, Tensor]:
-        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
-        return {name: dtensor_utils.whole(p.grad) for name, p in model.trainable().items() if p.grad is not None}
+        model.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        return {name: dtensor_utils.full_tensor(p.grad) for name, p in model.trainable().items() if p.grad is not None}
 
     def build() -> Any:
         return made("qwen3", True, dtype="bfloat16", initializer_range=0.05)
@@ -258,7 +258,7 @@ def test_an_adapter_that_computes_in_bfloat16() -> None:
     wanted = gradients(build())
     for found in ranks(2, lambda rank: gradients(sliced(build(), (1, 1, 2)))):
         # processors differ in how they round products in bfloat16: 0.05 to 0.072 of the largest gradient was seen
-        close(found, wanted, 1.5 * tolerance("bfloat16").gradient)
+        close(found, wanted, 1.5 * tolerance_of("bfloat16").gradient)
 
 
 def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> None:
@@ -266,7 +266,7 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
         model: Any = zoo.causal("qwen3")
         model.module.to(torch.bfloat16)
         model = sliced(lora.attach(LoraConfig(rank=4), model, decide=Decisions()), (1, 1, 2))
-        model.linear(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
+        model.linear_loss(part(0, 1), part(0, 1).tokens["weight"])[0].backward()
         frozen = {p.dtype for name, p in model.module.named_parameters() if "lora_" not in name}
         return frozen, {(p.dtype, p.grad.dtype) for p in model.trainable().values()}
 

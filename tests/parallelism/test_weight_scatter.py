@@ -15,14 +15,14 @@ from runner.adapter import lora
 from runner.adapter.config import LoraConfig
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, RunnerError
-from runner.distributed.dtensor_utils import local, whole
-from runner.distributed.work_partition import ALONE
+from runner.distributed.dtensor_utils import full_tensor, local_tensor
+from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.model import hf, tiny
 from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.parallelism.config import DdpConfig, FsdpConfig, HsdpConfig, MeshConfig, TpConfig
 from runner.parallelism.mesh import Mesh
-from runner.parallelism.weight_scatter import META, Weights
+from runner.parallelism.weight_scatter import META, WeightScatter
 from tests.model import zoo
 from tests.parallelism.forked import ranks
 from tests.parallelism.worlds import meshed
@@ -54,7 +54,7 @@ def saved(kind: str, folder: Path, **options: Any) -> Path:
 
 def tensors(model: Any) -> dict[str, Tensor]:
     named = {**dict(model.whole.named_parameters()), **dict(model.whole.named_buffers())}
-    return {name: whole(tensor) for name, tensor in named.items()}
+    return {name: full_tensor(tensor) for name, tensor in named.items()}
 
 
 def spread(rank: int, config: MeshConfig, mesh: Mesh, make: Make) -> Any:
@@ -69,7 +69,7 @@ def spread(rank: int, config: MeshConfig, mesh: Mesh, make: Make) -> Any:
 def held(rank: int, config: MeshConfig, mesh: Mesh, make: Make) -> Any:
     model = spread(rank, config, mesh, make)
     learns = {name: p.requires_grad for name, p in model.module.named_parameters()}
-    return tensors(model), learns, sum(local(p).nbytes for p in model.whole.parameters())
+    return tensors(model), learns, sum(local_tensor(p).nbytes for p in model.whole.parameters())
 
 
 def compare(layout: str, make: Make) -> None:
@@ -77,7 +77,7 @@ def compare(layout: str, make: Make) -> None:
     alone = make(CPU)
     wanted = tensors(alone)
     learns = {name: p.requires_grad for name, p in alone.module.named_parameters()}
-    for got, there, _ in ranks(mesh.world, held, config, mesh, make):
+    for got, there, _ in ranks(mesh.world_size, held, config, mesh, make):
         assert got.keys() == wanted.keys() and there == learns
         for name, tensor in wanted.items():
             assert got[name].dtype == tensor.dtype and torch.equal(got[name], tensor), name
@@ -128,11 +128,11 @@ def test_what_the_first_rank_finds_out_the_others_are_told(kind: str, tmp_path: 
 
     def work(rank: int) -> Any:
         model = spread(rank, *LAYOUTS["ddp"], lambda where: read(folder, where))
-        said = model.layout, model.chunked, model.own_attention, model.inner.config._attn_implementation
+        said = model.layout, model.chunked, model.default_attention, model.inner.config._attn_implementation
         return said, model.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"].detach()
 
     alone = read(folder, CPU)
-    wanted = alone.layout, alone.chunked, alone.own_attention, alone.inner.config._attn_implementation
+    wanted = alone.layout, alone.chunked, alone.default_attention, alone.inner.config._attn_implementation
     logprobs = alone.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"]
     for said, got in ranks(2, work):
         assert said == wanted and torch.equal(got, logprobs)
@@ -187,14 +187,14 @@ class Pair(nn.Module):
 def test_what_lies_elsewhere_stays_without_numbers_and_tied_names_stand_for_one_another() -> None:
     module = Pair()
     weight, bias = module.first.weight.detach().clone(), module.second.bias.detach().clone()
-    weights = Weights(module, ALONE, CPU)
+    weights = WeightScatter(module, SINGLE_PROCESS, CPU)
     assert all(t.device == META for t in (*module.parameters(), *module.buffers()))
     assert module.second.weight is module.first.weight
-    with weights.lent(module, [module.second]):
+    with weights.materialize(module, [module.second]):
         assert torch.equal(module.second.weight, weight) and torch.equal(module.second.bias, bias)
         assert module.first.bias.device == META
     assert module.second.weight.device == META
-    weights.hand_out(module, CPU, elsewhere={"first.weight", "first.bias"})
+    weights.scatter(module, CPU, absent={"first.weight", "first.bias"})
     assert module.first.weight.device == module.first.bias.device == META
     assert torch.equal(module.second.weight, weight) and torch.equal(module.second.bias, bias)
     assert torch.equal(module.get_buffer("scale"), torch.arange(4.0))

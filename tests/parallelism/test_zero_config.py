@@ -6,7 +6,7 @@ import importlib.util
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.parallelism.config import Zero2Config, Zero3Config
 from runner.parallelism.mesh import Mesh

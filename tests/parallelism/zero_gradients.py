@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from runner.distributed.dtensor_utils import whole
+from runner.distributed.dtensor_utils import full_tensor
 
 
 def noting(role: str, learner: Any, first: dict[str, Any]) -> None:
@@ -18,7 +18,7 @@ def noting(role: str, learner: Any, first: dict[str, Any]) -> None:
     def note(*_: Any) -> None:
         for parameter in learner.model.trainable().values():
             if parameter.grad is not None:
-                first.setdefault(names[id(parameter)], whole(parameter.grad).clone())
+                first.setdefault(names[id(parameter)], full_tensor(parameter.grad).clone())
 
     def note_zero(*_: Any) -> None:
         for parameters, flat in zero._groups():

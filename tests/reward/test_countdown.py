@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.reward.config import CountdownConfig
-from runner.reward.rules import solves, value
+from runner.reward.rules import evaluate_expression, solves
 from tests.reward.samples import answer, scores
 
 
@@ -37,7 +37,7 @@ from tests.reward.samples import answer, scores
     ],
 )
 def test_values(expression: str, result: int | None) -> None:
-    found = value(expression)
+    found = evaluate_expression(expression)
     assert (None if found is None else found[0]) == result
 
 
@@ -55,9 +55,9 @@ def test_a_value_is_what_python_computes_with_fractions(expression: str) -> None
     try:
         expected = eval(as_fractions, {"F": Fraction})  # the reference computation
     except ZeroDivisionError:
-        assert value(expression) is None
+        assert evaluate_expression(expression) is None
         return
-    assert value(expression) == (expected, numbers)
+    assert evaluate_expression(expression) == (expected, numbers)
     assert solves(expression, numbers[::-1], expected)
     assert not solves(expression, [*numbers, 7], expected) and solves(
         expression, [*numbers, 7], expected, use_all=False
@@ -70,8 +70,8 @@ def _tokens(expression: str) -> list[str]:
 
 
 def test_nothing_grows_without_bound() -> None:
-    assert value("9" * 300) is not None and sys.getrecursionlimit() >= 500
-    assert value("-" * 250 + "1") == (1, [1])
+    assert evaluate_expression("9" * 300) is not None and sys.getrecursionlimit() >= 500
+    assert evaluate_expression("-" * 250 + "1") == (1, [1])
 
 
 def test_scores(caplog: pytest.LogCaptureFixture) -> None:

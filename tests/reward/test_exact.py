@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from runner.core.errors import DataError
 from runner.reward.config import ExactConfig
-from runner.reward.rules import equal
+from runner.reward.rules import is_equal
 from tests.reward.samples import answer, made, scores
 
 
@@ -33,8 +33,8 @@ def test_with_extract_the_last_match_is_the_answer_and_none_is_wrong() -> None:
 
 @given(st.text(), st.text())
 def test_equality_is_reflexive_and_symmetric(a: str, b: str) -> None:
-    assert equal(a, f"\t{a} ") and equal(a, a.strip(), ignore_case=True)
-    assert equal(a, b) == equal(b, a) and equal(a, b, True) == equal(b, a, True)
+    assert is_equal(a, f"\t{a} ") and is_equal(a, a.strip(), ignore_case=True)
+    assert is_equal(a, b) == is_equal(b, a) and is_equal(a, b, True) == is_equal(b, a, True)
 
 
 def test_a_row_without_the_column_has_no_score(caplog: pytest.LogCaptureFixture) -> None:

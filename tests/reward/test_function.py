@@ -27,23 +27,23 @@ import torch
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.interfaces import Completion
-from runner.reward import output, pool
+from runner.reward import captured_output, worker_pool
 from runner.reward.config import FunctionConfig
-from runner.reward.scorer import Scorer
-from runner.reward.worker import judged
+from runner.reward.group_scorer import GroupScorer
+from runner.reward.worker import validate_scores
 from tests.reward.samples import answer, made
 
 ROOT = Path(__file__).resolve().parents[2]
-Write = Callable[..., Scorer]
+Write = Callable[..., GroupScorer]
 GROUP = [answer("4", answer="4"), answer("5", answer="4")]
 
 
 @pytest.fixture
 def function(tmp_path: Path):
     """Builds the reward of a file with the given source; closes it in the end."""
-    built: list[Scorer] = []
+    built: list[GroupScorer] = []
 
-    def build(source: str, folder: Path | None = None, **options: Any) -> Scorer:
+    def build(source: str, folder: Path | None = None, **options: Any) -> GroupScorer:
         (tmp_path / "mine.py").write_text(textwrap.dedent(source))
         config = FunctionConfig(path=f"{tmp_path}/mine.py:score", **{"timeout_s": 20.0} | options)
         built.append(made(config, folder=folder))
@@ -54,7 +54,7 @@ def function(tmp_path: Path):
         reward.close()
 
 
-def one(reward: Scorer, *group: Completion) -> list[float | None]:
+def one(reward: GroupScorer, *group: Completion) -> list[float | None]:
     [found] = reward.score([group or GROUP])
     return found
 
@@ -158,7 +158,7 @@ def test_chance_depends_on_the_seed_and_the_group_alone(function: Write) -> None
     assert random.getstate() == before
 
 
-def first_path(reward: Scorer) -> str:
+def first_path(reward: GroupScorer) -> str:
     """The file of a reward made by the fixture."""
     return str(reward._end.__self__._target.file)  # type: ignore[union-attr]
 
@@ -225,7 +225,7 @@ def test_the_environment_is_an_allow_list_that_the_user_extends(
     ],
 )
 def test_returned_values(returned: Any, scores: list[float | None], said: str | None) -> None:
-    found = judged(returned, 2)
+    found = validate_scores(returned, 2)
     assert found["values"] == scores and all(type(v) in (float, NoneType) for v in found["values"])
     assert [said in message for _, message, _ in found["faults"]] == ([True] if said else [])
 
@@ -439,9 +439,10 @@ def test_everything_dies_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     program = f"""
 from pathlib import Path
-from runner.reward.output import Output
-from runner.reward.pool import Pool, Target
-pool = Pool(Target(Path("{tmp_path}/mine.py"), "score"), workers=1, timeout_s=600, output=Output("", None))
+from runner.reward.captured_output import CapturedOutput
+from runner.reward.worker_pool import FunctionTarget, WorkerPool
+target = FunctionTarget(Path("{tmp_path}/mine.py"), "score")
+pool = WorkerPool(target, workers=1, timeout_s=600, output=CapturedOutput("", None))
 pool.call({{"completions": ["h"]}}, size=1, seed=0)
 """
     run = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
@@ -456,14 +457,16 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
 
 def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
-    process = pool.Worker(pool.Target(tmp_path / "mine.py", "score"), output.Output("", None))
+    process = worker_pool.RewardWorker(
+        worker_pool.FunctionTarget(tmp_path / "mine.py", "score"), captured_output.CapturedOutput("", None)
+    )
     held = os.dup(process._process.stdin.fileno())  # what a process has that was forked from the run
     question = {"arguments": {"completions": ["4"]}, "size": 1, "seed": 0, "timeout_s": 60.0}
     assert process.ask(json.dumps(question).encode(), 60.0)["values"] == [1.0]
     begin = time.monotonic()
     process.end()
     os.close(held)
-    assert time.monotonic() - begin < pool.END_S
+    assert time.monotonic() - begin < worker_pool.END_S
     assert len(pids(tmp_path)) == 3 and not any(map(alive, pids(tmp_path)))
 
 
@@ -508,7 +511,7 @@ def test_a_function_that_scores_nothing_stops_the_run(function: Write) -> None:
         DataError, match=r"no sample of 3 groups in a row .*\n.*KeyError: 'no' \(mine.py:1 in score\)"
     ) as e:
         reward.score([GROUP] * 2)
-    assert "mend " in str(e.value) and "mine.py" in str(e.value)
+    assert "fix " in str(e.value) and "mine.py" in str(e.value)
 
 
 # --- what it prints --------------------------------------------------------------------------------------------------
@@ -532,18 +535,20 @@ def test_the_first_lines_are_said_and_all_are_kept(
     reward.close()
     said = [r.message for r in caplog.records if r.message.startswith("mine.py:score| ")]
     assert said[:3] == [f"mine.py:score| {line}" for line in ("while importing", "line 0", "line 1")]
-    assert len(said) == output.SAID_LINES + 2 and said[-1].startswith("mine.py:score| 1004 lines were printed in ")
+    assert len(said) == captured_output.SAID_LINES + 2 and said[-1].startswith(
+        "mine.py:score| 1004 lines were printed in "
+    )
     kept = (tmp_path / "reward.log").read_text().splitlines()
     assert kept[:1001] == ["while importing", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
         "\ufffdxxx"
     )
-    assert max(map(len, kept)) <= pool.LINE_BYTES
+    assert max(map(len, kept)) <= worker_pool.LINE_BYTES
 
 
 def test_what_is_kept_is_bounded(
     function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(output, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(captured_output, "KEPT_BYTES", 1000)
     caplog.set_level("INFO", "runner")
     reward = function("def score(completions):\n  print('x\\n' * 5000)\n  return [1, 1]", folder=tmp_path)
     one(reward)
@@ -575,7 +580,7 @@ def test_a_file_that_cannot_be_used_is_a_problem_of_the_spec(source: str, said: 
 
 
 def test_an_import_that_never_ends_is_given_up(function: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "START_S", 0.3)
+    monkeypatch.setattr(worker_pool, "START_S", 0.3)
     with pytest.raises(SpecError, match=r"importing it takes longer than 0\.3 s"):
         function("def score(): ...\nwhile True: pass")
 
@@ -584,4 +589,4 @@ def test_what_was_run_is_recorded(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def score(completions): ...")
     decisions = Decisions(strict=True)
     made(FunctionConfig(path=f"{tmp_path}/mine.py:score"), decide=decisions).close()
-    assert [d.reason.partition(" ")[0] for d in decisions.made if d.feature == "reward.path"] == ["sha256"]
+    assert [d.reason.partition(" ")[0] for d in decisions.entries if d.feature == "reward.path"] == ["sha256"]

@@ -158,8 +158,8 @@ def test_a_connection_that_nobody_accepts_ends_in_time(caplog: pytest.LogCapture
 def test_the_program_does_not_wait_at_its_end_for_a_name_lookup() -> None:
     program = (
         "import socket, time\nsocket.getaddrinfo = lambda *a, **k: time.sleep(60)\n"
-        "from runner.core.http_client import request, run\n"
-        "try:\n  run(request('GET', 'http://rewards.test', timeout_s=0.2, largest_bytes=0))\n"
+        "from runner.core.http_client import request, run_coroutine\n"
+        "try:\n  run_coroutine(request('GET', 'http://rewards.test', timeout_s=0.2, largest_bytes=0))\n"
         "except TimeoutError:\n  print('late')"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=40)

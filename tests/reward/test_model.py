@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, SecurityRefusal
+from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.interfaces import Completion, Prompt
 from runner.model.tiny import byte_tokenizer
 from runner.reward.config import ModelRewardConfig
@@ -122,7 +122,7 @@ def test_another_vocabulary_reads_the_conversation_again(
     other.add_tokens(["<|more|>"])
     decisions = Decisions()
     reward = made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=decisions)
-    assert [d.got for d in decisions.made] == ["read again with its own template and tokenizer"]
+    assert [d.got for d in decisions.entries] == ["read again with its own template and tokenizer"]
     question = ({"role": "user", "content": "2+2?"},)
     asked = Completion(Prompt((1, 2), "…", question), (3,), "4", "stop")
     turns = (*question, {"role": "assistant", "content": "4"})
@@ -183,7 +183,7 @@ def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: 
     shutil.copy(trained / "config.json", tmp_path / "it")
     refusal(EnvironmentProblem, "holds no weights")
     (tmp_path / "it" / "pytorch_model.bin").write_bytes(b"")
-    refusal(SecurityRefusal, "pickles")
+    refusal(SecurityError, "pickles")
     ModelRewardConfig(path=str(trained)).preflight()
     ModelRewardConfig(path="owner/name").preflight()
 

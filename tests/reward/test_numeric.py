@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.reward.config import NumericConfig
-from runner.reward.rules import last_number, near
+from runner.reward.rules import is_close, last_number
 from tests.reward.samples import answer, scores
 
 
@@ -50,9 +50,11 @@ def test_any_integer_is_read_back(number: int, before: str) -> None:
 
 def test_equality_is_exact_for_large_numbers_and_within_the_tolerance() -> None:
     large = Decimal("12345678901234567890")
-    assert near(large, large, 0) and not near(large, large + 1, 1e-6) and near(large, large + 1, 1)
-    assert near(Decimal("0.3"), Decimal("0.1") + Decimal("0.2"), 0)
-    assert near(Decimal("3.14"), Decimal("3.14159"), 0.01) and not near(Decimal("3.1"), Decimal("3.14159"), 0.01)
+    assert is_close(large, large, 0) and not is_close(large, large + 1, 1e-6) and is_close(large, large + 1, 1)
+    assert is_close(Decimal("0.3"), Decimal("0.1") + Decimal("0.2"), 0)
+    assert is_close(Decimal("3.14"), Decimal("3.14159"), 0.01) and not is_close(
+        Decimal("3.1"), Decimal("3.14159"), 0.01
+    )
 
 
 def test_scores() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.reward import rules
-from runner.reward.scorer import Unscorable
+from runner.reward.group_scorer import UnscorableError
 
 NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
 
@@ -28,12 +28,12 @@ def test_a_fault_is_found(pattern: str, groups: int | None, said: str | None) ->
 def test_the_last_match_counts_over_lines() -> None:
     assert rules.last_match("<a>(.*?)</a>", "<a>1</a> or <a>2\n3</a>") == "2\n3"
     assert rules.last_match("<a>(.*?)</a>", "nothing") is None
-    assert rules.matches("<a>.*</a>", "<a>\n</a>") and not rules.matches("<a>.*</a>", "x<a></a>")
+    assert rules.is_full_match("<a>.*</a>", "<a>\n</a>") and not rules.is_full_match("<a>.*</a>", "x<a></a>")
 
 
-@pytest.mark.parametrize("search", [rules.matches, lambda p, t: rules.last_match(f"({p})", t)])
+@pytest.mark.parametrize("search", [rules.is_full_match, lambda p, t: rules.last_match(f"({p})", t)])
 def test_a_search_that_never_ends_is_ended(search, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SEARCH_S", 0.1)
-    with pytest.raises(Unscorable, match=r"took over 0\.1 s on a text of 5000 characters") as caught:
+    with pytest.raises(UnscorableError, match=r"took over 0\.1 s on a text of 5000 characters") as caught:
         search(*NEVER_ENDS)
     assert caught.value.kind == "pattern too slow"

@@ -66,4 +66,4 @@ def test_preflight_names_the_file_and_the_path_becomes_absolute(workdir: Path) -
     assert caught.value.exit_code == 2
     (workdir / "mine.py").write_text("def score(): ...")
     config.preflight()
-    assert config.absolute().path == f"{workdir.resolve()}/mine.py:score"
+    assert config.with_absolute_paths().path == f"{workdir.resolve()}/mine.py:score"

@@ -12,13 +12,21 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.episodes.rollouts import Composed, Drawn, Experience, Group, decode, encode, rewards
+from runner.algorithm.episodes.rollouts import (
+    CompositeReward,
+    Experience,
+    Group,
+    RolloutSample,
+    decode_experience,
+    encode_experience,
+    reward_metrics,
+)
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, SpecError
 from runner.interfaces import Prompt
-from runner.reward.base import members
+from runner.reward.base import require_components
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
-from runner.reward.sum import TAKEN, names
+from runner.reward.sum import RESERVED_NAMES, component_names
 from tests.reward.samples import answer, made, scores
 
 
@@ -40,8 +48,10 @@ def test_weights_multiply_and_scores_add() -> None:
 def test_each_part_says_what_it_gave_before_its_weight() -> None:
     config = SumConfig(parts=[{"name": "exact", "weight": 2}, {"name": "numeric"}, {"name": "exact", "weight": -1}])
     reward = made(config)
-    assert isinstance(reward, Composed)
-    totals, parts = reward.composed([[answer("4", answer="4"), answer("5", answer="4")], [answer("x", answer="x")]])
+    assert isinstance(reward, CompositeReward)
+    totals, parts = reward.score_components(
+        [[answer("4", answer="4"), answer("5", answer="4")], [answer("x", answer="x")]]
+    )
     assert totals == reward.score([[answer("4", answer="4"), answer("5", answer="4")], [answer("x", answer="x")]])
     assert totals == [[2.0, 0.0], [None]]
     assert parts == [
@@ -52,23 +62,26 @@ def test_each_part_says_what_it_gave_before_its_weight() -> None:
 
 
 def test_no_part_takes_the_name_of_another_number() -> None:
-    assert names(["exact", "length", "mean", "length"]) == ["exact", "length[1]", "mean[2]", "length[3]"]
-    scored = Drawn((1,), (1.0,), (0.0,), "", "stop", 0, 1.0)
-    own = rewards(Experience(0, (Group(Prompt((1,), ""), (scored, scored)),), 1))
-    assert {name.removeprefix("reward/") for name in own} == set(TAKEN)
+    assert component_names(["exact", "length", "mean", "length"]) == ["exact", "length[1]", "mean[2]", "length[3]"]
+    scored = RolloutSample((1,), (1.0,), (0.0,), "", "stop", 0, 1.0)
+    own = reward_metrics(Experience(0, (Group(Prompt((1,), ""), (scored, scored)),), 1))
+    assert {name.removeprefix("reward/") for name in own} == set(RESERVED_NAMES)
 
 
 def test_the_means_of_the_parts_are_metrics_and_survive_a_checkpoint() -> None:
     """Over the samples that the part could score, those included that the sum could not."""
     samples = [
-        Drawn((1,), (1.0,), (0.0,), "", "stop", 0, None if b is None else a + b, (), {"exact": a, "numeric": b})
+        RolloutSample((1,), (1.0,), (0.0,), "", "stop", 0, None if b is None else a + b, (), {"exact": a, "numeric": b})
         for a, b in [(1.0, 0.5), (0.0, None), (1.0, 0.1)]
     ]
     experience = Experience(0, (Group(Prompt((1,), ""), tuple(samples[:2])), Group(Prompt((2,), ""), (samples[2],))), 1)
-    found = rewards(experience)
+    found = reward_metrics(experience)
     assert found["reward/exact"] == pytest.approx(2 / 3) and found["reward/numeric"] == pytest.approx(0.3)
-    assert found["reward/mean"] == pytest.approx(1.3) and found["reward/unscored"] == 1
-    assert decode(encode(experience)) == experience and rewards(decode(encode(experience))) == found
+    assert found["reward/mean"] == pytest.approx(1.3) and found["reward/num_failed"] == 1
+    assert (
+        decode_experience(encode_experience(experience)) == experience
+        and reward_metrics(decode_experience(encode_experience(experience))) == found
+    )
 
 
 def test_what_one_part_cannot_score_is_not_scored(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +103,7 @@ def test_every_problem_has_the_key_of_its_part() -> None:
         {"name": "numeric", "tolerance": -1, "weight": "big"},
         {"weight": 1},
         {"name": "function"},
-        {"name": "length", "max": 3},
+        {"name": "length", "max_length": 3},
         {"name": "format", "pattern": "(", "weight": 0},
         {"name": "sum", "parts": []},
         {"name": "none"},
@@ -107,13 +120,13 @@ def test_every_problem_has_the_key_of_its_part() -> None:
         "reward.parts[2].weight": "expected a number, got 'big'",
         "reward.parts[3].name": "each part names a reward: {name: …} (",
         "reward.parts[4].path": "must be given  (File and function",
-        "reward.parts[5].cache": "must be given: reward.cache=…",
+        "reward.parts[5].overlong_buffer_len": "must be given: reward.overlong_buffer_len=…",
         "reward.parts[6].weight": "0 switches the part off; leave it out",
         "reward.parts[7].name": "sum cannot be a part of a sum (",
         "reward.parts[8].name": "none cannot be a part of a sum (",
         "reward.parts[9].url": "must be given  (Address",
         "reward.parts[10].pattern": "no regular expression",
-        "reward.parts[11].url": "not an option of reward=exact; an option of reward=http",
+        "reward.parts[11].url": "not an option of reward=exact; an option of reward=code",
     }
     assert {key: found[key][: len(start)] for key, start in expected.items()} == expected
     assert found.keys() == expected.keys()
@@ -135,7 +148,7 @@ def test_every_reward_but_none_and_sum_can_be_a_part_and_a_plug_ins_too() -> Non
     known = problems({"name": "?"})["reward.parts[0].name"].rpartition("(")[2]
     ours = {cls.component_name() for cls in COMPONENTS} - {"none", "sum"}
     assert ours | {"theirs"} <= set(known.removesuffix(")").split(", "))
-    assert isinstance(members([{"name": "theirs"}])[0].config, Theirs)
+    assert isinstance(require_components([{"name": "theirs"}])[0].config, Theirs)
 
 
 def test_the_resolved_spec_has_every_default_and_decodes_to_the_same() -> None:
@@ -147,7 +160,9 @@ def test_the_resolved_spec_has_every_default_and_decodes_to_the_same() -> None:
         **ExactConfig(column="a").model_dump(exclude={"name"}),
     }
     again = SumConfig.model_validate(record)
-    assert members(again.parts) == members(config.parts) and again.model_dump(mode="json") == record
+    assert (
+        require_components(again.parts) == require_components(config.parts) and again.model_dump(mode="json") == record
+    )
 
 
 def test_a_parts_files_are_made_absolute_and_checked(workdir: Path) -> None:
@@ -157,7 +172,7 @@ def test_a_parts_files_are_made_absolute_and_checked(workdir: Path) -> None:
     assert [p.key for p in caught.value.problems] == ["reward.parts[1].path"]
     (workdir / "mine.py").write_text("def score(completions): return [0.5 for _ in completions]")
     config.preflight()
-    part = members(config.absolute().parts)[1]
+    part = require_components(config.with_absolute_paths().parts)[1]
     assert isinstance(part.config, FunctionConfig) and part.weight == 3.0
     assert part.config.path == f"{workdir.resolve()}/mine.py:score"
     assert scores(config, answer("4", answer="4")) == [1 + 3 * 0.5]
@@ -166,10 +181,10 @@ def test_a_parts_files_are_made_absolute_and_checked(workdir: Path) -> None:
 def test_the_examples_of_the_documentation_decode() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "rewards.md").read_text()
     [recipe] = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert [p.weight for p in members(yaml.safe_load(recipe)["reward"]["parts"])] == [1.0, 0.2, 1.0]
+    assert [p.weight for p in require_components(yaml.safe_load(recipe)["reward"]["parts"])] == [1.0, 0.2, 1.0]
     [typed] = re.findall(r"'(reward\.parts=.*?)'", page)
     value = OverridesParser.create().parse_override(typed).value()
-    assert [(p.config.name, p.weight) for p in members(value)] == [("exact", 1.0), ("length", 0.5)]
+    assert [(p.config.name, p.weight) for p in require_components(value)] == [("exact", 1.0), ("length", 0.5)]
     [extract] = re.findall(r"'(reward\.extract=.*?)'", page)
     assert OverridesParser.create().parse_override(extract).value() == "<answer>(.*?)</answer>"
 
@@ -186,3 +201,23 @@ def test_what_was_built_is_closed_when_a_later_part_cannot_be(tmp_path: Path) ->
 
 def _refusing(feature: str, wanted: str, got: str, reason: str) -> None:
     Decisions(strict=True)(feature, wanted, got + "!", reason)
+
+
+def test_the_errors_of_all_parts_come_together(tmp_path: Path) -> None:
+    missing = [{"name": "function", "path": f"{tmp_path}/{name}.py:score"} for name in ("a", "b")]
+    folder = {"name": "model", "path": str(tmp_path / "none")}
+    with pytest.raises(SpecError) as spec:
+        SumConfig(parts=missing).preflight()
+    assert [problem.key for problem in spec.value.problems] == ["reward.parts[0].path", "reward.parts[1].path"]
+    with pytest.raises(EnvironmentProblem) as both:
+        SumConfig(parts=[folder, *missing]).preflight()
+    assert all(name in str(both.value) for name in ("/none", "/a.py", "/b.py"))
+
+
+def test_all_parts_that_score_nothing_are_named() -> None:
+    parts = [{"name": "exact", "column": name, "max_failures": 1} for name in ("first", "second")]
+    reward = made(SumConfig(parts=parts))
+    with pytest.raises(DataError) as failed:
+        reward.score([[answer("4")]])
+    reward.close()
+    assert "column 'first'" in str(failed.value) and "column 'second'" in str(failed.value)

@@ -15,13 +15,13 @@ import pytest
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import (
     RunFolder,
-    claim,
-    create,
-    find,
-    find_trained,
-    lock,
+    acquire_lock,
+    claim_folder,
+    create_run_folder,
+    display_path,
+    find_run,
+    find_trained_run,
     point_latest,
-    shown,
     write_atomic,
     write_json,
 )
@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def start(outputs: str, count: int) -> list[str]:
     found = []
     for _ in range(count):
-        folder = create("toy", Path(outputs))
+        folder = create_run_folder("toy", Path(outputs))
         point_latest(folder, Path(outputs))
         found.append(str(folder.root))
     return found
@@ -48,7 +48,7 @@ def test_concurrent_starts_get_folders_of_their_own_and_latest_is_whole(tmp_path
 
 
 def test_latest_exists_at_every_moment(tmp_path: Path) -> None:
-    point_latest(create("first", tmp_path), tmp_path)
+    point_latest(create_run_folder("first", tmp_path), tmp_path)
     missing, stop = [], threading.Event()
 
     def look() -> None:
@@ -59,7 +59,7 @@ def test_latest_exists_at_every_moment(tmp_path: Path) -> None:
     looking = threading.Thread(target=look)
     looking.start()
     for _ in range(200):
-        point_latest(create("next", tmp_path), tmp_path)
+        point_latest(create_run_folder("next", tmp_path), tmp_path)
     stop.set()
     looking.join()
     assert missing == []
@@ -68,7 +68,7 @@ def test_latest_exists_at_every_moment(tmp_path: Path) -> None:
 def test_a_drawn_name_that_is_taken_is_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = iter(["aaaa", "aaaa", "bbbb"])
     monkeypatch.setattr("runner.run_dir.folder.secrets.token_hex", lambda n: next(drawn))
-    first, second = create("toy", tmp_path), create("toy", tmp_path)
+    first, second = create_run_folder("toy", tmp_path), create_run_folder("toy", tmp_path)
     assert first.root.name.endswith("-toy-aaaa") and second.root.name.endswith("-toy-bbbb")
 
 
@@ -80,11 +80,11 @@ def test_outputs_that_is_no_folder_is_a_storage_error_and_no_endless_loop(tmp_pa
     elif kind == "a dangling link":
         outputs.symlink_to(tmp_path / "nowhere" / "at" / "all")
     else:
-        day = create("toy", outputs).root.parent
+        day = create_run_folder("toy", outputs).root.parent
         (day / day.name).write_text("")
         outputs = day
     with pytest.raises(StorageError, match="cannot make the run folder"):
-        create("toy", outputs)
+        create_run_folder("toy", outputs)
 
 
 def test_latest_works_where_outputs_is_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,22 +92,22 @@ def test_latest_works_where_outputs_is_a_link(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "home").mkdir()
     (tmp_path / "home/outputs").symlink_to(tmp_path / "disk/deep")
     monkeypatch.chdir(tmp_path / "home")
-    folder = create("toy")
+    folder = create_run_folder("toy")
     write_atomic(folder.spec, "name: toy\n")
     point_latest(folder)
-    assert find("latest").root == folder.root.resolve()
+    assert find_run("latest").root == folder.root.resolve()
     elsewhere = RunFolder(tmp_path / "other")
     elsewhere.root.mkdir()
     write_atomic(elsewhere.spec, "name: toy\n")
     point_latest(elsewhere)
-    assert find("latest").root == elsewhere.root
+    assert find_run("latest").root == elsewhere.root
 
 
 def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest/mine").write_text("mine")
     with pytest.raises(StorageError, match="is something else there"):
-        point_latest(create("toy", tmp_path), tmp_path)
+        point_latest(create_run_folder("toy", tmp_path), tmp_path)
     assert (tmp_path / "latest/mine").read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
@@ -115,7 +115,7 @@ def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize("where", ["latest", "nothing/there", "a\0b", "x" * 5000])
 def test_what_is_no_run_is_an_environment_problem(tmp_path: Path, where: str) -> None:
     with pytest.raises(EnvironmentProblem):
-        find(where, tmp_path)
+        find_run(where, tmp_path)
 
 
 def test_the_newest_run_with_a_checkpoint_stands_in_for_one_without(tmp_path: Path) -> None:
@@ -125,37 +125,37 @@ def test_the_newest_run_with_a_checkpoint_stands_in_for_one_without(tmp_path: Pa
         run.root.mkdir(parents=True)
         run.spec.touch()
     point_latest(failed, tmp_path)
-    assert find_trained("latest", tmp_path) == (failed, None)
+    assert find_trained_run("latest", tmp_path) == (failed, None)
     for run in (first, second):
         (run.checkpoints / "step-00000002").mkdir(parents=True)
         (run.checkpoints / "step-00000002" / "MANIFEST.json").touch()
-    assert find_trained("latest", tmp_path) == (second, failed)
-    assert find_trained(str(failed.root), tmp_path) == (failed, None)
+    assert find_trained_run("latest", tmp_path) == (second, failed)
+    assert find_trained_run(str(failed.root), tmp_path) == (failed, None)
     point_latest(first, tmp_path)
-    assert find_trained("latest", tmp_path) == (first, None)
+    assert find_trained_run("latest", tmp_path) == (first, None)
 
 
 def test_an_export_is_not_taken_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     (tmp_path / "spec.yaml").touch()
     with pytest.raises(EnvironmentProblem, match=f"it is an export of the run {tmp_path}"):
-        find(str(tmp_path / "export"))
+        find_run(str(tmp_path / "export"))
 
 
 def test_a_run_is_found_by_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = create("toy", tmp_path)
+    folder = create_run_folder("toy", tmp_path)
     write_atomic(folder.spec, "name: toy\n")
     monkeypatch.chdir(tmp_path)
-    assert find(str(folder.root.relative_to(tmp_path))).root == folder.root
-    assert shown(folder.root) == str(folder.root.relative_to(tmp_path))
-    assert shown(Path("/elsewhere")) == "/elsewhere"
+    assert find_run(str(folder.root.relative_to(tmp_path))).root == folder.root
+    assert display_path(folder.root) == str(folder.root.relative_to(tmp_path))
+    assert display_path(Path("/elsewhere")) == "/elsewhere"
 
 
 HOLDER = """
 import sys
 from pathlib import Path
-from runner.run_dir.folder import RunFolder, lock
-lock(RunFolder(Path(sys.argv[1])))
+from runner.run_dir.folder import RunFolder, acquire_lock
+acquire_lock(RunFolder(Path(sys.argv[1])))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -167,16 +167,16 @@ def test_one_process_owns_a_run_and_kill_9_frees_it(tmp_path: Path) -> None:
         assert holder.stdout is not None and holder.stdout.readline() == "held\n"
         for _ in range(2):  # a refused attempt leaves the owner's number in place
             with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
-                lock(RunFolder(tmp_path))
+                acquire_lock(RunFolder(tmp_path))
         holder.kill()
-    handle = lock(RunFolder(tmp_path))
+    handle = acquire_lock(RunFolder(tmp_path))
     assert (tmp_path / ".lock").read_text() == str(os.getpid())
     os.close(handle)
 
 
 def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot write in"):
-        lock(RunFolder(tmp_path / "gone"))
+        acquire_lock(RunFolder(tmp_path / "gone"))
 
 
 def test_a_reader_sees_the_old_text_or_the_new(tmp_path: Path) -> None:
@@ -253,19 +253,19 @@ def test_json_keeps_line_ends_odd_names_and_other_types_and_refuses_nan(tmp_path
 
 
 def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
-    claimed = claim(Path("here/run"))
+    claimed = claim_folder(Path("here/run"))
     assert claimed.root == workdir / "here" / "run" and claimed.root.is_dir()
-    assert claim(Path("here/run")) == claimed  # one that died before it had a spec
+    assert claim_folder(Path("here/run")) == claimed  # one that died before it had a spec
     claimed.spec.touch()
-    with pytest.raises(EnvironmentProblem, match="go on with it: run resume here/run"):
-        claim(Path("here/run"))
+    with pytest.raises(EnvironmentProblem, match="continue it: run resume here/run"):
+        claim_folder(Path("here/run"))
     (workdir / "papers").mkdir()
     (workdir / "papers" / "thesis.tex").write_text("mine")
     with pytest.raises(
         EnvironmentProblem, match=r"papers is not empty \(thesis\.tex\), and a run needs a folder of its own"
     ):
-        claim(Path("papers"))
+        claim_folder(Path("papers"))
     assert [path.name for path in (workdir / "papers").iterdir()] == ["thesis.tex"]
     (workdir / "file").touch()
     with pytest.raises(StorageError, match="cannot make the run folder"):
-        claim(Path("file/run"))
+        claim_folder(Path("file/run"))

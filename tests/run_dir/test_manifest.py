@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.run_dir import manifest
-from runner.run_dir.manifest import DIFF_BYTES, code_state, collect, environment, fingerprint, redact, redacted
+from runner.run_dir.manifest import (
+    DIFF_BYTES,
+    allowed_environment,
+    code_state,
+    collect_manifest,
+    fingerprint,
+    redact,
+    redact_values,
+)
 
 # Put together here, so that no scanner takes this file for a leak.
 CANARIES = {
@@ -96,7 +104,7 @@ def test_fields_that_hold_secrets_are_masked_and_others_are_not() -> None:
         "api_key": "abc", "hf_token": "x", "tokenizer": "path/a", "max_new_tokens": 64, "token": "", "key": 5,
         "commit": sha, "note": sha, "list": [{"password": "p"}, ("a", CANARIES["openai"])],
     }  # fmt: skip
-    assert redacted(tree) == {
+    assert redact_values(tree) == {
         "api_key": "***", "hf_token": "***", "tokenizer": "path/a", "max_new_tokens": 64, "token": "", "key": 5,
         "commit": sha, "note": "***", "list": [{"password": "***"}, ["a", "***"]],
     }  # fmt: skip
@@ -110,7 +118,7 @@ def test_the_environment_is_an_allow_list(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VLLM_API_KEY", "12345")
     monkeypatch.setenv("HF_TOKEN", CANARIES["hugging face"])
     monkeypatch.setenv("UNRELATED", "x")
-    kept = environment()
+    kept = allowed_environment()
     assert kept["ASCEND_RT_VISIBLE_DEVICES"] == "0,1" and kept["HCCL_CONNECT_TIMEOUT"] == "120"
     assert kept["TOKENIZERS_PARALLELISM"] == "false"
     assert kept["HF_HOME"] == "https://***@host/x"
@@ -191,7 +199,7 @@ def test_a_manifest_is_json_with_everything_in_it_and_no_secret(
     monkeypatch.chdir(repository)
     monkeypatch.setenv("MY_TOKEN", "a canary that sings")
     monkeypatch.setattr(sys, "argv", ["run", f"hub.token={CANARIES['hugging face']}", "a canary that sings"])
-    found = collect({"name": "toy"}, {"name": "cpu", "threads": 1, "note": CANARIES["aws id"]})
+    found = collect_manifest({"name": "toy"}, {"name": "cpu", "threads": 1, "note": CANARIES["aws id"]})
     text = json.dumps(found)
     assert "sings" not in text and not [c for c in CANARIES.values() if c in text]
     assert found["working_directory"]["commit"] == git(repository, "rev-parse", "HEAD")

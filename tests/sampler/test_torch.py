@@ -16,14 +16,14 @@ from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SpecError, TrainingDiverged
 from runner.interfaces import Request, Rollout
-from runner.model import decoding
-from runner.model.causal import CausalLM
+from runner.model import kv_cache
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler, build
 from tests.model.zoo import ZOO, causal, rows
-from tests.sampler.test_draw import surprise
+from tests.sampler.test_sampling import surprise
 
 VOCAB, END = 300, 258
 PROMPTS = [tuple(row) for row in rows((3, 1, 9, 17))]
@@ -46,7 +46,7 @@ def requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, each: int = 2, length
 def next_logits(model: CausalLM, request: Request, rollout: Rollout) -> Tensor:
     """The logits that each new id was drawn from, [n, V], by one pass over the whole row."""
     ids = torch.tensor([(*request.prompt, *rollout.ids)])
-    with model._writing():
+    with model._generation_mode():
         logits = model.causal(input_ids=ids, use_cache=False).logits[0].double()
     return logits[len(request.prompt) - 1 : -1]
 
@@ -55,9 +55,11 @@ def picked(logits: Tensor, rollout: Rollout) -> np.ndarray:
     return logits.log_softmax(-1).gather(1, torch.tensor(rollout.ids)[:, None])[:, 0].numpy()
 
 
-def check_logprobs(model: CausalLM, asked: Sequence[Request], got: Sequence[Rollout], atol: float) -> None:
+def check_logprobs(
+    model: CausalLM, asked: Sequence[Request], got: Sequence[Rollout], atol: float, temperature: float = 1.0
+) -> None:
     for request, rollout in zip(asked, got, strict=True):
-        raw = picked(next_logits(model, request, rollout), rollout)
+        raw = picked(next_logits(model, request, rollout) / temperature, rollout)
         np.testing.assert_allclose(rollout.raw_logprobs, raw, atol=atol)
         assert len(rollout.logprobs) == len(rollout.ids)
 
@@ -65,10 +67,10 @@ def check_logprobs(model: CausalLM, asked: Sequence[Request], got: Sequence[Roll
 @pytest.mark.parametrize("kind", ZOO)
 def test_logprobs_are_those_of_the_whole_row(kind: str) -> None:
     model, asked, decisions = causal(kind), requests(), Decisions()
-    said = len(decisions.made)
-    got = sampler(model, decisions, batch_size=4).sample(asked)
+    said = len(decisions.entries)
+    got = sampler(model, decisions, max_num_seqs=4).sample(asked)
     check_logprobs(model, asked, got, atol=1e-4)
-    assert len(decisions.made) == said and len({rollout.ids for rollout in got}) > len(PROMPTS)
+    assert len(decisions.entries) == said and len({rollout.ids for rollout in got}) > len(PROMPTS)
     assert all(rollout.logprobs == rollout.raw_logprobs for rollout in got)
 
 
@@ -82,7 +84,7 @@ def test_scores_are_those_of_the_whole_row() -> None:
         np.testing.assert_allclose(scores, picked(next_logits(model, first, rest), rest), atol=1e-5)
 
 
-def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
+def test_untruncated_logprobs_are_given_to_who_asks_and_change_nothing() -> None:
     model, asked = causal("qwen2"), requests()
     some = [replace(one, raw=at % 2 == 0) for at, one in enumerate(asked)]
     whole, got = (sampler(model, temperature=0.6).sample(these) for these in (asked, some))
@@ -95,7 +97,7 @@ def test_the_models_own_logprobs_are_given_to_who_asks_and_change_nothing() -> N
 def test_logprobs_under_the_rule_add_up_with_it(options: dict[str, Any]) -> None:
     model, asked = causal("qwen2"), requests()
     got = sampler(model, **options).sample(asked)
-    check_logprobs(model, asked, got, atol=1e-4)
+    check_logprobs(model, asked, got, 1e-4, options.get("temperature", 1.0))
     for request, rollout in zip(asked, got, strict=True):
         p = (next_logits(model, request, rollout) / options.get("temperature", 1.0)).softmax(-1)
         own = p.gather(1, torch.tensor(rollout.ids)[:, None])
@@ -110,7 +112,7 @@ def test_logprobs_under_the_rule_add_up_with_it(options: dict[str, Any]) -> None
 def test_first_and_second_tokens_follow_the_model() -> None:
     model, count = causal("llama", initializer_range=0.1), 2000
     asked = [Request(PROMPTS[0], seed, max_new_tokens=2, group=0) for seed in range(count)]
-    got = sampler(model, top_k=4, batch_size=1000).sample(asked)
+    got = sampler(model, top_k=4, max_num_seqs=1000).sample(asked)
     pairs: dict[tuple[int, ...], int] = {}
     for rollout in got:
         pairs[rollout.ids] = pairs.get(rollout.ids, 0) + 1
@@ -123,7 +125,7 @@ def test_first_and_second_tokens_follow_the_model() -> None:
 
 @torch.no_grad()
 def top(model: CausalLM, prompt: tuple[int, ...]) -> dict[int, float]:
-    with model._writing():
+    with model._generation_mode():
         logits = model.causal(input_ids=torch.tensor([prompt]), use_cache=False).logits[0, -1].double()
     values, ids = logits.topk(4)
     return dict(zip(ids.tolist(), values.softmax(-1).tolist(), strict=True))
@@ -133,7 +135,7 @@ def top(model: CausalLM, prompt: tuple[int, ...]) -> dict[int, float]:
 def test_neighbours_order_and_batch_size_change_nothing(kind: str) -> None:
     model, asked = causal(kind, double=True), requests()
     together = sampler(model).sample(asked)
-    backwards = sampler(model, batch_size=4).sample(asked[::-1])[::-1]
+    backwards = sampler(model, max_num_seqs=4).sample(asked[::-1])[::-1]
     alone = [sampler(model).sample([request])[0] for request in asked]
     for others in (backwards, alone):
         assert [r.ids for r in others] == [r.ids for r in together]
@@ -144,9 +146,9 @@ def test_neighbours_order_and_batch_size_change_nothing(kind: str) -> None:
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_rows_that_join_late_are_the_same(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     model, asked = causal("llama", double=True), requests(each=3)
-    wanted = sampler(model, batch_size=64).sample(asked)
-    monkeypatch.setattr(decoding, "PREFILL_TOKENS", 10)  # so that prompts are computed in several passes
-    assert [r.ids for r in sampler(model, batch_size=size).sample(asked)] == [r.ids for r in wanted]
+    wanted = sampler(model, max_num_seqs=64).sample(asked)
+    monkeypatch.setattr(kv_cache, "PREFILL_TOKENS", 10)  # so that prompts are computed in several passes
+    assert [r.ids for r in sampler(model, max_num_seqs=size).sample(asked)] == [r.ids for r in wanted]
 
 
 def test_answers_outgrow_the_first_memory() -> None:
@@ -154,12 +156,12 @@ def test_answers_outgrow_the_first_memory() -> None:
     asked = [
         Request(p, seed, n, seed, raw=True) for seed, (p, n) in enumerate(zip(PROMPTS, (150, 7, 90, 130), strict=True))
     ]
-    check_logprobs(model, asked, sampler(model, batch_size=2).sample(asked), atol=1e-4)
+    check_logprobs(model, asked, sampler(model, max_num_seqs=2).sample(asked), atol=1e-4)
 
 
 def test_a_prompt_is_computed_once() -> None:
     model = causal("llama")
-    draws = sampler(model, batch_size=3)
+    draws = sampler(model, max_num_seqs=3)
     seen: list[Tensor] = []
     hook = model.causal.register_forward_pre_hook(
         lambda _, __, keywords: seen.append(keywords["input_ids"]), with_kwargs=True
@@ -188,7 +190,7 @@ def test_how_answers_end() -> None:
     assert all((r.finish == "stop") == (r.ids[-1] == END) for r in free)
     assert all(len(r.ids) == q.max_new_tokens for r, q in zip(free, asked, strict=True) if r.finish == "length")
     token, text = free[0].ids[3], tokenizer.decode(free[1].ids[4:6])
-    cut = sampler(model, stop_tokens=[token], stop=[text]).sample(asked)
+    cut = sampler(model, stop_token_ids=[token], stop=[text]).sample(asked)
     assert cut[0].ids == free[0].ids[: free[0].ids.index(token) + 1] and cut[0].finish == "stop"
     assert cut[1].ids == free[1].ids[: len(cut[1].ids)] and text in tokenizer.decode(cut[1].ids)
     assert cut[1].finish == "stop" and len(cut[1].ids) <= 6
@@ -216,8 +218,8 @@ def test_what_cannot_be_sampled_is_refused() -> None:
         sampler(causal("llama", max_position_embeddings=16, rope_parameters=scaled), max_new_tokens=8).sample(
             [Request((1,) * 8, 0, 8, 0)]
         )
-    with pytest.raises(SpecError, match=r"sampler\.stop_tokens: .*no 300[\s\S]*sampler\.top_k: .* 300 ids"):
-        sampler(model, stop_tokens=[5, VOCAB], top_k=VOCAB + 1)
+    with pytest.raises(SpecError, match=r"sampler\.stop_token_ids: .*no 300[\s\S]*sampler\.top_k: .* 300 ids"):
+        sampler(model, stop_token_ids=[5, VOCAB], top_k=VOCAB + 1)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -243,7 +245,7 @@ def test_weights_that_are_loaded_are_sampled_from() -> None:
     wanted, draws = sampler(trainer).sample(requests()), sampler(copy)
     before = draws.sample(requests())
     assert before[0].version == 0 and [r.ids for r in before] != [r.ids for r in wanted]
-    draws.load({name: p.detach() for name, p in trainer.trainable().items()}, version=3)
+    draws.load_weights({name: p.detach() for name, p in trainer.trainable().items()}, version=3)
     got = draws.sample(requests())
     assert [r.ids for r in got] == [r.ids for r in wanted] and {r.version for r in got} == {3}
     with torch.no_grad():
@@ -257,7 +259,7 @@ def test_the_trainers_own_weights_are_sampled_from_as_they_are() -> None:
     before = draws.sample(requests())
     with torch.no_grad():
         model.causal.lm_head.weight.mul_(0.5)
-    draws.load(None, version=1)
+    draws.load_weights(None, version=1)
     got = draws.sample(requests())
     check_logprobs(model, requests(), got, atol=1e-4)
     assert got[0].version == 1 and got[0].ids != before[0].ids
@@ -269,7 +271,7 @@ def test_other_weights_are_refused() -> None:
     name = next(iter(tensors))
     for wrong in ({**tensors, "more": tensors[name]}, {**tensors, name: tensors[name][:1]}, {name: tensors[name]}):
         with pytest.raises(ValueError, match="not the sampler's"):
-            sampler(model).load(wrong, version=1)
+            sampler(model).load_weights(wrong, version=1)
 
 
 @pytest.mark.parametrize("options", [{}, {"dora": True}, {"rslora": True, "targets": ["q_proj", "embed_tokens"]}])
@@ -311,8 +313,8 @@ def test_a_model_with_other_state_is_sampled_in_waves_and_this_is_said() -> None
     model, asked, decisions = hybrid(), requests(), Decisions()
     got = sampler(model, decisions).sample(asked)
     check_logprobs(model, asked, got, atol=1e-6)
-    said = [(d.feature, d.got) for d in decisions.made]
-    assert said == [("sampler", "answers in waves")] and "LinearAttentionLayer" in decisions.made[0].reason
-    assert [r.ids for r in sampler(model, batch_size=4).sample(asked)] == [r.ids for r in got]
+    said = [(d.feature, d.got) for d in decisions.entries]
+    assert said == [("sampler", "answers in waves")] and "LinearAttentionLayer" in decisions.entries[0].reason
+    assert [r.ids for r in sampler(model, max_num_seqs=4).sample(asked)] == [r.ids for r in got]
     with pytest.raises(EnvironmentProblem, match="strict"):
         sampler(model, Decisions(strict=True))

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from runner.schedule.config import ConstantConfig, CosineConfig, LinearConfig, WsdConfig, constant, cosine, linear, wsd
 
 FALLING = [
-    (cosine, CosineConfig(warmup_steps=10, final_ratio=0.1)),
-    (linear, LinearConfig(warmup_steps=10, final_ratio=0.1)),
-    (wsd, WsdConfig(warmup_steps=10, final_ratio=0.1, decay_steps=20)),
+    (cosine, CosineConfig(warmup_steps=10, min_lr_ratio=0.1)),
+    (linear, LinearConfig(warmup_steps=10, min_lr_ratio=0.1)),
+    (wsd, WsdConfig(warmup_steps=10, min_lr_ratio=0.1, decay_steps=20)),
 ]
 
 

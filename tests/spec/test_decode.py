@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from runner.core.errors import SecurityRefusal, SpecError
+from runner.core.errors import SecurityError, SpecError
 from runner.data.config import FileConfig
 from runner.optimizer.config import OptimizerConfig
 from runner.reward.config import ExactConfig
@@ -68,8 +68,8 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"optimizer": {"clip_norm": "x"}}, "optimizer.clip_norm", "expected a number above 0 or null, got 'x'"),
         ({"optimizer": {"betas": [0.9]}}, "optimizer.betas", "expected a list of 2 numbers, got [0.9]"),
         (
-            {"device": {"name": "npu", "fused": ["norm"]}},
-            "device.fused",
+            {"device": {"name": "npu", "fused_ops": ["norm"]}},
+            "device.fused_ops",
             'expected a list of some of rms_norm, rotary, swiglu, grouped_matmul, got ["norm"]',
         ),
         (
@@ -90,8 +90,8 @@ def test_defaults_decode_to_the_classes_of_their_names() -> None:
         ({"device": {"threads": True}}, "device.threads", "expected an integer at least 1, got true"),
         ({"data": {"max_lenght": 3}}, "data.max_lenght", "not an option of data=demo; did you mean 'max_length'?"),
         (
-            {"data": {"overlong": "cut"}},
-            "data.overlong",
+            {"data": {"truncation": "cut"}},
+            "data.truncation",
             "expected one of error, skip, truncate_left, truncate_right, split, got 'cut'",
         ),
         ({"data": {"digits": 1}}, "data.digits", "expected an integer from 2 to 12, got 1"),
@@ -145,7 +145,7 @@ FILE = {"name": "file", "path": "x.jsonl"}
 @pytest.mark.parametrize(
     ("condition", "option"),
     [
-        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("data", "loss_on", "last_assistant")),
+        ({"algorithm": {"name": "cpt"}, "data": FILE}, ("chat", "train_on", "last")),
         ({}, ("checkpoint", "best_mode", "min")),
     ],
     ids=str,
@@ -184,6 +184,17 @@ def test_all_problems_come_at_once_contradictions_among_them() -> None:
     assert set(found) == {"optimizer.lrr", "data.max_lenght", "launch.devices", "algorithm.mini_batches"}
 
 
+def test_wrong_values_do_not_hide_contradictions_of_the_others() -> None:
+    found = said(steps=-1, optimizer={"lr": -1}, algorithm={"batch_size": 10, "mini_batches": 3})
+    assert set(found) == {"steps", "optimizer.lr", "algorithm.mini_batches"}
+
+
+def test_a_contradiction_with_the_default_of_a_wrong_value_is_not_reported() -> None:
+    schedule = {"name": "wsd", "warmup_steps": 300, "decay_steps": 200}
+    assert set(said(steps=400, schedule=schedule)) == {"schedule.decay_steps"}
+    assert set(said(steps=-1, schedule=schedule)) == {"steps"}
+
+
 def test_an_unknown_component_does_not_hide_the_other_problems() -> None:
     found = said(device={"name": "gpu", "threads": "x"}, optimizer={"lr": 0}, steps=0)
     assert set(found) == {"device", "optimizer.lr", "steps"}
@@ -213,7 +224,7 @@ def test_the_file_that_set_it_stands_beside_the_problem() -> None:
 
 @pytest.mark.parametrize("where", [{"model": {"_target_": "os.system"}}, {"x": {"y": [{"_target_": "os.system"}]}}])
 def test_naming_code_is_refused(where: dict[str, Any]) -> None:
-    with pytest.raises(SecurityRefusal, match="never code to run"):
+    with pytest.raises(SecurityError, match="never code to run"):
         decode(job(**where), {})
 
 
@@ -224,7 +235,7 @@ def test_a_models_own_code_is_trusted_on_the_command_line_only(origin: str, allo
     if allowed:
         assert decode(data, origins).model.trust_remote_code
     else:
-        with pytest.raises(SecurityRefusal, match="only the command line"):
+        with pytest.raises(SecurityError, match="only the command line"):
             decode(data, origins)
 
 
@@ -241,7 +252,7 @@ VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "length"): {"target": 3},
     ("reward", "function"): {"path": "x.py:y"},
     ("reward", "http"): {"url": "http://x/y"},
-    ("sampler", "vllm_server"): {"url": "http://localhost:1", "sync": "reload"},
+    ("sampler", "server"): {"url": "http://localhost:1", "weight_sync": "reload"},
     ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
 }
 SAMPLING = {
@@ -254,9 +265,9 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     name = cls.component_name()
     needed = {field: "x/y" for field, info in cls.model_fields.items() if info.is_required()}
     section = {"name": name, **VALUES.get((group, name), needed)}
-    samples = cls.samples if group == "algorithm" else group in ("sampler", "reward", "environment")
+    samples = cls.needs_sampler if group == "algorithm" else group in ("sampler", "reward", "environment")
     others = dict(SAMPLING) if samples and name != "none" else {}
-    if group == "algorithm" and not cls.rewarded:
+    if group == "algorithm" and not cls.needs_reward:
         others.pop("reward", None)
     if group == "parallelism" and name != "single":
         others |= {"launch": {"devices": 4}, "model": {"name": "tiny_moe" if name == "ep" else "tiny"}}

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from runner.cli.compose import Composer, compose_job, finish
 from runner.cli.conf import BESIDE
-from runner.cli.sources import options, session
+from runner.cli.job_builder import Composer, compose_job, decode_draft
+from runner.cli.sources import group_options, hydra_session
 from runner.core.errors import SpecError
 from runner.spec import migrate
 from runner.spec.base import COMMAND_LINE
 from runner.spec.decode import decode
 from runner.spec.migrate import BRACES, NAME, Entry, Job, Rule, table
 from runner.spec.registry import built_in_registry, default_registry
-from runner.spec.schema import Keys, groups_of
+from runner.spec.schema import OptionIndex, groups_of
 
 REGISTRY = built_in_registry()
-OPTIONS = {**Keys(REGISTRY).options, **{name: {"": tuple(cls.model_fields)} for name, cls in BESIDE.items()}}
+OPTIONS = {**OptionIndex(REGISTRY).options, **{name: {"": tuple(cls.model_fields)} for name, cls in BESIDE.items()}}
 GROUPS = groups_of(REGISTRY)
 ENTRIES = [entry for _, entries in table().pages.values() for entry in entries]
 HYDRAS = [entry for entry in ENTRIES if entry.keys[0].startswith("hydra")]
@@ -35,7 +35,7 @@ def rules(rule: Rule, algorithms: str = "", value: Any = None) -> Iterator[tuple
     for names, inner in rule.get("by", {}).items():
         yield from rules(inner, names, value)
     for names, inner in rule.get("values", {}).items():
-        yield from rules(inner, algorithms, migrate.written(names).split()[0])
+        yield from rules(inner, algorithms, migrate.format_value(names).split()[0])
     if rule.keys() & {"to", "say"}:
         yield algorithms, value, rule
 
@@ -50,8 +50,8 @@ def words_of(rule: Rule) -> list[str]:
 @pytest.fixture(scope="module")
 def members() -> dict[str, set[str]]:
     """What can be chosen for each group, presets included."""
-    with session(REGISTRY) as loader:
-        return {group: set(options(loader.get_sources(), group)) for group in GROUPS}
+    with hydra_session(REGISTRY) as loader:
+        return {group: set(group_options(loader.get_sources(), group)) for group in GROUPS}
 
 
 def exists(key: str) -> bool:
@@ -103,7 +103,7 @@ def test_no_key_of_the_table_is_an_option() -> None:
 def test_names_of_components_and_metrics_lead_somewhere(members: Mapping[str, set[str]]) -> None:
     assert [(g, n) for g, names in table().choices.items() for n in names.values() if n not in members[g]] == []
     assert [(g, n) for g, names in table().choices.items() for n in names if n in members[g]] == []
-    assert all(re.fullmatch(r"[a-z]+/[a-z_]+", ours) for ours in table().metrics.values())
+    assert all(re.fullmatch(r"[a-z_]+/[a-z_]+", ours) for ours in table().metrics.values())
     assert not table().metrics.keys() & set(table().metrics.values())
     for said in table().commands.values():
         assert not said.startswith("algorithm=") or said.partition("=")[2] in members["algorithm"]
@@ -158,27 +158,52 @@ def place(batches: list[dict[str, Any]], base: Mapping[str, Any], key: str, valu
 NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
-    "data.weights=": ["data.path=[a,b]"],
-    "data.loss_on=": ["data=file", "data.path=path"],
-    "data.overlong=split": ["data=file", "data.path=path", "algorithm=cpt"],
-    "data.overlong=": ["data=file", "data.path=path"],
-    "parallelism.pp_chunks=": ["launch.devices=2"],
+    "data.mixture_weights=": ["data.path=[a,b]"],
+    "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
+    "data.truncation=": ["data=file", "data.path=path"],
+    "parallelism.pp_virtual_stages=": ["parallelism=pp", "launch.devices=2"],
+    "parallelism.cp_backend=": ["parallelism=cp", "launch.devices=2"],
     "parallelism.ep=": ["model=tiny_moe", "launch.devices=8"],
     "parallelism=": ["launch.devices=8"],
     "launch.devices=": ["parallelism=ddp"],
-    "launch.node": ["parallelism=ddp", "launch.devices=2", "launch.nodes=2", "launch.node=0", "launch.address=a:1"],
+    "launch.node": [
+        "parallelism=ddp",
+        "launch.devices=2",
+        "launch.nodes=2",
+        "launch.node_rank=0",
+        "launch.rdzv_endpoint=a:1",
+    ],
     "checkpoint.best_mode=": ["checkpoint.best=eval/loss"],
     "algorithm=opd": ["sampler=torch", "algorithm.teacher=path"],
     **{f"algorithm={name}": ["sampler=torch", "reward=exact"] for name in ("ppo", "grpo", "rein", "rloo")},
-    "sampler.sync=adapter": ["adapter=lora"],
-    **{f"{key}=": ["device=cuda"] for key in ("sampler.memory", "sampler.sleep", "model.activation_offloading")},
-    "sampler.timeout_s=": ["sampler=vllm_server", "sampler.url=http://127.0.0.1:1", "sampler.sync=reload"],
+    "sampler.weight_sync=adapter": ["adapter=lora"],
+    "sampler.sync_logprob_tolerance=": ["launch.samplers=1"],
+    "sampler.weight_transfer_backend=": ["launch=ray", "launch.address=auto", "launch.samplers=1"],
+    "launch.max_worker_restarts=": ["algorithm=grpo", "sampler=torch", "reward=exact", "launch.samplers=1"],
+    "algorithm.loss_norm_length=": ["algorithm.loss_aggregation=seq_mean_token_sum_norm"],
+    "algorithm.kl_in=": ["algorithm.kl_estimator=k3"],
+    "algorithm.correction_m": ["algorithm.correction=mis"],
+    "algorithm.max_resample_rounds=": ["algorithm.zero_variance=resample"],
+    **{
+        f"{key}=": ["device=cuda"]
+        for key in ("sampler.gpu_memory_utilization", "sampler.sleep", "model.activation_offloading")
+    },
+    "sampler.timeout_s=": ["sampler=server", "sampler.url=http://127.0.0.1:1", "sampler.weight_sync=reload"],
     "parallelism.cpu_offload=": ["device=cuda"],
 }
 
 
 def settings(words: Sequence[str]) -> dict[str, str]:
     return {word.partition("=")[0]: word for word in words}
+
+
+OURS = {key for entry in table().pages["ours"][1] for key in entry.keys}
+
+
+def owners(words: Sequence[str]) -> list[str]:
+    """`group=member` of the first member that has each option: who types our own old name has chosen one."""
+    options = [word.partition("=")[0].rpartition(".")[::2] for word in words]
+    return [f"{g}={next(n for n, names in OPTIONS[g].items() if leaf in names)}" for g, leaf in options if g in GROUPS]
 
 
 def lines() -> dict[tuple[str, tuple[str, ...]], str]:
@@ -189,6 +214,8 @@ def lines() -> dict[tuple[str, tuple[str, ...]], str]:
             continue
         touched = {word.partition("=")[0].partition(".")[0] for word in words_of(rule)}
         usual = "grpo" if touched & {"sampler", "reward", "environment"} else "sft"
+        if entry.keys[0] in OURS and "algorithm" in touched:
+            usual = settings(owners(words_of(rule)))["algorithm"].partition("=")[2]
         algorithm = algorithms.split()[0] if algorithms else usual
         job = Job({"algorithm": algorithm}, DATA, TYPED)
         [answer] = table().answers(Entry(entry.keys, None, rule), entry.example if value is None else value, job)
@@ -211,6 +238,7 @@ def test_each_line_that_is_to_be_typed_composes() -> None:
     for (algorithm, words), key in lines().items():
         found = [beside for word in words for need, beside in NEEDS.items() if word.startswith(need)]
         typed = settings(["model=tiny", "data=demo", *BASES[algorithm]])
+        typed |= settings(owners(words)) if key in OURS else {}
         typed |= settings([word for beside in found for word in beside]) | settings(words)
         alone.setdefault(key, []).append(typed)
         choices = tuple(sorted(word for name, word in typed.items() if name in GROUPS))
@@ -221,12 +249,12 @@ def test_each_line_that_is_to_be_typed_composes() -> None:
             batches.append(dict(typed))
         else:
             batch |= typed
-    with session(default_registry()) as loader:
+    with hydra_session(default_registry()) as loader:
         composer = Composer(loader)
 
         def problems(typed: Mapping[str, str]) -> list[str]:
             try:
-                finish(composer.draft(list(typed.values())), default_registry())
+                decode_draft(composer.draft(list(typed.values())), default_registry())
             except SpecError as error:
                 return [f"{p.key}: {p.message}" for p in error.problems]
             return []

@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 # What a module with a config and a small component imports.
-LIGHT = "Around, Callback, Completion, DataError, Environments, EnvironmentProblem, Faults, NoOp, Observation, Prompt, "
-LIGHT += "Request, Rollout, RunFolder, Scorer, Sample, State, StepEnd, Unscorable, column, each, redacted"
+LIGHT = "BaseCallback, Callback, Completion, DataError, EnvironmentFactory, EnvironmentProblem, GroupScorer, "
+LIGHT += (
+    "Observation, Prompt, Request, Rollout, RunFolder, Sample, SamplerWrapper, ScoringFailures, State, StepResult, "
+)
+LIGHT += "UnscorableError, redact_values, require_column, score_each"
 
 
 @pytest.mark.parametrize("name", ["runner.interfaces", "runner.spec"])

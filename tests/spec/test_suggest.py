@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.migrate import table
 from runner.spec.registry import built_in_registry, default_registry
-from runner.spec.schema import Keys
+from runner.spec.schema import OptionIndex
 
-OPTIONS = Keys(default_registry()).options
+OPTIONS = OptionIndex(default_registry()).options
 
 
 @pytest.mark.parametrize(
@@ -29,27 +29,27 @@ OPTIONS = Keys(default_registry()).options
     ],
 )
 def test_names(group: str, wrong: str, right: str | None) -> None:
-    assert suggest.name(group, wrong, default_registry().classes(group)) == right
+    assert suggest.suggest_name(group, wrong, default_registry().classes(group)) == right
 
 
 @pytest.mark.parametrize(
     ("section", "chosen", "wrong", "hint"),
     [
         ("", "", "max_steps", "type steps=…"),
-        ("data", "demo", "epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        ("data", "demo", "epochs", "did you mean 'epochs' or 'algorithm.epochs'?"),
         ("optimizer", "adamw", "learning_rate", "type optimizer.lr=…"),
         ("algorithm", "sft", "learning_rate", "type optimizer.lr=…"),
         ("optimizer", "adamw", "momentum", "an option of optimizer=sgd, optimizer=muon"),
         ("model", "tiny", "every", "did you mean 'checkpoint.every' or 'evaluation.every'?"),
-        ("", "", "num_epochs", "type steps=N, N = … × items / algorithm.batch_size"),
+        ("", "", "num_epochs", "type epochs=…"),
         (
             "",
             "",
             "local_rank",
-            suggest.key("", "", "LOCAL_RANK", OPTIONS),
+            suggest.suggest_key("", "", "LOCAL_RANK", OPTIONS),
         ),
         ("parallelism", "ddp", "tp_size", "type parallelism=fsdp parallelism.tp=…"),
-        ("launch", "ray", "nodes", suggest.OF_OTHERS["launch", "ray", "nodes"]),
+        ("launch", "ray", "nodes", suggest.WRONG_MEMBER["launch", "ray", "nodes"]),
         (
             "",
             "",
@@ -70,7 +70,7 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
     ],
 )
 def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
-    assert suggest.key(section, chosen, wrong, OPTIONS) == hint
+    assert suggest.suggest_key(section, chosen, wrong, OPTIONS) == hint
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
         ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora"),
         ("sampler=SGLang", "the engine that answers are written by is vLLM"),
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
-        ("model.use_liger_kernel=true", "device.fused has CANN's operators in Liger's places"),
+        ("model.use_liger_kernel=true", "device.fused_ops has CANN's operators in Liger's places"),
         ("model.load_in_4bit=true", "no base in 4 bits"),
         ("launch.rewarders=2", "to score elsewhere: reward=http and a service"),
     ],

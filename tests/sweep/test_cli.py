@@ -11,10 +11,11 @@ import yaml
 
 from runner.cli import sweep
 from runner.cli.args import parse
-from runner.cli.expand import Expansion, expand
+from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.sweep import plan
+from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import SweepFolder
 from tests.sweep import toy
 
@@ -101,6 +102,34 @@ def test_what_makes_no_sweep_is_refused(words: list[str], message: str, workdir:
     assert list(workdir.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["seed=1,2", "sweep.metric=eval/exact_mach", "sweep.metric_mode=max"],
+            "no such metric; did you mean eval/exact_match?",
+        ),
+        (["seed=1,2", "sweep.metric=reward/mean"], "no job measures reward/mean: algorithm=sft has no reward"),
+        (["seed=1,2", "sweep.metric=rollout/length", "sweep.metric_mode=max"], "algorithm=sft samples nothing"),
+        (["seed=1,2", "sweep.metric=eval/loss", "evaluation.every=0"], "evaluation.every=0 evaluates nothing"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, list) else "",
+)
+def test_a_metric_that_no_job_can_have_is_refused_before_a_folder_is_made(
+    words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["-m", *words]) == 2
+    said = capsys.readouterr().err
+    assert "sweep.metric" in said and message in said
+    assert list(workdir.iterdir()) == []
+
+
+def test_a_metric_that_one_of_the_jobs_can_have_is_let_in(workdir: Path) -> None:
+    members = expand(["evaluation.every=0,5", "sweep.metric=eval/loss"]).members
+    assert metric_problems(("eval/loss",), [one.composed.spec for one in members]) == []
+    assert metric_problems(("eval/loss",), [members[0].composed.spec])
+
+
 def recipe(workdir: Path, text: str) -> None:
     (workdir / "recipes").mkdir(exist_ok=True)
     (workdir / "recipes" / "mine.yaml").write_text("defaults: [sft_demo]\n" + text)
@@ -159,7 +188,7 @@ def test_two_hundred_jobs_compose_in_seconds(workdir: Path) -> None:
 
 def planned(*words: str) -> tuple[SweepFolder, list[dict[str, object]]]:
     folder = SweepFolder(Path("outputs/sweeps/20260101-000000-x-0000"))
-    made = sweep.planned(folder, parse(["-m", *words]), expand(words), ())
+    made = sweep.make_plan(folder, parse(["-m", *words]), expand(words), ())
     return folder, [made.data(job) for job in made.jobs]
 
 
@@ -174,7 +203,7 @@ def test_wandb_gets_a_group_and_names_that_say_what_varies(workdir: Path) -> Non
 
 def test_jobs_keep_what_no_file_may_say_for_the_user(workdir: Path) -> None:
     words = ("data=demo", "model=hf", "model.path=some/where", "model.trust_remote_code=true", "seed=1,2")
-    made = sweep.planned(SweepFolder(workdir), parse(["-m", *words]), expand(words), ())
+    made = sweep.make_plan(SweepFolder(workdir), parse(["-m", *words]), expand(words), ())
     assert [job.again for job in made.jobs] == [("model.trust_remote_code=true",)] * 2
 
 
@@ -248,7 +277,7 @@ def test_what_a_search_cannot_go_on_with(
 
 def test_a_resume_sets_an_option_anew(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begun = plan.Plan("x", (), {}, [], {"retries": 2, "fail_fast": True})
-    options = sweep._changed(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
+    options = sweep._resume_options(begun, ["sweep.retry_wait_s=3", "sweep.fail_fast=false"])
     assert (options.retries, options.retry_wait_s, options.fail_fast) == (2, 3.0, False)
 
 

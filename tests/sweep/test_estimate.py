@@ -12,8 +12,8 @@ import yaml
 
 from runner.run_dir.folder import RunFolder
 from runner.sweep import plan as plans
-from runner.sweep.plan import JobPlan, Plan, Record
-from runner.sweep.progress import earlier, expected, first_done, remaining_s, spoken
+from runner.sweep.plan import JobPlan, Plan, SweepState
+from runner.sweep.progress import duration_words, estimated_time, find_earlier_run, first_done_line, remaining_s
 
 SPEC = {"name": "a", "seed": 1, "steps": 10, "optimizer": {"name": "adamw", "lr": 0.1}, "tracker": {"name": "wandb"}}
 
@@ -43,56 +43,58 @@ def a_plan(axis: str, values: list[str], **more: object) -> Plan:
 
 def test_a_run_that_differs_in_what_varies_tells_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert expected(a_plan("optimizer.lr", ["1", "2", "3"]), None, 2) == "known after the first job"
+    assert estimated_time(a_plan("optimizer.lr", ["1", "2", "3"]), None, 2) == "known after the first job"
     a_run(
         Path("outputs/2026-11-21/1-a"), 120.0, seed=7, tracker={"name": "none"}, optimizer={"name": "adamw", "lr": 3.0}
     )
-    said = expected(a_plan("optimizer.lr", ["1", "2", "3"]), None, 2)
+    said = estimated_time(a_plan("optimizer.lr", ["1", "2", "3"]), None, 2)
     assert said == "about 4 min, as outputs/2026-11-21/1-a took 2 min for 10 steps"
-    assert expected(a_plan("optimizer", ["adamw", "sgd"]), None, 1).startswith("about 4 min")
-    assert expected(a_plan("seed", ["1", "2"]), None, 2) == "known after the first job", "its learning rate is another"
-    assert expected(a_plan("recipe", ["a", "b"]), None, 2) == "known after the first job"
+    assert estimated_time(a_plan("optimizer", ["adamw", "sgd"]), None, 1).startswith("about 4 min")
+    assert estimated_time(a_plan("seed", ["1", "2"]), None, 2) == "known after the first job", (
+        "its learning rate is another"
+    )
+    assert estimated_time(a_plan("recipe", ["a", "b"]), None, 2) == "known after the first job"
     a_run(Path("outputs/2026-11-21/2-a"), 120.0)
-    said = expected(a_plan("steps", ["10", "20", "40"]), None, 1)
+    said = estimated_time(a_plan("steps", ["10", "20", "40"]), None, 1)
     assert said == "about 14 min, as outputs/2026-11-21/2-a took 2 min for 10 steps"
 
 
 def test_a_few_steps_are_no_evidence_for_many(tmp_path: Path) -> None:
     a_run(tmp_path / "2026-11-21" / "1-a", 40.0, steps=3)
-    assert earlier(a_plan("optimizer.lr", ["1"], steps=12), tmp_path) is not None
-    assert earlier(a_plan("optimizer.lr", ["1"], steps=2000), tmp_path) is None
+    assert find_earlier_run(a_plan("optimizer.lr", ["1"], steps=12), tmp_path) is not None
+    assert find_earlier_run(a_plan("optimizer.lr", ["1"], steps=2000), tmp_path) is None
     a_run(tmp_path / "2026-11-21" / "2-a", 4000.0, steps=2000)
-    assert earlier(a_plan("optimizer.lr", ["1"], steps=100), tmp_path) is None
+    assert find_earlier_run(a_plan("optimizer.lr", ["1"], steps=100), tmp_path) is None
 
 
 @pytest.mark.parametrize("more", [{"host": "elsewhere"}, {"state": "failed"}, {"attempt": 2}, {"batch": 3}], ids=str)
 def test_what_is_no_evidence(more: dict[str, object], tmp_path: Path) -> None:
     a_run(tmp_path / "2026-11-21" / "1-a", 120.0, **more)  # type: ignore[arg-type]
-    assert earlier(a_plan("optimizer.lr", ["1"]), tmp_path) is None
+    assert find_earlier_run(a_plan("optimizer.lr", ["1"]), tmp_path) is None
 
 
 def test_jobs_of_earlier_sweeps_and_stages_are_evidence(tmp_path: Path) -> None:
     stage = str(tmp_path / "stages" / "warm" / "0a1b" / "export")
     a_run(tmp_path / "sweeps" / "s" / "003", 20.0, init_from=stage)
-    found = earlier(a_plan("optimizer.lr", ["1"], init_from="recipe:warm"), tmp_path)
+    found = find_earlier_run(a_plan("optimizer.lr", ["1"], init_from="recipe:warm"), tmp_path)
     assert found is not None and found.seconds == 2.0 and found.source.endswith("sweeps/s/003")
-    assert earlier(a_plan("optimizer.lr", ["1"], init_from="recipe:other"), tmp_path) is None
+    assert find_earlier_run(a_plan("optimizer.lr", ["1"], init_from="recipe:other"), tmp_path) is None
 
 
 def test_the_first_job_that_is_done_tells_the_time_to_go(tmp_path: Path) -> None:
     made = a_plan("optimizer.lr", ["1", "2", "3"])
-    record = Record.begin(plans.create("a", tmp_path), 3)
-    assert remaining_s(made, record, {}) is None and first_done(made, record, {}) == ""
-    record.change(0, state="done", seconds=30.0)
+    record = SweepState.create(plans.create_sweep_folder("a", tmp_path), 3)
+    assert remaining_s(made, record, {}) is None and first_done_line(made, record, {}) == ""
+    record.update(0, state="done", seconds=30.0)
     assert remaining_s(made, record, {}) == 60.0
-    assert first_done(made, record, {}) == "time     about 60 s to go: job 0 took 30 s"
-    record.change(1, state="done", seconds=50.0)
+    assert first_done_line(made, record, {}) == "time     about 60 s to go: job 0 took 30 s"
+    record.update(1, state="done", seconds=50.0)
     assert remaining_s(made, record, {}) == 40.0
     assert remaining_s(made, record, {}, trials=5) == 120.0, "two more are to come"
-    record.change(2, state="failed")
-    assert first_done(made, record, {}) == "", "nothing is left"
+    record.update(2, state="failed")
+    assert first_done_line(made, record, {}) == "", "nothing is left"
 
 
 def test_times_are_spoken() -> None:
     times = {0.2: "1 s", 89: "89 s", 90: "2 min", 3599: "60 min", 3600: "1 h", 5400: "1 h 30 min", 200000: "2 d 7 h"}
-    assert {seconds: spoken(seconds) for seconds in times} == times
+    assert {seconds: duration_words(seconds) for seconds in times} == times

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.launch.ray.link import RAY_JOB, carried
-from runner.sweep.commands import status
+from runner.launch.ray.driver_connection import RAY_JOB, forwarded_env
+from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import RemoteJob
 from runner.sweep.executors.ray import RayExecutor
@@ -137,32 +137,32 @@ def test_a_silent_note_is_known_as_such(tmp_path: Path) -> None:
 
 def test_only_what_is_listed_leaves_this_machine() -> None:
     here = {"HF_TOKEN": "a", "WANDB_MODE": "b", "PATH": "c", "AWS_SECRET_ACCESS_KEY": "d", "RUNNER_CACHE": "e"}
-    assert carried(here) == {"HF_TOKEN": "a", "WANDB_MODE": "b", "RUNNER_CACHE": "e"}
+    assert forwarded_env(here) == {"HF_TOKEN": "a", "WANDB_MODE": "b", "RUNNER_CACHE": "e"}
 
 
 def test_of_a_ray_job_its_threads_go_where_its_user_has_set_them() -> None:
     """Ray sets one thread in what `ray job submit` starts, which is not the number of a rank's."""
     of_ray = {"OMP_NUM_THREADS": "1", RAY_JOB: "{}"}
     by_user = {"OMP_NUM_THREADS": "4", RAY_JOB: json.dumps({"runtime_env": {"env_vars": {"OMP_NUM_THREADS": "4"}}})}
-    assert carried(of_ray) == {} and carried(by_user) == {"OMP_NUM_THREADS": "4"}
+    assert forwarded_env(of_ray) == {} and forwarded_env(by_user) == {"OMP_NUM_THREADS": "4"}
 
 
 def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, _ = toy.start(tmp_path, ["good"] * 5)
-    record = toy.Record.read(folder)
+    record = toy.SweepState.read(folder)
     for index in range(4):
         path = folder.note(index)
-        record.change(index, state="waiting", identity={"token": f"t{index}", "note": str(path)})
+        record.update(index, state="waiting", identity={"token": f"t{index}", "note": str(path)})
         began = JobStatus(f"t{index}", "node7", 1, time.time() - 60, ("3",))
         if index < 3:
             began.write_end(path, -9) if index == 0 else began.write(path)
     os.utime(folder.note(2), (0.0, time.time() - 600))
     folder.run(4).status.unlink()
     here = {"on": "local", "token": "t4", "note": str(folder.note(4))}
-    record.change(4, state="waiting", identity=here)  # its sweep died as it started it
+    record.update(4, state="waiting", identity=here)  # its sweep died as it started it
     capsys.readouterr()
     before = folder.state.read_bytes()
-    assert status(str(folder.root)) == 0 and folder.state.read_bytes() == before
+    assert print_status(str(folder.root)) == 0 and folder.state.read_bytes() == before
     said = capsys.readouterr().out
     assert "1 waiting, 2 running, 1 killed, 1 interrupted; not running" in said
     assert "runs     job 1  on node7, without its sweep" in said

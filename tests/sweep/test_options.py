@@ -12,7 +12,7 @@ from runner.sweep.config import SweepConfig
 
 PACKAGE = Path(runner.sweep.__file__).parent.parent
 CLI = PACKAGE / "cli"
-PLACES = [*sorted((PACKAGE / "sweep").rglob("*.py")), CLI / "sweep.py", CLI / "axes.py"]
+PLACES = [*sorted((PACKAGE / "sweep").rglob("*.py")), CLI / "sweep.py", CLI / "sweep_axes.py"]
 READS = {
     node.attr
     for path in PLACES
@@ -28,4 +28,4 @@ def test_some_code_acts_on_it(name: str) -> None:
 
 
 def test_the_axes_of_a_recipe_are_read() -> None:
-    assert 'draft.sweep.get("over"' in (PACKAGE / "cli" / "axes.py").read_text()
+    assert 'draft.sweep.get("over"' in (PACKAGE / "cli" / "sweep_axes.py").read_text()

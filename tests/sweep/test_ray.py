@@ -15,9 +15,9 @@ import pytest
 
 from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import Need, kind_of
-from runner.launch.ray.link import actor_options
-from runner.sweep.commands import status
+from runner.launch.ray.driver_connection import actor_options
+from runner.launch.resources import ResourceRequest, kind_of
+from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executors.ray import RayExecutor
 from tests.ray_cluster import cluster
@@ -26,7 +26,7 @@ from tests.sweep.test_scheduler import ROOT, only_sweep
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(400)
-NPU = Need("npu", 1)
+NPU = ResourceRequest("npu", 1)
 PATIENCE_S = 120.0  # Ray needs seconds for each of its processes, and many where others work, too
 
 
@@ -65,7 +65,7 @@ def here(marker: str) -> set[int]:
     """Processes of this machine whose command line holds `marker`."""
     found = set()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and processes.identify(int(entry.name)) is not None:
+        if entry.name.isdigit() and processes.process_identity(int(entry.name)) is not None:
             try:
                 line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except OSError:
@@ -83,23 +83,23 @@ def executor_of(nodes: list[dict[str, float]], parallel: int | None = None) -> R
 def test_what_no_node_can_hold_is_refused_with_the_arithmetic() -> None:
     executor = executor_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 2}])
     with pytest.raises(EnvironmentProblem) as caught:
-        executor.check([NPU, Need("npu", 6)])
+        executor.check([NPU, ResourceRequest("npu", 6)])
     assert str(caught.value) == (
         "a job wants 6 NPUs of one node; 2 nodes of Ray at head:6379: 4 NPUs at most, 6 in all; "
         "lower launch.devices or launch.samplers"
     )
     with pytest.raises(EnvironmentProblem, match=r"wants 1 GPU of one node; .* no GPUs; `ray status`"):
-        executor.check([Need("cuda", 1)])
+        executor.check([ResourceRequest("cuda", 1)])
     assert executor.cards == ("npu",)
 
 
 def test_as_many_jobs_at_once_as_all_nodes_hold() -> None:
     executor = executor_of([{"CPU": 8, "NPU": 4}, {"CPU": 16, "NPU": 3}])
-    executor.check([Need("npu", 2)] * 10)
+    executor.check([ResourceRequest("npu", 2)] * 10)
     assert executor.parallel == 3
     assert executor.describe() == "2 NPUs each, of 7 on 2 nodes of Ray at head:6379; 3 jobs at once"
     limited = executor_of([{"CPU": 8}], parallel=2)
-    limited.check([Need("core", 3)] * 5)
+    limited.check([ResourceRequest("core", 3)] * 5)
     assert limited.parallel == 2
 
 
@@ -127,7 +127,7 @@ def test_four_jobs_get_four_cards_and_one_that_wants_eight_is_refused(tmp_path: 
 def test_a_job_that_no_node_can_hold_is_refused_at_once(
     tmp_path: Path, address: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder, code = toy.start(tmp_path, ["cards"], Need("npu", 8), on="ray", address=address)
+    folder, code = toy.start(tmp_path, ["cards"], ResourceRequest("npu", 8), on="ray", address=address)
     assert code == 2 and not folder.state.exists()
     assert "wants 8 NPUs of one node; 1 node of Ray" in capfd.readouterr().err
 
@@ -166,13 +166,13 @@ def test_jobs_go_on_without_the_sweep_and_a_resume_takes_them_up(
     until(lambda: '"ended": 1' in folder.note(1).read_text())
     capfd.readouterr()
     before = folder.state.read_bytes()
-    assert status(str(folder.root)) == 0 and folder.state.read_bytes() == before
+    assert print_status(str(folder.root)) == 0 and folder.state.read_bytes() == before
     said = capfd.readouterr().out
     assert "2 waiting, 1 running, 2 done; not running" in said and "runs     job 2  on" in said
-    toy.Record.read(folder).change(2, state="waiting")  # as if the sweep had died before it saw it begin
+    toy.SweepState.read(folder).update(2, state="waiting")  # as if the sweep had died before it saw it begin
     assert run(folder.root, "resume", names, grace_s=0.1).wait(PATIENCE_S) == 2, "another cluster started it again"
     resumed = run(folder.root, "resume", names, address=address)
-    until(lambda: "goes on, on" in folder.log.read_text())
+    until(lambda: "continues, on" in folder.log.read_text())
     (folder.run(2).root / "go").touch()
     assert resumed.wait(PATIENCE_S) == 0
     assert toy.states(folder) == ["done"] * 5 and [toy.starts(folder, index) for index in range(5)] == [1] * 5

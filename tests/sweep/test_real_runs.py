@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from runner.run_dir.folder import RunFolder
-from runner.sweep.plan import find
+from runner.sweep.plan import find_sweep
 from tests.small import JUDGED
 
 
@@ -37,7 +37,7 @@ def same_bytes(a: RunFolder, b: RunFolder) -> bool:
 def test_a_sweep_of_real_runs_ends_in_an_answer(tmp_path: Path) -> None:
     words = [word for word in JUDGED if not word.startswith("tracker")]
     out = run(tmp_path, "-m", *words, "optimizer.lr=1e-3,1e-2", "seed=1,2", "sweep.metric=eval/loss")
-    folder, plan = find(str(tmp_path / "outputs/sweeps/latest"))
+    folder, plan = find_sweep(str(tmp_path / "outputs/sweeps/latest"))
     rows = list(csv.DictReader(folder.table.read_text().splitlines()))
     assert [row["state"] for row in rows] == ["done"] * 4 and len({row["folder"] for row in rows}) == 4
     results = json.loads(folder.results.read_text())
@@ -72,7 +72,7 @@ def test_a_killed_sweep_of_real_runs_goes_on_to_the_same_bits(tmp_path: Path) ->
     process.wait()
     out = run(tmp_path, "sweep", "resume", "latest")
     assert "1 done" in out and "now 2 to run" in out
-    folder, plan = find(str(tmp_path / "outputs/sweeps/latest"))
+    folder, plan = find_sweep(str(tmp_path / "outputs/sweeps/latest"))
     attempts = [json.loads(folder.run(i).status.read_text())["attempt"] for i in range(3)]
     assert attempts == [1, 2, 1]
     for index in range(3):
@@ -121,7 +121,7 @@ def test_twelve_real_jobs_of_which_four_misbehave(tmp_path: Path) -> None:
     own = ["algorithm.group_size=4", "reward=function", "reward.path=rate.py:score", "reward.timeout_s=900"]
     sweep_own = ["sweep.parallel=2", "sweep.timeout_s=90", "sweep.grace_s=5", "sweep.metric=reward/mean"]
     out = run(tmp_path, "-m", *sampled, *small, *own, "seed=range(0,12)", *sweep_own, code=9)
-    folder, _ = find(str(tmp_path / "outputs/sweeps/latest"))
+    folder, _ = find_sweep(str(tmp_path / "outputs/sweeps/latest"))
     states = [row["state"] for row in csv.DictReader(folder.table.read_text().splitlines())]
     assert states == [
         "failed" if i in (3, 7) else "killed" if i == 5 else "timeout" if i == 9 else "done" for i in range(12)

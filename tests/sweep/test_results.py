@@ -8,6 +8,7 @@ import math
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
-from runner.sweep.plan import JobPlan, Plan, Ranking, Record, SweepFolder
+from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder, SweepState
 from runner.sweep.report import write_page
-from runner.sweep.results import T95, Results, Score, folds, gather, mean, write_files
+from runner.sweep.results import T95, Results, Score, aggregate_seeds, mean_with_interval, read_results, write_files
 from tests.tools.report.test_pages import BROWSER, NASTY, checked, in_a_browser
 
 MAX = Ranking("eval/accuracy", "max", "last", "sweep.metric")
@@ -25,21 +26,21 @@ MAX = Ranking("eval/accuracy", "max", "last", "sweep.metric")
 
 def sweep(where: Path, curves: dict[tuple[str, str], list[float]], ranking: Ranking | None = MAX) -> Results:
     """A finished sweep over (lr, seed) with these curves of eval/accuracy; an empty one is a failed job."""
-    folder = plans.create("toy", where)
+    folder = plans.create_sweep_folder("toy", where)
     jobs = list(
         JobPlan(i, {"optimizer.lr": lr, "seed": seed}, (f"optimizer.lr={lr}", f"seed={seed}"))
         for i, (lr, seed) in enumerate(curves)
     )
     made = Plan("toy", ("seed=1,2",), {"steps": 3}, jobs, {}, (ranking,) if ranking else ())
-    plans.write(folder, made)
-    record = Record.begin(folder, len(jobs))
+    plans.write_plan(folder, made)
+    record = SweepState.create(folder, len(jobs))
     for i, values in enumerate(curves.values()):
         folder.run(i).root.mkdir()
         folder.run(i).metrics.write_text(
             "".join(json.dumps({"step": s, "eval/accuracy": v}) + "\n" for s, v in enumerate(values, 1))
         )
-        record.change(i, **({"state": "done"} if values else {"state": "failed", "error": NASTY, "exit_code": 1}))
-    return gather(folder, made, record)
+        record.update(i, **({"state": "done"} if values else {"state": "failed", "error": NASTY, "exit_code": 1}))
+    return read_results(folder, made, record)
 
 
 CURVES = {
@@ -60,6 +61,20 @@ def test_the_last_value_wins_or_the_best_one(tmp_path: Path) -> None:
     assert results.best is not None and results.best.job.index == 4
 
 
+@pytest.mark.parametrize("take", ["last", "best"])
+def test_the_evaluation_before_the_first_step_ranks_nothing(tmp_path: Path, take: Any) -> None:
+    results = sweep(tmp_path, {("1", "1"): [0.3, 0.4], ("2", "1"): [0.2]}, replace(MAX, take=take))
+    for index in (0, 1):
+        path = results.folder.run(index).metrics
+        lines = path.read_text().splitlines()[: 2 - 2 * index]  # job 1 has been evaluated before training alone
+        path.write_text("".join(f"{line}\n" for line in ['{"step": 0, "eval/accuracy": 0.9}', *lines]))
+    record = SweepState.create(results.folder, 2)
+    record.update(0, state="done")
+    record.update(1, state="done")
+    again = read_results(results.folder, results.plan, record)
+    assert [one.scores for one in again.results] == [(Score(0.4, 2),), (None,)]
+
+
 def test_without_a_metric_the_first_usual_one_that_all_have(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES, None)
     assert [(ranking.metric, ranking.mode) for ranking in results.rankings] == [("eval/accuracy", "max")]
@@ -70,10 +85,10 @@ def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tm
     results = sweep(tmp_path, curves)
     for path in (results.folder.run(i).metrics for i in range(3)):  # as a run writes it
         path.write_text(path.read_text().replace("NaN", "null").replace("Infinity", "null"))
-    results = gather(results.folder, results.plan, Record.read(results.folder))
+    results = read_results(results.folder, results.plan, SweepState.read(results.folder))
     assert [row.values for row in results.results] == [None, (0.4,), (0.2,)]
     assert results.best is not None and results.best.job.index == 1
-    assert [(dict(f.varied), f.seeds, f.jobs) for f in folds(results)] == [
+    assert [(dict(f.varied), f.seeds, f.jobs) for f in aggregate_seeds(results)] == [
         ({"optimizer.lr": "1"}, 1, 2),
         ({"optimizer.lr": "2"}, 1, 1),
     ]
@@ -86,7 +101,7 @@ def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tm
     ]
     first = json.loads(results.folder.results.read_text())["jobs"][0]
     assert first["scores"] == {"eval/accuracy": {"value": None, "step": 2}} and first["last"] == {"eval/accuracy": None}
-    said = reports.ending(results)
+    said = reports.ending_lines(results)
     assert said[2].split()[3:6] == ["done", "2/3", "nan"] and any("1 of 2" in line for line in said)
     best = sweep(tmp_path / "best", curves, replace(MAX, take="best"))
     assert best.best is not None and best.best.values == (0.9,), "its checkpoint is kept"
@@ -95,18 +110,20 @@ def test_a_job_whose_last_value_is_not_finite_is_not_ranked_by_an_earlier_one(tm
 def test_only_a_job_that_is_done_can_win(tmp_path: Path) -> None:
     results = sweep(tmp_path, {("1", "1"): []})
     assert results.best is None
-    assert "best     none" in "\n".join(reports.ending(results))
+    assert "best     none" in "\n".join(reports.ending_lines(results))
 
 
 def test_a_tie_is_said(tmp_path: Path) -> None:
-    said = reports.ending(sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]}))
+    said = reports.ending_lines(
+        sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]})
+    )
     assert "best     job 0  lr=1 seed=1  eval/accuracy 0.5 at step 1 (as 2 other jobs; this is the first)" in said
-    said = reports.ending(sweep(tmp_path, CURVES))
+    said = reports.ending_lines(sweep(tmp_path, CURVES))
     assert "best     job 2  lr=2 seed=1  eval/accuracy 0.7 at step 2" in said
 
 
 def test_seeds_are_folded_to_mean_and_interval(tmp_path: Path) -> None:
-    found = folds(sweep(tmp_path, CURVES))
+    found = aggregate_seeds(sweep(tmp_path, CURVES))
     assert [(dict(f.varied), f.seeds, f.means[0].value) for f in found] == [
         ({"optimizer.lr": "2"}, 1, 0.7),
         ({"optimizer.lr": "1"}, 2, 0.55),
@@ -118,7 +135,7 @@ def test_seeds_are_folded_to_mean_and_interval(tmp_path: Path) -> None:
 
 @given(st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=60))
 def test_the_mean_and_its_spread(values: list[float]) -> None:
-    one = mean(values)
+    one = mean_with_interval(values)
     assert one.value == pytest.approx(statistics.fmean(values), abs=1e-9)
     quantile = T95[len(values) - 2] if len(values) <= 31 else 1.96
     assert one.half_width == pytest.approx(quantile * statistics.stdev(values) / math.sqrt(len(values)), abs=1e-9)
@@ -158,26 +175,26 @@ SPEED = Ranking("perf/tokens_per_s", "max", "last", "sweep.metric")
 
 def of_two(where: Path, points: list[tuple[float, float | None]]) -> Results:
     """A finished sweep with these values of eval/loss (less is better) and perf/tokens_per_s (more is better)."""
-    folder = plans.create("toy", where)
+    folder = plans.create_sweep_folder("toy", where)
     jobs = [JobPlan(i, {"n": str(i)}, (f"n={i}",)) for i in range(len(points))]
     made = Plan("toy", (), {"steps": 1}, jobs, {}, (Ranking("eval/loss", "min", "last", "sweep.metric"), SPEED))
-    plans.write(folder, made)
-    record = Record.begin(folder, len(jobs))
+    plans.write_plan(folder, made)
+    record = SweepState.create(folder, len(jobs))
     for i, (loss, speed) in enumerate(points):
         folder.run(i).root.mkdir()
         row = {"step": 1, "eval/loss": loss} | ({} if speed is None else {SPEED.metric: speed})
         folder.run(i).metrics.write_text(json.dumps(row) + "\n")
-        record.change(i, state="done")
-    return gather(folder, made, record)
+        record.update(i, state="done")
+    return read_results(folder, made, record)
 
 
 def test_several_metrics_have_a_front_and_no_winner(tmp_path: Path) -> None:
     results = of_two(tmp_path, [(0.5, 10), (0.4, 5), (0.6, 9), (0.4, 6), (0.3, 1), (0.1, None)])
-    assert results.best is None and [row.job.index for row in results.front] == [4, 3, 0]
+    assert results.best is None and [row.job.index for row in results.pareto_front] == [4, 3, 0]
     write_files(results)
     content = json.loads(results.folder.results.read_text())
     assert (content["best"], content["front"]) == (None, [4, 3, 0])
-    said = reports.ending(results)
+    said = reports.ending_lines(results)
     assert "best     3 jobs of 6: no other is as good in all metrics and better in one (the Pareto front)" in said
     assert sum(line.startswith("again    run n=") for line in said) == 3
     write_page(results)
@@ -198,7 +215,7 @@ def test_a_browser_draws_the_front(tmp_path: Path, theme: str) -> None:
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(points=st.lists(st.tuples(st.integers(0, 4).map(float), st.integers(0, 4).map(float)), min_size=1, max_size=12))
 def test_the_front_is_what_nobody_beats(points: list[tuple[float, float | None]], tmp_path: Path) -> None:
-    front = {row.job.index for row in of_two(tmp_path, points).front}
+    front = {row.job.index for row in of_two(tmp_path, points).pareto_front}
     for i, (loss, speed) in enumerate(points):
         beaten = any(a <= loss and b >= speed and (a, b) != (loss, speed) for a, b in points)
         assert (i in front) == (not beaten and (loss, speed) not in points[:i])
@@ -227,7 +244,7 @@ def test_a_damaged_file_of_one_job_costs_no_other_its_results(tmp_path: Path) ->
 
 def test_a_plan_is_read_as_it_was_written(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES)
-    folder, again = plans.find(str(results.folder.root))
+    folder, again = plans.find_sweep(str(results.folder.root))
     assert again == results.plan and isinstance(folder, SweepFolder)
 
 

@@ -21,10 +21,10 @@ from runner.core import subprocess as processes
 from runner.core.errors import EnvironmentProblem, SpecError
 from runner.run_dir.folder import RunFolder, is_locked
 from runner.sweep import commands
-from runner.sweep.commands import status
+from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executors.local import LocalExecutor
-from runner.sweep.plan import Record, SweepFolder, find
+from runner.sweep.plan import SweepFolder, SweepState, find_sweep
 from tests.sweep import toy
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,14 +63,14 @@ def only_sweep(where: Path) -> SweepFolder:
     return SweepFolder(root)
 
 
-def resume_here(folder: SweepFolder, wanted: commands.Wanted) -> int:
+def resume_here(folder: SweepFolder, wanted: commands.ResumeSelection) -> int:
     """Resume a sweep that is to be refused, with the options' defaults."""
     options = SweepConfig()
-    return commands.resume(*find(str(folder.root)), wanted, options, LocalExecutor(options))
+    return commands.resume_sweep(*find_sweep(str(folder.root)), wanted, options, LocalExecutor(options))
 
 
 def alive(pid: int) -> bool:
-    return processes.identify(pid) is not None
+    return processes.process_identity(pid) is not None
 
 
 def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -186,7 +186,7 @@ def test_a_killed_sweep_loses_nothing(tmp_path: Path, sweep_process: Start) -> N
     assert toy.resume(folder, names) == 9
     assert [toy.starts(folder, index) for index in range(5)] == [1, 1, 2, 1, 1]
     assert toy.states(folder) == ["done", "failed", "done", "done", "done"]
-    assert toy.resume(folder, ["good"] * 5, commands.Wanted(retry_failed=True)) == 0
+    assert toy.resume(folder, ["good"] * 5, commands.ResumeSelection(retry_failed=True)) == 0
     assert [toy.starts(folder, index) for index in range(5)] == [1, 2, 2, 1, 1]
 
 
@@ -205,10 +205,10 @@ def test_a_resume_waits_for_a_job_that_is_still_saving_then_kills_it(tmp_path: P
 def test_what_was_handed_over_elsewhere_is_not_started_here(tmp_path: Path) -> None:
     folder, _ = toy.start(tmp_path, ["good", "raises"])
     given = {"on": "ray", "token": "t", "note": str(folder.note(1))}
-    Record.read(folder).change(1, state="running", identity=given)
+    SweepState.read(folder).update(1, state="running", identity=given)
     before = folder.state.read_bytes()
-    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; go on with"):
-        resume_here(folder, commands.Wanted())
+    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; continue"):
+        resume_here(folder, commands.ResumeSelection())
     assert folder.state.read_bytes() == before and toy.starts(folder, 1) == 1
 
 
@@ -222,18 +222,18 @@ def test_a_report_of_a_sweep_that_was_killed_knows_that_its_jobs_have_ended(
     folder = only_sweep(tmp_path)
     pid = int((folder.run(1).root / "starts").read_text())
     until(lambda: not alive(pid))
-    assert toy.states(folder) == ["done", "running"] and commands.report(str(folder.root)) == 0
+    assert toy.states(folder) == ["done", "running"] and commands.rewrite_report(str(folder.root)) == 0
     assert [job["state"] for job in json.loads(folder.results.read_text())["jobs"]] == ["done", "interrupted"]
 
 
 def test_only_names_the_jobs_and_finished_ones_are_left_alone(tmp_path: Path) -> None:
     folder, _ = toy.start(tmp_path, ["good", "raises", "raises"])
-    assert toy.resume(folder, ["good"] * 3, commands.Wanted(only=(2,))) == 9
+    assert toy.resume(folder, ["good"] * 3, commands.ResumeSelection(only=(2,))) == 9
     assert toy.states(folder) == ["done", "failed", "done"]
     with pytest.raises(EnvironmentProblem, match="job 0 is done"):
-        resume_here(folder, commands.Wanted(only=(0,)))
+        resume_here(folder, commands.ResumeSelection(only=(0,)))
     with pytest.raises(EnvironmentProblem, match="the jobs are 0 to 2"):
-        resume_here(folder, commands.Wanted(only=(3,)))
+        resume_here(folder, commands.ResumeSelection(only=(3,)))
     assert toy.resume(folder, ["raises"] * 3) == 9  # nothing is left to do, and one has failed
     assert [toy.starts(folder, index) for index in range(3)] == [1, 1, 2]
 
@@ -244,7 +244,7 @@ def test_a_resume_needs_room_for_what_is_left_only(tmp_path: Path) -> None:
     content = json.loads(folder.plan.read_text())
     content["jobs"][0]["need"]["count"] = 10_000
     folder.plan.write_text(json.dumps(content))
-    assert toy.resume(folder, ["good", "good"], commands.Wanted(retry_failed=True)) == 0
+    assert toy.resume(folder, ["good", "good"], commands.ResumeSelection(retry_failed=True)) == 0
     assert [toy.starts(folder, index) for index in (0, 1)] == [1, 2]
     assert toy.resume(folder, ["good", "good"], parallel=3) == 0, "nothing is left"
 
@@ -253,7 +253,7 @@ def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     folder, _ = toy.start(tmp_path, ["good", "raises"])
     folder.spec(1).write_text("n: 7\nsteps: 2\nmore: 1\n")
     with pytest.raises(SpecError) as caught:
-        resume_here(folder, commands.Wanted(retry_failed=True))
+        resume_here(folder, commands.ResumeSelection(retry_failed=True))
     text = str(caught.value)
     assert "n: was 1 when the sweep began, is 7; put it back" in text and "more: was not there" in text
     assert "jobs/001.yaml" in text
@@ -264,9 +264,9 @@ def test_one_sweep_is_run_by_one_process(tmp_path: Path, sweep_process: Start) -
     until(lambda: list(tmp_path.glob("*/000/metrics.jsonl")))
     folder = only_sweep(tmp_path)
     with pytest.raises(EnvironmentProblem, match="is running this job"):
-        resume_here(folder, commands.Wanted())
+        resume_here(folder, commands.ResumeSelection())
     lock = (folder.root / ".lock").read_bytes()
-    assert status(str(folder.root)) == 0 and is_locked(RunFolder(folder.root))
+    assert print_status(str(folder.root)) == 0 and is_locked(RunFolder(folder.root))
     (folder.run(0).root / "go").touch()
     assert process.wait(DEADLINE_S) == 0
     with locked_by_who_asks(folder):
@@ -334,5 +334,5 @@ def test_jobs_work_where_the_sweep_was_begun(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(begun)
     folder, _ = toy.start(tmp_path / "sweeps", ["raises"])
     monkeypatch.chdir(other)
-    assert toy.resume(folder, ["place"], commands.Wanted(retry_failed=True)) == 0
+    assert toy.resume(folder, ["place"], commands.ResumeSelection(retry_failed=True)) == 0
     assert folder.output(0).read_text().endswith(f"{begun}\n")

@@ -16,19 +16,19 @@ import pytest
 from rich.console import Console
 
 from runner.sweep import plan as plans
-from runner.sweep.plan import JobPlan, Plan, Ranking, Record
+from runner.sweep.plan import JobPlan, Plan, Ranking, SweepState
 from runner.sweep.progress import SweepScreen, remaining_s
 from runner.sweep.results import MetricsTail
-from runner.sweep.scheduler import Running
+from runner.sweep.scheduler import RunningJob
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def sweep(where: Path, count: int) -> tuple[Plan, Record, plans.SweepFolder]:
+def sweep(where: Path, count: int) -> tuple[Plan, SweepState, plans.SweepFolder]:
     jobs = list(JobPlan(i, {"optimizer.lr": "0.1", "seed": f"{i}\x1b[2J"}) for i in range(count))
     made = Plan("toy", (), {"steps": 10}, jobs, {}, (Ranking("eval/loss", "min", "last", "x"),))
-    folder = plans.create("toy", where)
-    return made, Record.begin(folder, count), folder
+    folder = plans.create_sweep_folder("toy", where)
+    return made, SweepState.create(folder, count), folder
 
 
 def watched(path: Path, steps: list[int]) -> MetricsTail:
@@ -40,7 +40,9 @@ def watched(path: Path, steps: list[int]) -> MetricsTail:
     return watch
 
 
-def drawn(made: Plan, record: Record, folder: plans.SweepFolder, running: dict[int, Running], height: int) -> list[str]:
+def drawn(
+    made: Plan, record: SweepState, folder: plans.SweepFolder, running: dict[int, RunningJob], height: int
+) -> list[str]:
     stream = io.StringIO()
     screen = SweepScreen(folder, made, record, stream=stream)
     screen.show(running)
@@ -63,15 +65,15 @@ class Eight:
         raise AssertionError(number)
 
 
-def running(tmp_path: Path, steps: list[int]) -> Running:
-    return Running(Eight(), watched(tmp_path / "m.jsonl", steps), since=time.monotonic() - Eight.seconds)
+def running(tmp_path: Path, steps: list[int]) -> RunningJob:
+    return RunningJob(Eight(), watched(tmp_path / "m.jsonl", steps), since=time.monotonic() - Eight.seconds)
 
 
 @pytest.mark.parametrize("height", [10, 24, 60])
 def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -> None:
     made, record, folder = sweep(tmp_path, 40)
-    record.change(7, state="failed", error="x")
-    record.change(20, state="running", attempts=1)
+    record.update(7, state="failed", error="x")
+    record.update(20, state="running", attempts=1)
     lines = drawn(made, record, folder, {20: running(tmp_path, [1, 4])}, height)
     assert len(lines) <= height
     rows = [line.split() for line in lines if "0.1" in line]
@@ -83,8 +85,8 @@ def test_the_table_fits_and_shows_what_runs_first(tmp_path: Path, height: int) -
 
 def test_the_time_to_go_is_said_once_it_is_known(tmp_path: Path) -> None:
     made, record, _ = sweep(tmp_path, 3)
-    record.change(0, state="done")
-    record.change(1, state="running")
+    record.update(0, state="done")
+    record.update(1, state="running")
     assert remaining_s(made, record, {}) is None
     one = running(tmp_path, [5, 9])  # four steps in 8 s were seen: a resumed job's earlier ones are no pace
     assert remaining_s(made, record, {1: one}) == pytest.approx((1 + 10) * 2.0, rel=0.1)

@@ -1,4 +1,4 @@
-"""Searches: they find what is good, stop what is hopeless, and go on where they were killed."""
+"""Searches: they find what is good, stop what is hopeless, and continue where they were killed."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.expand import Expansion, expand
+from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep import plan as plans
 from runner.sweep import search as searches
 from runner.sweep.config import SweepConfig
 from runner.sweep.job import from_json
-from runner.sweep.plan import JobPlan, Plan, Ranking, Record, SweepFolder, find
-from runner.sweep.results import MetricsTail, gather
-from runner.sweep.search import Propose, Trials
-from runner.sweep.space import Dimension, Search
+from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder, SweepState, find_sweep
+from runner.sweep.results import MetricsTail, read_results
+from runner.sweep.search import OptunaTrials, Propose
+from runner.sweep.space import Dimension, SearchSpace
 from tests.sweep import toy
 
 pytest.importorskip("optuna")
@@ -55,7 +55,7 @@ def test_the_space_is_hydras_grammar(workdir: Path) -> None:
     assert (seed.kind, seed.low, seed.high, seed.step) == ("int", 0, 9, 3)
     assert which.values == (("optimizer=adamw", "adamw"), ("optimizer=sgd", "sgd"))
     assert space("algorithm.batch_size=int(interval(8,64))")["algorithm.batch_size"].kind == "int"
-    assert lr.typed(0.001234567) == ("optimizer.lr=0.00123457", "0.00123457")
+    assert lr.override_for(0.001234567) == ("optimizer.lr=0.00123457", "0.00123457")
 
 
 def test_a_recipe_can_be_a_search(workdir: Path) -> None:
@@ -81,14 +81,14 @@ def test_recipes_and_components_are_dimensions(workdir: Path) -> None:
     assert [d.name for d in found.space] == [
         "recipe", "optimizer", "+recipe=a: optimizer.lr", "+recipe=a: seed", "+recipe=b: algorithm.beta",
     ]  # fmt: skip
-    search = Search(found.space, found.fixed)
+    search = SearchSpace(found.space, found.fixed)
     corners = [varied for _, varied in search.corners()]
     assert {(v["recipe"], v["optimizer"]) for v in corners} == {(r, o) for r in "ab" for o in ("adamw", "sgd")}
     assert all(("algorithm.beta" in v) == (v["recipe"] == "b") == ("seed" not in v) for v in corners)
     values = {"recipe": "+recipe=b", "optimizer": "optimizer=sgd", "+recipe=b: algorithm.beta": 0.25}
     assert [d.name for d in search.only_in(values)] == ["+recipe=b: algorithm.beta"]
     assert search.words(values)[0] == ["+recipe=b", "optimizer=sgd", "algorithm.beta=0.25"]
-    again = from_json(Search, json.loads(json.dumps(asdict(search))))
+    again = from_json(SearchSpace, json.loads(json.dumps(asdict(search))))
     assert again == search
 
 
@@ -160,21 +160,21 @@ def test_killed_half_way_it_goes_on(tmp_path: Path) -> None:
     process.wait()
     [root] = [path for path in tmp_path.iterdir() if not path.is_symlink()]
     folder = SweepFolder(root)
-    begun = len(find(str(root))[1].jobs)
+    begun = len(find_sweep(str(root))[1].jobs)
     assert begun < 8
     assert toy.go_on(folder, ["curve"]) == 0
     assert toy.states(folder) == ["done"] * 8 and study(folder) == ["COMPLETE"] * 8
     assert [toy.starts(folder, i) for i in range(begun - 1)] == [1] * (begun - 1)
     assert toy.go_on(folder, ["curve"], trials=10) == 0  # a search can be made longer
-    assert len(Record.read(folder)) == 10
+    assert len(SweepState.read(folder)) == 10
 
 
 def test_failures_are_told_and_a_second_try_counts(tmp_path: Path) -> None:
     folder, code = toy.search(tmp_path, ["curve", "raises"], trials=4, parallel=1)
     assert (code, toy.states(folder)) == (9, ["done", "failed"] * 2)
     assert study(folder) == ["COMPLETE", "FAIL"] * 2
-    found, made = find(str(folder.root))
-    wanted, options = toy.commands.Wanted(retry_failed=True), toy.SweepConfig.model_validate(made.options)
+    found, made = find_sweep(str(folder.root))
+    wanted, options = toy.commands.ResumeSelection(retry_failed=True), toy.SweepConfig.model_validate(made.options)
     assert toy.resume_with(found, wanted, options, toy.command_of(found, ["curve"]), toy.propose) == 0
     assert sorted(study(folder)) == ["COMPLETE"] * 4 + ["FAIL"] * 2
 
@@ -199,27 +199,27 @@ class Simulated:
     """A search whose jobs are done at once, with these values of a loss and a speed; no process runs."""
 
     def __init__(self, where: Path, space: tuple[Dimension, ...], rankings: tuple[Ranking, ...] = (LOSS,)) -> None:
-        self.folder = plans.create("toy", where)
-        self.plan = Plan("toy", (), {"seed": 3}, [], {}, rankings, Search(space, ()))
-        plans.write(self.folder, self.plan)
+        self.folder = plans.create_sweep_folder("toy", where)
+        self.plan = Plan("toy", (), {"seed": 3}, [], {}, rankings, SearchSpace(space, ()))
+        plans.write_plan(self.folder, self.plan)
         self.said: list[str] = []
-        self.record = Record.begin(self.folder, 0)
+        self.record = SweepState.create(self.folder, 0)
 
     def run(
         self, trials: int, propose: Propose = toy.propose, tell: bool = True, **options: object
     ) -> list[dict[str, str]]:
         config = SweepConfig.model_validate({"search": "optuna", "trials": trials, **options})
-        source = Trials(self.folder, self.plan, config, propose, self.said.append)
-        while (job := source.next()) is not None:
-            plans.append(self.folder, self.plan, job)
-            self.record.grow(len(self.plan.jobs))
+        source = OptunaTrials(self.folder, self.plan, config, propose, self.said.append)
+        while (job := source.propose_next()) is not None:
+            plans.append_job(self.folder, self.plan, job)
+            self.record.extend_to(len(self.plan.jobs))
             self.folder.run(job.index).root.mkdir()
             x, y = (float(job.varied.get(key, 1)) for key in "xy")
             row = {"step": 1, "eval/loss": (math.log10(x) + 2) ** 2 + y / 64, "perf/speed": y}
             self.folder.run(job.index).metrics.write_text(json.dumps(row) + "\n")
-            self.record.change(job.index, state="done")
+            self.record.update(job.index, state="done")
             if tell:
-                source.ended(job.index, self.record[job.index])
+                source.record_end(job.index, self.record[job.index])
         return [dict(job.varied) for job in self.plan.jobs]
 
 
@@ -256,7 +256,7 @@ def test_several_metrics_are_searched_together(tmp_path: Path) -> None:
     )
     command = [sys.executable, "-W", "ignore", "-c", program, str(search.folder.root / "optuna.log")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    front = sorted(row.job.index for row in gather(search.folder, search.plan, search.record).front)
+    front = sorted(row.job.index for row in read_results(search.folder, search.plan, search.record).pareto_front)
     assert said == ["MINIMIZE", "MAXIMIZE", "eval/loss", "perf/speed", *map(str, front)] and 1 < len(front) < 25
 
 
@@ -271,15 +271,15 @@ def test_a_crash_between_the_end_of_a_job_and_the_study(tmp_path: Path) -> None:
 def test_what_was_reported_before_a_crash_is_not_reported_again(tmp_path: Path) -> None:
     search = Simulated(tmp_path, (X,))
     search.run(1, tell=False)
-    search.record.change(0, state="running")
+    search.record.update(0, state="running")
     watch = MetricsTail(search.folder.run(0).metrics)
     watch.read()
     config = SweepConfig.model_validate({"search": "optuna", "trials": 1, "prune": True})
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="The reported value is ignored")
         for _ in range(2):  # the second is a resume
-            source = Trials(search.folder, search.plan, config, toy.propose, search.said.append)
-            assert not source.is_hopeless(0, watch)
+            source = OptunaTrials(search.folder, search.plan, config, toy.propose, search.said.append)
+            assert not source.should_prune(0, watch)
 
 
 def test_a_proposal_that_is_no_job_is_said_and_another_is_drawn(tmp_path: Path) -> None:
@@ -324,15 +324,15 @@ def test_what_a_sampler_cannot_do_is_refused(
     space: tuple[Dimension, ...], options: dict[str, str], objectives: int, message: str
 ) -> None:
     config = SweepConfig.model_validate({"search": "optuna", "trials": 9, **options})
-    [problem] = searches.unfit(config, Search(space, ()), objectives)
+    [problem] = searches.search_problems(config, SearchSpace(space, ()), objectives)
     assert message in problem.message
 
 
 def test_what_is_missing_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "find_spec", lambda name: None if name in ("cmaes", "scipy") else name)
-    assert searches.load("tpe") is not None
+    assert searches.load_optuna("tpe") is not None
     for name, package in (("cmaes", "cmaes"), ("gp", "scipy"), ("qmc", "scipy")):
         with pytest.raises(EnvironmentProblem) as caught:
-            searches.load(name)
+            searches.load_optuna(name)
         said = f"sweep.sampler={name} needs the package {package}: pip install 'posttrain-run[optuna]'"
         assert str(caught.value) == said

@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import need_of, placed
-from runner.sweep.executors.local import LocalExecutor, cards_here, environment
+from runner.sweep.executor import placement_text, request_of
+from runner.sweep.executors.local import LocalExecutor, cards_here, visible_devices_env
 
 
-def slots_for(needs: list[Need], parallel: int | None) -> LocalExecutor:
+def slots_for(needs: list[ResourceRequest], parallel: int | None) -> LocalExecutor:
     executor = LocalExecutor(SweepConfig(parallel=parallel))
     executor.check(needs)
     return executor
@@ -22,12 +22,12 @@ def slots_for(needs: list[Need], parallel: int | None) -> LocalExecutor:
 
 def test_each_job_gets_cards_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "4,5,6,7")
-    slots = slots_for([Need("npu", 1)] * 6, None)
-    got = [slots.acquire(Need("npu", 1)) for _ in range(5)]
+    slots = slots_for([ResourceRequest("npu", 1)] * 6, None)
+    got = [slots.acquire(ResourceRequest("npu", 1)) for _ in range(5)]
     assert got == [("4",), ("5",), ("6",), ("7",), None]
-    assert environment(Need("npu", 1), ("6",)) == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
-    slots.release(Need("npu", 1), ("5",))
-    assert slots.acquire(Need("npu", 1)) == ("5",)
+    assert visible_devices_env(ResourceRequest("npu", 1), ("6",)) == {"ASCEND_RT_VISIBLE_DEVICES": "6"}
+    slots.release(ResourceRequest("npu", 1), ("5",))
+    assert slots.acquire(ResourceRequest("npu", 1)) == ("5",)
 
 
 def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,51 +36,51 @@ def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.Mo
         EnvironmentProblem,
         match=r"wants 8 NPUs, and 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1,2,3\); lower launch.devices or",
     ):
-        slots_for([Need("npu", 8)], None)
+        slots_for([ResourceRequest("npu", 8)], None)
     with pytest.raises(EnvironmentProblem, match=r"this machine has \d+; lower device.threads, launch.devices or"):
-        slots_for([Need("core", 10**6)], None)
+        slots_for([ResourceRequest("core", 10**6)], None)
     with pytest.raises(EnvironmentProblem, match="0,1,,3: an empty entry"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,,3")
-        slots_for([Need("npu", 1)], None)
+        slots_for([ResourceRequest("npu", 1)], None)
     with pytest.raises(SpecError, match="5 jobs do not fit at once: there are 4 NPU"):
-        slots_for([Need("npu", 1)] * 6, 5)
+        slots_for([ResourceRequest("npu", 1)] * 6, 5)
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=30), st.data())
 def test_no_device_is_ever_held_twice(counts: list[int], data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,GPU-abc")
-        slots = slots_for([Need("cuda", c) for c in counts], None)
-        held: list[tuple[Need, tuple[str, ...]]] = []
+        slots = slots_for([ResourceRequest("cuda", c) for c in counts], None)
+        held: list[tuple[ResourceRequest, tuple[str, ...]]] = []
         for count in counts:
-            while (got := slots.acquire(Need("cuda", count))) is None:
+            while (got := slots.acquire(ResourceRequest("cuda", count))) is None:
                 slots.release(*held.pop(data.draw(st.integers(0, len(held) - 1))))
-            held.append((Need("cuda", count), got))
+            held.append((ResourceRequest("cuda", count), got))
             flat = [d for _, devices in held for d in devices]
             assert len(flat) == len(set(flat)) <= 4
 
 
 def test_where_a_job_runs_is_said() -> None:
-    assert placed(Need("core", 2), ("0", "1")) == "core 0,1"
-    assert placed(Need("core", 2), ("node7",)) == "node7"
-    assert placed(Need("npu", 1), ("node7:3",)) == "npu node7:3"
+    assert placement_text(ResourceRequest("core", 2), ("0", "1")) == "core 0,1"
+    assert placement_text(ResourceRequest("core", 2), ("node7",)) == "node7"
+    assert placement_text(ResourceRequest("npu", 1), ("node7:3",)) == "npu node7:3"
 
 
 def test_what_a_job_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert need_of(compose_job(["device.threads=3"]).spec, cards_here()) == Need("core", 3)
-    assert need_of(compose_job(["device=cuda"]).spec, cards_here()) == Need("cuda", 1)
+    assert request_of(compose_job(["device.threads=3"]).spec, cards_here()) == ResourceRequest("core", 3)
+    assert request_of(compose_job(["device=cuda"]).spec, cards_here()) == ResourceRequest("cuda", 1)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0")
-    assert need_of(compose_job(["device=auto"]).spec, cards_here()) == Need("npu", 1)
+    assert request_of(compose_job(["device=auto"]).spec, cards_here()) == ResourceRequest("npu", 1)
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert need_of(compose_job(["device=auto"]).spec, cards_here()) == Need("core", 1)
+    assert request_of(compose_job(["device=auto"]).spec, cards_here()) == ResourceRequest("core", 1)
 
 
 @pytest.mark.parametrize("address", ["auto", "10.0.0.1:6379"])
 def test_a_job_on_a_cluster_of_its_own_choice_is_no_job_of_a_sweep(address: str) -> None:
     spec = compose_job(["+recipe=sft_demo", "device=cpu", "launch=ray", f"launch.address={address}"]).spec
     with pytest.raises(SpecError) as caught:
-        need_of(spec, ())
+        request_of(spec, ())
     [problem] = caught.value.problems
     assert problem.key == "launch.address"
     assert problem.message.endswith(f"; type launch=local sweep.on=ray sweep.address={address}")

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import Need
-from runner.launch.slurm.commands import OVER, numbered, words
+from runner.launch.resources import ResourceRequest
+from runner.launch.slurm.commands import FINISHED_STATES, error_text, parse_card_numbers
 from runner.sweep import commands
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.executors.slurm import Entry, SlurmExecutor, array_of, read_queue, resources
+from runner.sweep.executors.slurm import QueueEntry, SlurmExecutor, array_spec, read_queue, submitit_options
 from runner.sweep.job import JobAttempt
 from runner.sweep.plan import SweepFolder
 from tests.sweep import slurm_stand_in, toy
@@ -91,13 +91,13 @@ def runs(where: Path, index: int) -> bool:
     return bool(list(where.glob(f"*-toy-*/{index:03}/metrics.jsonl")))
 
 
-def in_slurm(folder: SweepFolder) -> dict[int, tuple[str, Entry]]:
+def in_slurm(folder: SweepFolder) -> dict[int, tuple[str, QueueEntry]]:
     """What Slurm has of a sweep: job → its name there, its state."""
     return {index: (f"{entry.array}_{index}", entry) for (_, index), entry in read_queue(folder.root.name).items()}
 
 
 def goes_on(folder: SweepFolder) -> bool:
-    return any(entry.state not in OVER for _, entry in in_slurm(folder).values())
+    return any(entry.state not in FINISHED_STATES for _, entry in in_slurm(folder).values())
 
 
 def at_once(folder: SweepFolder, jobs: int) -> int:
@@ -106,7 +106,9 @@ def at_once(folder: SweepFolder, jobs: int) -> int:
     return max(sum(one["began"] <= other["began"] < one["ended"] for one in notes) for other in notes)
 
 
-def resume(folder: SweepFolder, names: list[str], wanted: commands.Wanted | None = None, **options: object) -> int:
+def resume(
+    folder: SweepFolder, names: list[str], wanted: commands.ResumeSelection | None = None, **options: object
+) -> int:
     return toy.resume(folder, names, wanted, on="slurm", **options)
 
 
@@ -135,7 +137,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
     process.wait()
     folder = only_sweep(tmp_path)
     capfd.readouterr()
-    assert commands.status(str(folder.root)) == 0
+    assert commands.print_status(str(folder.root)) == 0
     told = capfd.readouterr().out
     assert "1 done, 1 failed" in told and "job 2  on" in told and "job 3  in Slurm: JobArrayTaskLimit" in told
     (folder.run(2).root / "go").touch()
@@ -143,7 +145,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
     assert resume(folder, names, parallel=1) == 9
     assert toy.states(folder) == ["done", "failed", "done", "done", "done"]
     assert [toy.starts(folder, index) for index in range(5)] == [1] * 5
-    assert resume(folder, ["good"] * 5, commands.Wanted(retry_failed=True)) == 0
+    assert resume(folder, ["good"] * 5, commands.ResumeSelection(retry_failed=True)) == 0
     assert [toy.starts(folder, index) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
@@ -177,7 +179,7 @@ def test_no_more_at_once_where_some_jobs_are_taken_up_and_others_started(tmp_pat
     process.wait()
     folder = only_sweep(tmp_path)
     (folder.run(1).root / "go").touch()
-    assert resume(folder, ["good", "saves"], commands.Wanted(retry_failed=True), parallel=1) == 0
+    assert resume(folder, ["good", "saves"], commands.ResumeSelection(retry_failed=True), parallel=1) == 0
     assert at_once(folder, 2) == 1 and toy.starts(folder, 1) == 1
 
 
@@ -279,8 +281,8 @@ def test_what_slurm_refuses_is_said_in_its_words_before_anything_is_made(
     tmp_path: Path, cluster: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for options, need, said in (
-        ({"partition": "nope"}, Need(), "Invalid partition name specified"),
-        ({}, Need("npu", 99), "Requested node configuration is not available"),
+        ({"partition": "nope"}, ResourceRequest(), "Invalid partition name specified"),
+        ({}, ResourceRequest("npu", 99), "Requested node configuration is not available"),
     ):
         _, code = toy.start(tmp_path, ["good"], need, on="slurm", **options)
         assert code == 2
@@ -292,7 +294,7 @@ def test_what_slurm_refuses_is_said_in_its_words_before_anything_is_made(
 def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse_npus(need: Need, *_: object) -> str:
+    def refuse_npus(need: ResourceRequest, *_: object) -> str:
         if need.kind == "npu":
             raise EnvironmentProblem("Slurm refuses the jobs")
         return "17"
@@ -301,7 +303,7 @@ def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
     monkeypatch.setattr(executor, "_sbatch", refuse_npus)
     paths = {"run": "", "log": "", "place": "", "note": str(tmp_path / "jobs" / "note.json")}
     taken, refused = (
-        executor.submit(Need(kind), JobAttempt(index, f"t{index}", (), (), grace_s=1.0, **paths))  # type: ignore[arg-type]
+        executor.submit(ResourceRequest(kind), JobAttempt(index, f"t{index}", (), (), grace_s=1.0, **paths))  # type: ignore[arg-type]
         for index, kind in enumerate(("core", "npu"))
     )
     with pytest.raises(EnvironmentProblem, match="Slurm refuses the jobs"):
@@ -313,7 +315,7 @@ def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
 
 
 def test_an_npu_job_sees_the_cards_that_slurm_gave_it(tmp_path: Path, cluster: str) -> None:
-    folder, code = toy.start(tmp_path, ["cards"], Need("npu", 2), on="slurm")
+    folder, code = toy.start(tmp_path, ["cards"], ResourceRequest("npu", 2), on="slurm")
     assert code == 0
     seen = json.loads(folder.run(0).metrics.read_text().splitlines()[0])["cards"]
     assert seen == ("1,2" if cluster == "stand-in" else "0,1")
@@ -337,13 +339,13 @@ def test_what_a_job_asks_for() -> None:
     options = SweepConfig(
         on="slurm", partition="big", account="lab", gres="gpu:a100", cpus=8, timeout_s=3600, sbatch={"mem": "64G"}
     )
-    asked = resources(options, Need("cuda", 4))
+    asked = submitit_options(options, ResourceRequest("cuda", 4))
     assert (asked["partition"], asked["account"], asked["gres"]) == ("big", "lab", "gpu:a100:4")
     assert (asked["nodes"], asked["cpus_per_task"], asked["time"]) == (1, 8, 62)  # 60 min, 60 s to save, a minute more
     assert asked["additional_parameters"]["mem"] == "64G"
-    plain = resources(SweepConfig(on="slurm"), Need("core", 3))
+    plain = submitit_options(SweepConfig(on="slurm"), ResourceRequest("core", 3))
     assert (plain["gres"], plain["cpus_per_task"], plain["time"]) == (None, 3, None)
-    cards = resources(SweepConfig(on="slurm"), Need("npu", 2))
+    cards = submitit_options(SweepConfig(on="slurm"), ResourceRequest("npu", 2))
     assert (cards["gres"], cards["cpus_per_task"]) == ("npu:2", None)
 
 
@@ -363,9 +365,9 @@ def test_options_that_do_not_go_together(options: dict[str, Any], key: str) -> N
 
 
 def test_numbers_in_slurms_manner() -> None:
-    assert array_of([0, 1, 2, 7], 2) == "0-2,7%2" and array_of([3], None) == "3"
-    assert numbered("Nodes=a CPU_IDs=0 Mem=0 GRES=npu:910b:3(IDX:0-1,5)", "npu") == [0, 1, 5]
-    assert numbered("GRES=gpu:1(IDX:0),npu:2(IDX:4-5)", "npu") == [4, 5]
-    assert numbered("GRES=npu:2", "npu") == []
+    assert array_spec([0, 1, 2, 7], 2) == "0-2,7%2" and array_spec([3], None) == "3"
+    assert parse_card_numbers("Nodes=a CPU_IDs=0 Mem=0 GRES=npu:910b:3(IDX:0-1,5)", "npu") == [0, 1, 5]
+    assert parse_card_numbers("GRES=gpu:1(IDX:0),npu:2(IDX:4-5)", "npu") == [4, 5]
+    assert parse_card_numbers("GRES=npu:2", "npu") == []
     said = "sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid"
-    assert words("sbatch", said) == "sbatch: invalid partition specified: x; Batch job submission failed: Invalid"
+    assert error_text("sbatch", said) == "sbatch: invalid partition specified: x; Batch job submission failed: Invalid"

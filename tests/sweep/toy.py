@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.launch.need import Need
+from runner.launch.resources import ResourceRequest
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, Record, SweepFolder
-from runner.sweep.space import Dimension, Search
+from runner.sweep.plan import JobPlan, JobState, Plan, Ranking, SweepFolder, SweepState
+from runner.sweep.space import Dimension, SearchSpace
 
 # Each gets its run folder as argv[1] and notes there that it was started: a sweep that runs a job twice is found out.
 BEGIN = """
@@ -75,10 +75,10 @@ for step in range(1, 11):
 }
 
 
-def toy_plan(names: Sequence[str], options: Mapping[str, object], need: Need | None = None) -> Plan:
+def toy_plan(names: Sequence[str], options: Mapping[str, object], need: ResourceRequest | None = None) -> Plan:
     """A job per name; what varies is its number."""
     jobs = list(
-        JobPlan(i, varied={"data.n": str(i)}, words=(f"data.n={i}",), sections={"n": i}, need=need or Need())
+        JobPlan(i, varied={"data.n": str(i)}, words=(f"data.n={i}",), sections={"n": i}, need=need or ResourceRequest())
         for i in range(len(names))
     )
     return Plan(
@@ -97,16 +97,20 @@ def command_of(folder: SweepFolder, names: Sequence[str]) -> commands.Command:
     return command
 
 
-def start(where: Path, names: Sequence[str], need: Need | None = None, **options: object) -> tuple[SweepFolder, int]:
+def start(
+    where: Path, names: Sequence[str], need: ResourceRequest | None = None, **options: object
+) -> tuple[SweepFolder, int]:
     """Run a sweep below `where`; its folder, and its exit code."""
-    folder, made = plan.create("toy", where), toy_plan(names, options, need)
+    folder, made = plan.create_sweep_folder("toy", where), toy_plan(names, options, need)
     config = SweepConfig.model_validate(options)
     return folder, code_of(lambda: _start(folder, made, config, command_of(folder, names)))
 
 
-def resume(folder: SweepFolder, names: Sequence[str], wanted: commands.Wanted | None = None, **changes: object) -> int:
-    """Go on with it; the exit code."""
-    asked, config = wanted or commands.Wanted(), SweepConfig.model_validate(changes)
+def resume(
+    folder: SweepFolder, names: Sequence[str], wanted: commands.ResumeSelection | None = None, **changes: object
+) -> int:
+    """Continue it; the exit code."""
+    asked, config = wanted or commands.ResumeSelection(), SweepConfig.model_validate(changes)
     return code_of(lambda: resume_with(folder, asked, config, command_of(folder, names)))
 
 
@@ -119,27 +123,27 @@ def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobP
 
 def search(where: Path, names: Sequence[str], **options: object) -> tuple[SweepFolder, int]:
     """Search a learning rate, which is best at 1e-3."""
-    folder, config = plan.create("toy", where), SweepConfig.model_validate({"search": "optuna", **options})
-    made = replace(toy_plan([], config.model_dump(exclude_unset=True)), search=Search((LR,), ()))
+    folder, config = plan.create_sweep_folder("toy", where), SweepConfig.model_validate({"search": "optuna", **options})
+    made = replace(toy_plan([], config.model_dump(exclude_unset=True)), search=SearchSpace((LR,), ()))
     return folder, code_of(lambda: _start(folder, made, config, command_of(folder, names), propose))
 
 
 def go_on(folder: SweepFolder, names: Sequence[str], **changes: object) -> int:
-    """Go on with a search; the exit code."""
-    _, made = plan.find(str(folder.root))
+    """Continue a search; the exit code."""
+    _, made = plan.find_sweep(str(folder.root))
     config = SweepConfig.model_validate({**made.options, **changes})
-    return code_of(lambda: resume_with(folder, commands.Wanted(), config, command_of(folder, names), propose))
+    return code_of(lambda: resume_with(folder, commands.ResumeSelection(), config, command_of(folder, names), propose))
 
 
 def _start(folder: SweepFolder, made: Plan, options: SweepConfig, *others: Any) -> int:
     with make_executor(options) as executor:
-        return commands.start(folder, made, options, executor, *others)
+        return commands.start_sweep(folder, made, options, executor, *others)
 
 
-def resume_with(folder: SweepFolder, wanted: commands.Wanted, options: SweepConfig, *others: Any) -> int:
-    """Go on with a sweep where its options say."""
+def resume_with(folder: SweepFolder, wanted: commands.ResumeSelection, options: SweepConfig, *others: Any) -> int:
+    """Continue a sweep where its options say."""
     with make_executor(options) as executor:
-        return commands.resume(*plan.find(str(folder.root)), wanted, options, executor, *others)
+        return commands.resume_sweep(*plan.find_sweep(str(folder.root)), wanted, options, executor, *others)
 
 
 def code_of(run: object) -> int:
@@ -152,11 +156,11 @@ def code_of(run: object) -> int:
 
 def states(folder: SweepFolder) -> list[str]:
     """The state of each job, as the disk has it."""
-    return [job.state for job in Record.read(folder)]
+    return [job.state for job in SweepState.read(folder)]
 
 
 def jobs(folder: SweepFolder) -> list[JobState]:
-    return list(Record.read(folder))
+    return list(SweepState.read(folder))
 
 
 def starts(folder: SweepFolder, index: int) -> int:
@@ -169,7 +173,7 @@ if __name__ == "__main__":
     place, action, listed = Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(",")
     given = json.loads(sys.argv[4]) if len(sys.argv) > 4 else {}
     if npus := given.pop("npus", 0):
-        given["need"] = Need("npu", npus)
+        given["need"] = ResourceRequest("npu", npus)
     if action != "resume":
         sys.exit((start if action == "start" else search)(place, listed, **given)[1])
     sys.exit(resume(SweepFolder(place), listed, **given))

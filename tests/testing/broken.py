@@ -46,7 +46,7 @@ class BrokenReward(RewardConfig):
     summable: ClassVar[bool] = False
     way: str = Way
 
-    def columns(self) -> list[tuple[str, str]]:
+    def required_columns(self) -> list[tuple[str, str]]:
         return [("column", "answer")]
 
 

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from runner.data.demo import build as build_demo
-from runner.interfaces import Around, Completion, Environments, NoOp, Observation, Prompt, Request, Rollout, StepEnd
+from runner.interfaces import (
+    BaseCallback,
+    Completion,
+    EnvironmentFactory,
+    Observation,
+    Prompt,
+    Request,
+    Rollout,
+    SamplerWrapper,
+    StepResult,
+)
 from runner.sampler.torch import build as build_torch
 
 COUNT = itertools.count()
@@ -52,8 +62,8 @@ class Environment:
         return "fine" if self.way == "text" else Observation("tool", str(Environment.heard))
 
 
-def environment(config: Any, **_: Any) -> Environments:
-    return Environments(lambda: Environment(config.way), 4)
+def environment(config: Any, **_: Any) -> EnvironmentFactory:
+    return EnvironmentFactory(lambda: Environment(config.way), 4)
 
 
 class Optimizer(torch.optim.SGD):
@@ -95,7 +105,7 @@ def adapter(config: Any, model: Any, *, decide: Any) -> Any:
     return model
 
 
-class Sampler(Around):
+class Sampler(SamplerWrapper):
     way = ""
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -104,7 +114,7 @@ class Sampler(Around):
             return [Rollout(o.ids, o.logprobs, o.raw_logprobs, 0, o.finish) for o in found]
         return {"few": found[:1], "order": [found[0]] * len(found)}.get(self.way, found)
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {"sampler/repeated": 1.0} if self.way == "prefix" else {}
 
 
@@ -124,11 +134,11 @@ def data(config: Any, **context: Any) -> Any:
     return made
 
 
-class Callback(NoOp):
+class Callback(BaseCallback):
     def __init__(self, way: str) -> None:
         self.way, self.seen = way, 0
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         self.seen += 1
         if self.way == "removes":
             end.values.clear()
@@ -152,7 +162,7 @@ class Tracker:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
-    def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         pass
 
     def finish(self, status: str) -> Any:

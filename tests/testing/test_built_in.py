@@ -122,7 +122,9 @@ def test_algorithms(words: str, workdir: Path) -> None:
 
 
 def test_every_config_that_needs_no_option(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.testing.parts._heavy_imports", lambda module: "")  # test_house.py looks at all at once
+    monkeypatch.setattr(
+        "runner.testing.components._heavy_imports", lambda module: ""
+    )  # test_house.py looks at all at once
     registry = default_registry()
     classes = [cls for group in registry.groups() for cls in registry.classes(group).values()]
     for cls in classes:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.algorithm.loss_registry import built_in
 from runner.interfaces.losses import (
-    Correction,
+    ImportanceWeights,
     PreferenceLosses,
     advantage,
     aggregation,
@@ -93,8 +93,8 @@ def everything(mask: Tensor, tokens: int) -> Tensor:
 
 
 @correction("halved", **WORDS)
-def halved(log_ratio: Tensor) -> Correction:
-    return Correction(log_ratio.exp() / 2, log_ratio > 0)
+def halved(log_ratio: Tensor) -> ImportanceWeights:
+    return ImportanceWeights(log_ratio.exp() / 2, log_ratio > 0)
 
 
 @divergence("entropic", **WORDS)

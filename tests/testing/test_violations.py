@@ -102,7 +102,7 @@ def tracker(way: str) -> None:
         (reward, "drifts", "are to score"),
         (reward, "zero", "which is not the score 0"),
         (environment, "shared", "at the same time disturb one another"),
-        (environment, "goes on", "two episodes with the same turns differ"),
+        (environment, "continues", "two episodes with the same turns differ"),
         (environment, "text", r"step\(\) returns Observation"),
         (environment, "turns", r"most_turns\(\) is 2, and the factory says max_turns=4"),
         (optimizer, "up", "took the loss from"),

@@ -15,7 +15,7 @@ import pytest
 
 from runner.core.errors import RunnerError, StorageError
 from runner.tracker.console import Console
-from runner.tracker.screen import Progress, panel
+from runner.tracker.screen import Progress, render_panel
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLE = {"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}
@@ -118,7 +118,7 @@ def test_a_pipe_gets_plain_lines_at_sensible_intervals(tmp_path: Path) -> None:
 def test_groups_of_equal_rewards_are_shown_where_there_are_any(share: float, shown: bool, tmp_path: Path) -> None:
     progress = Progress({}, steps=3, begin=0.0)
     progress.update(1, {"train/loss": 0.0, "reward/mean": 0.1, "reward/zero_variance": share}, 1.0)
-    assert (f"equal groups {share:.0%}" in str(panel(progress, 1.0, 80).renderable)) is shown
+    assert (f"equal groups {share:.0%}" in str(render_panel(progress, 1.0, 80).renderable)) is shown
 
 
 def test_a_step_costs_less_than_a_tenth_of_a_millisecond(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from runner.core.errors import RunnerError
 from runner.run_dir.folder import RunFolder
-from runner.tracker.jsonl import JsonlTracker, cut_back, holes
-from runner.tracker.tail import Tail
+from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
+from runner.tracker.jsonl_tail import JsonlTail
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -36,7 +36,7 @@ def write(folder: RunFolder, first: int, last: int) -> None:
     tracker = JsonlTracker(folder)
     for step in range(first, last + 1):
         tracker.log(step, {"train/loss": 1 / step})
-        tracker.samples(step, [{"prompt": f"p{step}"}, {"prompt": "q"}])
+        tracker.log_samples(step, [{"prompt": f"p{step}"}, {"prompt": "q"}])
     tracker.finish("done")
 
 
@@ -74,7 +74,7 @@ def test_a_step_that_repeats_or_goes_back_is_an_error_also_after_a_restart(folde
         tracker.log(step, {})
     tracker.log(3, {})
     with pytest.raises(RunnerError, match="step 1 after step 2"):
-        tracker.samples(1, [{}])
+        tracker.log_samples(1, [{}])
     tracker.finish("done")
 
 
@@ -100,7 +100,7 @@ def test_samples_are_plain_json_without_secrets_or_controls(folder: RunFolder, m
         "reward": float("inf"),
         "parts": [float("nan")],
     }
-    tracker.samples(3, [row])
+    tracker.log_samples(3, [row])
     tracker.finish("done")
     raw = folder.samples.read_bytes()
     assert b"horse" not in raw and b"\xc2\x9b" not in raw and raw.count(b"\n") == 1
@@ -111,7 +111,7 @@ def test_samples_are_plain_json_without_secrets_or_controls(folder: RunFolder, m
 
 def test_cut_back_keeps_what_is_before_and_moves_what_is_after(folder: RunFolder) -> None:
     write(folder, 1, 9)
-    assert cut_back(folder, 6, 2) == 3
+    assert truncate_after(folder, 6, 2) == 3
     assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in lines(folder.attempts / "2/metrics.jsonl")] == [7, 8, 9]
     assert [line["step"] for line in lines(folder.attempts / "2/samples.jsonl")] == [7, 7, 8, 8, 9, 9]
@@ -129,9 +129,9 @@ def test_a_file_torn_anywhere_is_cut_back_to_whole_lines_and_nothing_is_lost(dat
         torn = whole[: data.draw(st.integers(0, len(whole)))]
         step = data.draw(st.integers(1, 6))
         folder.metrics.write_bytes(torn)
-        cut_back(folder, step, 2)
+        truncate_after(folder, step, 2)
         once = folder.metrics.read_bytes()
-        cut_back(folder, step, 2)
+        truncate_after(folder, step, 2)
         assert folder.metrics.read_bytes() == once
         kept = folder.attempts / "2/metrics.jsonl"
         rest = kept.read_bytes() if kept.exists() else b""
@@ -142,10 +142,10 @@ def test_a_file_torn_anywhere_is_cut_back_to_whole_lines_and_nothing_is_lost(dat
 
 
 def test_nothing_to_cut_writes_nothing(folder: RunFolder) -> None:
-    assert cut_back(folder, 3, 2) == 0
+    assert truncate_after(folder, 3, 2) == 0
     write(folder, 1, 3)
     before = folder.metrics.stat().st_ino
-    assert cut_back(folder, 3, 2) == 0
+    assert truncate_after(folder, 3, 2) == 0
     assert folder.metrics.stat().st_ino == before and not folder.attempts.exists()
 
 
@@ -163,37 +163,37 @@ def test_lines_that_are_missing_after_a_crash_are_counted(folder: RunFolder, kep
     write(folder, 1, 8)
     rows = folder.metrics.read_text().splitlines(keepends=True)
     folder.metrics.write_text("".join([rows[step - 1] for step in kept] + rows[6:]))
-    cut_back(folder, 6, 2)
-    assert holes(folder, 6) == said
+    truncate_after(folder, 6, 2)
+    assert missing_steps(folder, 6) == said
 
 
 def test_a_run_that_wrote_nothing_lacks_nothing_at_step_0(folder: RunFolder) -> None:
-    assert holes(folder, 0) == "" and holes(folder, 1) == "it lacks step 1"
+    assert missing_steps(folder, 0) == "" and missing_steps(folder, 1) == "it lacks step 1"
 
 
 def test_a_run_that_begins_anew_keeps_no_sample_of_before(folder: RunFolder) -> None:
     tracker = JsonlTracker(folder)
-    tracker.samples(0, [{"prompt": "before training"}])
+    tracker.log_samples(0, [{"prompt": "before training"}])
     tracker.log(1, {})
     tracker.finish("failed")
-    assert cut_back(folder, 0, 2) == 1
+    assert truncate_after(folder, 0, 2) == 1
     assert folder.metrics.read_text() == folder.samples.read_text() == ""
     assert lines(folder.attempts / "2/samples.jsonl") == [{"step": 0, "prompt": "before training"}]
 
 
 def test_samples_from_before_the_first_step_stay_at_a_resume(folder: RunFolder) -> None:
     tracker = JsonlTracker(folder)
-    tracker.samples(0, [{"prompt": "before training"}])
+    tracker.log_samples(0, [{"prompt": "before training"}])
     tracker.finish("failed")
-    cut_back(folder, 1, 2)
+    truncate_after(folder, 1, 2)
     assert len(lines(folder.samples)) == 1
 
 
 def test_the_same_attempt_adds_to_what_it_kept(folder: RunFolder) -> None:
     write(folder, 1, 3)
-    cut_back(folder, 2, 2)
+    truncate_after(folder, 2, 2)
     write(folder, 3, 5)
-    cut_back(folder, 3, 2)
+    truncate_after(folder, 3, 2)
     assert [line["step"] for line in lines(folder.attempts / "2/metrics.jsonl")] == [3, 4, 5]
 
 
@@ -203,7 +203,7 @@ def test_a_damaged_line_is_refused_until_it_is_cut(folder: RunFolder, damage: by
     folder.metrics.write_bytes(folder.metrics.read_bytes() + damage)
     with pytest.raises(RunnerError, match="cut it back first"):
         JsonlTracker(folder)
-    assert cut_back(folder, 2, 2) == 1
+    assert truncate_after(folder, 2, 2) == 1
     JsonlTracker(folder).finish("done")
 
 
@@ -254,13 +254,13 @@ def test_a_file_that_cannot_grow_is_a_storage_error_and_can_be_resumed(folder: R
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert "File too large" in done.stdout and "run resume" in done.stdout
     assert not folder.metrics.read_text().endswith("\n")
-    assert cut_back(folder, 5, 2) > 0
+    assert truncate_after(folder, 5, 2) > 0
     assert [line["step"] for line in lines(folder.metrics)] == [1, 2, 3, 4, 5]
 
 
 def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
-    tail = Tail(path)
+    tail = JsonlTail(path)
     assert tail.lines() == []
     with path.open("w") as file:
         for text, expected in (('{"a": 1}\n{"a"', [{"a": 1}]), (": 2", []), ("}\n", [{"a": 2}]), ("", [])):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.tracker.console import Console
-from runner.tracker.log_table import COLUMNS, HEADER_EVERY, LINE_WIDTH, LogTable, sample_lines
+from runner.tracker.console import COLUMNS, HEADER_EVERY, LINE_WIDTH, Console, LogTable, eval_lines, sample_lines
 from runner.tracker.screen import METRICS, Progress
 
 SFT = {
@@ -83,3 +82,8 @@ def test_a_long_sample_is_wrapped_and_whole() -> None:
 
 def test_every_column_that_may_be_dropped_is_one() -> None:
     assert set(METRICS["dropped_first"]) <= set(COLUMNS) and "train/loss" not in METRICS["dropped_first"]
+
+
+def test_an_interval_stands_behind_its_value() -> None:
+    values = {"eval/pass@4": 0.5, "eval/pass@4_ci_low": 0.25, "eval/pass@4_ci_high": 0.75, "eval/loss": 2.0}
+    assert " ".join(eval_lines(3, values)).split()[1:] == ["step=3", "eval/pass@4=0.5(0.25..0.75)", "eval/loss=2"]

@@ -49,7 +49,7 @@ def test_a_resumed_run_shows_each_step_once(tmp_path: Path) -> None:
     first = tracker(tmp_path, 0)
     for step in range(1, 7):
         first.log(step, {"train/loss": float(step)})
-    first.samples(6, [{"prompt": "p", "answer": "a"}])
+    first.log_samples(6, [{"prompt": "p", "answer": "a"}])
     assert first.finish("interrupted") == [f"view      tensorboard --logdir {tmp_path / 'tensorboard'}"]
     again = tracker(tmp_path, 4)
     for step in range(5, 9):

@@ -10,20 +10,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.tracker.screen import POINTS, Curve, Progress, panel, sample_line
-from runner.tracker.text import BARS, duration, harmless, number, rate, size, sparkline, visible
+from runner.tracker.screen import POINTS, MetricCurve, Progress, render_panel, sample_line
+from runner.tracker.text import (
+    BARS,
+    escape_controls,
+    escape_for_terminal,
+    format_bytes,
+    format_duration,
+    format_number,
+    format_rate,
+    sparkline,
+)
 
 
 @given(st.text())
 def test_visible_text_has_nothing_a_terminal_obeys(text: str) -> None:
-    shown = visible(text)
+    shown = escape_for_terminal(text)
     assert not [c for c in shown if unicodedata.category(c) in ("Cc", "Cs", "Zl", "Zp") or c in "\u202e\u2066\u200f"]
     shown.encode("utf-8")
 
 
 @pytest.mark.parametrize("text", ["plain", "größer → 你好 👍🏽", "▁█"])
 def test_ordinary_text_is_left_alone(text: str) -> None:
-    assert visible(text) == text
+    assert escape_for_terminal(text) == text
 
 
 @given(st.lists(st.floats(), max_size=300), st.integers(0, 60))
@@ -40,11 +49,15 @@ def test_a_sparkline_fits_and_marks_its_extremes(values: list[float], width: int
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        (number(0.0123456), "0.01235"), (number(1e-5), "1e-05"), (number(3.0), "3"), (number(12345.6), "12346"),
-        (number(float("nan")), "nan"), (number(float("-inf")), "-inf"), (number(2**70), str(2**70)),
-        (rate(950), "950"), (rate(12345), "12.3k"), (size(0), "0 B"), (size(41.23e9), "41.2 GB"),
-        (duration(11.4), "00:11"), (duration(3723), "1:02:03"), (duration(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),
-        (duration(math.nan), "--:--"), (duration(-1), "00:00"), (duration(59.7), "01:00"),
+        (format_number(0.0123456), "0.01235"), (format_number(1e-5), "1e-05"), (format_number(3.0), "3"),
+        (format_number(12345.6), "12346"),
+        (format_number(float("nan")), "nan"), (format_number(float("-inf")), "-inf"),
+        (format_number(2**70), str(2**70)),
+        (format_rate(950), "950"), (format_rate(12345), "12.3k"), (format_bytes(0), "0 B"),
+        (format_bytes(41.23e9), "41.2 GB"),
+        (format_duration(11.4), "00:11"), (format_duration(3723), "1:02:03"),
+        (format_duration(3 * 86400 + 4 * 3600 + 300), "3d 04:05"),
+        (format_duration(math.nan), "--:--"), (format_duration(-1), "00:00"), (format_duration(59.7), "01:00"),
     ],
 )  # fmt: skip
 def test_numbers_for_people(said: str, expected: str) -> None:
@@ -53,7 +66,7 @@ def test_numbers_for_people(said: str, expected: str) -> None:
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3000), st.sampled_from(["less", "more"]))
 def test_a_curve_is_bounded_and_keeps_its_best_and_its_mean(values: list[float], better: str) -> None:
-    curve = Curve(better)  # type: ignore[arg-type]
+    curve = MetricCurve(better)  # type: ignore[arg-type]
     for step, value in enumerate(values, 1):
         curve.add(step, value)
     best = min(values) if better == "less" else max(values)
@@ -65,7 +78,7 @@ def test_a_curve_is_bounded_and_keeps_its_best_and_its_mean(values: list[float],
 
 
 def test_a_curve_passes_over_what_is_not_finite() -> None:
-    curve = Curve("less")
+    curve = MetricCurve("less")
     for step, value in enumerate([math.nan, 2.0, math.inf, 3.0], 1):
         curve.add(step, value)
     assert (curve.best, curve.best_step, curve.series()) == (2.0, 2, [2.0, 3.0])
@@ -91,7 +104,7 @@ def test_no_line_of_the_panel_is_wider_than_the_screen(width: int) -> None:
         progress.update(step, dict.fromkeys(names, 1234.5678 * step), now=float(step))
     progress.last_sample = "你好 " * 100
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(panel(progress, 10.0, width))
+    console.print(render_panel(progress, 10.0, width))
     assert all(
         sum(2 if unicodedata.east_asian_width(c) == "W" else 1 for c in line) <= width
         for line in console.export_text().splitlines()
@@ -108,4 +121,4 @@ def test_a_sample_in_one_line() -> None:
 
 
 def test_harmless_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None:
-    assert harmless("a\tb\nc\u200eé\x1b[2J\r\x9b1m\x7f") == "a\tb\nc\u200eé\\x1b[2J\\r\\x9b1m\\x7f"
+    assert escape_controls("a\tb\nc\u200eé\x1b[2J\r\x9b1m\x7f") == "a\tb\nc\u200eé\\x1b[2J\\r\\x9b1m\\x7f"

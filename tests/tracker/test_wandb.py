@@ -25,7 +25,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
 from runner.tracker.config import WandbConfig
 from runner.tracker.console import Console
-from runner.tracker.jsonl import JsonlTracker, NoTracker, cut_back
+from runner.tracker.jsonl import JsonlTracker, NoTracker, truncate_after
 from runner.tracker.wandb import WandbTracker, build
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,8 @@ class Run:
             self.timed(lambda s=step, v=values: self.tracker.log(s, v))
 
     def sample(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
-        self.jsonl.samples(step, rows)
-        self.tracker.samples(step, rows)
+        self.jsonl.log_samples(step, rows)
+        self.tracker.log_samples(step, rows)
 
     def timed(self, call: Callable[[], None]) -> None:
         begin = time.perf_counter()
@@ -119,7 +119,7 @@ def survivors(root: Path) -> list[str]:
     """Command lines of living processes that name this run's folder."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid() and processes.identify(int(entry.name)):
+        if entry.name.isdigit() and int(entry.name) != os.getpid() and processes.process_identity(int(entry.name)):
             try:
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
@@ -132,7 +132,7 @@ def survivors(root: Path) -> list[str]:
 def gone(pids: Sequence[Sequence[int]], seconds: float = 5.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if all(processes.identify(pid) != (pid, started) for pid, started in pids):
+        if all(processes.process_identity(pid) != (pid, started) for pid, started in pids):
             return True
         time.sleep(0.05)
     return False
@@ -172,7 +172,7 @@ def test_a_resumed_run_has_the_same_id_and_each_step_once(tmp_path: Path) -> Non
     run.finish("interrupted")
     assert exit_code(records(tmp_path / "run")) == 1
     time.sleep(1.0)  # wandb names its folder by the second
-    cut_back(run.folder, 8, 2)
+    truncate_after(run.folder, 8, 2)
     again = Run(tmp_path / "run", first=8)
     again.steps(9, 20)
     again.finish()
@@ -202,7 +202,7 @@ def test_kill_9_of_the_run_leaves_a_whole_file_and_no_process(tmp_path: Path, mo
     command = [sys.executable, "-c", PARENT.format(root=str(ROOT)), str(tmp_path / "run"), moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
-        sink = processes.identify(int(parent.stdout.readline()))
+        sink = processes.process_identity(int(parent.stdout.readline()))
         children = json.loads(parent.stdout.readline()) if moment == "running" else []
         parent.kill()
     assert sink is not None
@@ -253,7 +253,7 @@ def test_online_without_a_server_or_a_key_becomes_offline(
         run.opened()
         run.steps(11, 20)
         line = run.finish()
-    [decision] = run.decide.made
+    [decision] = run.decide.entries
     assert (decision.feature, decision.wanted, decision.got) == ("tracker.mode", "online", "offline")
     assert said in decision.reason
     assert line.startswith("upload    wandb sync ") and line.endswith("  # offline")
@@ -337,7 +337,7 @@ def test_without_the_package_one_line_says_so(tmp_path: Path, monkeypatch: Any) 
     run = Run(tmp_path / "run")
     run.steps(1, 3)
     assert isinstance(run.tracker, NoTracker)
-    assert [str(d) for d in run.decide.made] == [
+    assert [str(d) for d in run.decide.entries] == [
         "tracker: none instead of wandb (wandb is not installed: pip install wandb, or set tracker=none)"
     ]
     assert run.tracker.finish("done") == []
@@ -375,7 +375,7 @@ def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypat
     monkeypatch.setenv("WANDB_MODE", "disabled")
     run = Run(tmp_path / "run", deadline_s=10.0)
     run.steps(1, 2)
-    assert "offline instead of WANDB_MODE=disabled" in str(run.decide.made[0])
+    assert "offline instead of WANDB_MODE=disabled" in str(run.decide.entries[0])
     assert "wandb sync" in run.finish()
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from runner.interfaces import StepEnd
-from runner.trainer.callbacks import AGAIN_AFTER, Contrast
+from runner.interfaces import StepResult
+from runner.trainer.callbacks import WARN_EVERY, ZeroVarianceWarning
 
 NOTHING = {"reward/zero_variance": 1.0, "reward/mean": 0.125, "train/tokens": 0.0}
 GRPO = (
@@ -20,17 +20,17 @@ GRPO = (
 
 
 def warned(values: list[dict[str, float]], caplog: pytest.LogCaptureFixture) -> list[str]:
-    callback = Contrast()
+    callback = ZeroVarianceWarning()
     for step, value in enumerate(values, 1):
-        callback.on_step(StepEnd(step, value, last=False))
+        callback.on_step(StepResult(step, value, last=False))
     return [record.getMessage() for record in caplog.records]
 
 
 def test_the_first_step_without_contrast_is_warned_of_and_each_20th_after_it(caplog: pytest.LogCaptureFixture) -> None:
-    said = warned([NOTHING] * (2 * AGAIN_AFTER), caplog)
-    assert [line.split(":")[0] for line in said] == ["step 1", f"step {1 + AGAIN_AFTER}"]
-    assert "all rewards were equal (mean 0.125), so nothing was learnt; look at samples.jsonl" in said[0]
-    assert f"nothing was learnt, as at {AGAIN_AFTER} steps before;" in said[1]
+    said = warned([NOTHING] * (2 * WARN_EVERY), caplog)
+    assert [line.split(":")[0] for line in said] == ["step 1", f"step {1 + WARN_EVERY}"]
+    assert "all rewards were equal (mean 0.125), so nothing was trained; look at samples.jsonl" in said[0]
+    assert f"nothing was trained, as at {WARN_EVERY} steps before;" in said[1]
 
 
 @pytest.mark.parametrize("change", [{"train/tokens": 9.0}, {"reward/zero_variance": 0.875}], ids=str)
@@ -58,5 +58,5 @@ def test_a_run_without_any_valid_reward_says_so_in_its_own_words_and_ends_with_3
     assert "step 1: no group had a valid reward (4 samples), so nothing was learned" in printed
     assert "no sample of 4 groups in a row could be scored" in printed and "rewards were equal" not in printed
     [row] = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
-    assert row["reward/unscored"] == 4 and None not in row.values() and "NaN" not in map(str, row.values())
+    assert row["reward/num_failed"] == 4 and None not in row.values() and "NaN" not in map(str, row.values())
     assert not {"reward/mean", "reward/std", "reward/zero_variance"} & set(row)

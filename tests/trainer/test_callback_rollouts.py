@@ -1,4 +1,4 @@
-"""Some of what each step learnt from is kept."""
+"""Some of what each step trained on is kept."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from runner.interfaces import StepEnd
-from runner.trainer.callbacks import Rollouts
+from runner.interfaces import StepResult
+from runner.trainer.callbacks import LogRollouts
 
 
 @pytest.mark.parametrize(("keep", "wanted"), [(0, []), (2, [(3, 2)]), (9, [(3, 3)])])
@@ -19,9 +19,9 @@ def test_the_first_samples_of_a_step_are_recorded(keep: int, wanted: list[tuple[
         assert [row["answer"] for row in rows] == list("abc")[: len(rows)]
         seen.append((step, len(rows)))
 
-    Rollouts(record, keep).on_step(StepEnd(3, {}, last=False, samples=[{"answer": a} for a in "abc"]))
+    LogRollouts(record, keep).on_step(StepResult(3, {}, last=False, samples=[{"answer": a} for a in "abc"]))
     assert seen == wanted
 
 
 def test_a_step_without_samples_records_nothing() -> None:
-    Rollouts(lambda step, rows: pytest.fail("nothing to record"), 2).on_step(StepEnd(1, {}, last=False))
+    LogRollouts(lambda step, rows: pytest.fail("nothing to record"), 2).on_step(StepResult(1, {}, last=False))

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from runner.build.components import build_data, build_tokenizer
+from runner.build.conversations import build_extend
 from runner.build.evaluation import build_evaluation
-from runner.build.parts import build_data, build_tokenizer
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.interfaces import Finish, Written
-from runner.model.generation import at_limit
+from runner.interfaces import GreedyOutput, StopCriterion
+from runner.model.generation import finish_at_limit
 from runner.model.tiny import byte_tokenizer
 from runner.spec.registry import default_registry
 from runner.trainer.evaluator import Report
@@ -31,7 +32,7 @@ ROWS = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.
 class Scripted:
     """A model that says to each prompt what `says` makes of its text, token by token."""
 
-    longest: tuple[int, str] | None = None
+    length_limit: tuple[int, str] | None = None
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
         self.tokenizer, self._says = tokenizer, says
@@ -41,17 +42,17 @@ class Scripted:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         rows: int | None = None,
-        finish: Finish = at_limit,
-    ) -> list[Written]:
+        finish: StopCriterion = finish_at_limit,
+    ) -> list[GreedyOutput]:
         return [self._answer(self.tokenizer.decode(prompt), max_new_tokens, finish) for prompt in prompts]
 
-    def _answer(self, prompt: str, limit: int, finish: Finish) -> Written:
+    def _answer(self, prompt: str, limit: int, finish: StopCriterion) -> GreedyOutput:
         ids: list[int] = []
         for token in self.tokenizer(self._says(prompt), add_special_tokens=False)["input_ids"]:
             ids.append(token)
             if (why := finish(ids, limit)) is not None:
-                return Written(tuple(ids), why)
-        return Written(tuple(ids), "stop")
+                return GreedyOutput(tuple(ids), why)
+        return GreedyOutput(tuple(ids), "stop")
 
 
 def asks_a_calculator(prompt: str) -> str:
@@ -73,11 +74,12 @@ def evaluation(
     spec = compose_job(words).spec
     tokenizer = build_tokenizer(spec)
     model = Scripted(tokenizer, says)
-    model.longest = longest
+    model.length_limit = longest
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)
-    algorithm: Any = None  # nothing is learnt
+    algorithm: Any = None  # nothing is trained
     data = build_data(spec, tokenizer, decide)
-    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide)
+    extend = build_extend(spec, tokenizer, environments, decide)
+    made = build_evaluation(spec, data, learner(), model, algorithm, {}, alone(), environments, decide, extend)
     assert made is not None
     return made
 
@@ -93,7 +95,7 @@ def test_a_greedy_answer_ends_where_a_sampled_one_does(workdir: Path) -> None:
         return asks_a_calculator(prompt) + "\nand more"
 
     assert evaluation(TOOL, wordy)().values["eval/exact_match"] == 0
-    for stop in ('sampler.stop=["\n"]', f"sampler.stop_tokens=[{NEWLINE}]"):
+    for stop in ('sampler.stop=["\n"]', f"sampler.stop_token_ids=[{NEWLINE}]"):
         report = evaluation([*TOOL, stop], wordy)()
         assert report.values["eval/exact_match"] == 1
         assert all(sample["answer"] == sample["expected"] + "\n" for sample in report.samples), "as a reward sees it"
@@ -107,7 +109,7 @@ def test_a_limit_that_no_answer_can_reach_is_refused_and_one_that_some_cannot_is
         decide = Decisions(strict=strict)
         words = [*ROWS, "evaluation.max_new_tokens=20"]
         evaluation(words, str, (positions, f"the model has {positions} positions"), decide)
-        return "\n".join(str(one) for one in decide.made if one.feature == "evaluation.max_new_tokens")
+        return "\n".join(str(one) for one in decide.entries if one.feature == "evaluation.max_new_tokens")
 
     text = "no answer can have 20 tokens: the model has 24 positions, .* shortest .* takes 5; 19 is the most"
     with pytest.raises(SpecError, match=rf"evaluation\.max_new_tokens: {text}"):

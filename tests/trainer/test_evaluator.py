@@ -11,8 +11,8 @@ import torch
 from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import EnvironmentProblem, OutOfMemory
-from runner.interfaces import Finish, Item, Question, Written
-from runner.model.generation import at_limit
+from runner.interfaces import EvalQuestion, GreedyOutput, StopCriterion, TokenizedExample
+from runner.model.generation import finish_at_limit
 from runner.trainer.evaluator import Evaluator, askable
 from tests.trainer.test_learner import batch, learner
 
@@ -30,14 +30,14 @@ class Digits:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         rows: int | None = None,
-        finish: Finish = at_limit,
-    ) -> list[Written]:
-        return [Written(tuple(sorted(p)[:max_new_tokens]), "stop") for p in prompts]
+        finish: StopCriterion = finish_at_limit,
+    ) -> list[GreedyOutput]:
+        return [GreedyOutput(tuple(sorted(p)[:max_new_tokens]), "stop") for p in prompts]
 
 
-def question(prompt: tuple[int, ...], answer: tuple[int, ...]) -> Question:
-    item = Item(prompt + answer, (0.0,) * len(prompt) + (1.0,) * len(answer))
-    return Question(item, prompt, "".join(map(str, prompt)), "".join(map(str, answer)))
+def question(prompt: tuple[int, ...], answer: tuple[int, ...]) -> EvalQuestion:
+    item = TokenizedExample(prompt + answer, (0.0,) * len(prompt) + (1.0,) * len(answer))
+    return EvalQuestion(item, prompt, "".join(map(str, prompt)), "".join(map(str, answer)))
 
 
 QUESTIONS = [question((3, 1), (1, 3)), question((2, 1), (2, 1)), question((5, 4, 6), (4, 5, 6))]
@@ -60,7 +60,7 @@ def test_all_questions_are_handed_over_at_once_and_as_many_as_wanted_are_in_work
     asked: list[tuple[int, int | None]] = []
 
     class Counts(Digits):
-        def generate(self, prompts: Sequence[Sequence[int]], *limits: Any, **more: Any) -> list[Written]:
+        def generate(self, prompts: Sequence[Sequence[int]], *limits: Any, **more: Any) -> list[GreedyOutput]:
             asked.append((len(prompts), more["rows"]))
             return super().generate(prompts, *limits, **more)
 
@@ -69,7 +69,7 @@ def test_all_questions_are_handed_over_at_once_and_as_many_as_wanted_are_in_work
 
 
 def test_plain_text_has_a_loss_and_no_answers() -> None:
-    text = [Question(Item((1, 2, 3), (0.0, 1.0, 1.0)))]
+    text = [EvalQuestion(TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)))]
     assert askable(text, Digits.tokenizer, 8, Decisions(strict=True)) == []
     report = Evaluator(text, [], 4, 8).evaluate(learner(), Digits())
     assert "eval/loss" in report.values and "eval/exact_match" not in report.values and report.samples == []
@@ -95,8 +95,8 @@ def test_an_answer_that_cannot_be_given_within_the_limit_is_not_asked_for_and_th
     decide = Decisions()
     asked = askable(QUESTIONS, Digits.tokenizer, 2, decide)
     assert asked == QUESTIONS[:2], "the third has three tokens"
-    assert "eval/exact_match: 2; 1 are left out instead of 3 questions" in str(decide.made[0])
-    assert "evaluation.max_new_tokens=2" in str(decide.made[0])
+    assert "eval/exact_match: 2; 1 are left out instead of 3 questions" in str(decide.entries[0])
+    assert "evaluation.max_new_tokens=2" in str(decide.entries[0])
     report = Evaluator(QUESTIONS, asked, 4, 2).evaluate(learner(), Digits())
     assert report.values["eval/exact_match"] == 0.5 and len(report.samples) == 2
     whole = Evaluator(QUESTIONS, QUESTIONS, 4, 8).evaluate(learner(), Digits())
@@ -108,13 +108,15 @@ def test_an_answer_that_cannot_be_given_within_the_limit_is_not_asked_for_and_th
 def test_an_answer_of_just_the_limit_and_text_behind_it_are_fine() -> None:
     decide = Decisions(strict=True)
     assert askable(QUESTIONS, Digits.tokenizer, 3, decide) == QUESTIONS
-    longer = Question(Item((3, 1, 1, 3, 7, 7, 7), (0.0,) * 7), (3, 1), "31", "13")  # e.g. a turn after the answer
+    longer = EvalQuestion(
+        TokenizedExample((3, 1, 1, 3, 7, 7, 7), (0.0,) * 7), (3, 1), "31", "13"
+    )  # e.g. a turn after the answer
     assert askable([longer], Digits.tokenizer, 2, decide) == [longer]
 
 
 def test_memory_that_evaluation_exhausts_is_blamed_on_the_right_option() -> None:
     class Greedy(Digits):
-        def generate(self, *arguments: object, **limits: object) -> list[Written]:
+        def generate(self, *arguments: object, **limits: object) -> list[GreedyOutput]:
             raise torch.OutOfMemoryError("tried to allocate 7 GiB\nand a long table")
 
     with pytest.raises(OutOfMemory, match=r"2 answers at once: tried to allocate 7 GiB\n.*evaluation\.batch_size"):

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.learning import build as build_rm
 from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pairs
 from runner.core.batch import Batch
 from runner.interfaces import Outputs
+from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.evaluator import HeldOutLoss, LearnsFromItems, Remembered, shares
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preferences import (
@@ -34,8 +34,8 @@ JUDGED = judged(8, seed=2)
 TRAINING = pairs(4, seed=9)
 
 
-def parts(items: Any) -> Parts:
-    return Parts(Given(items), TOKENIZER, 0, refuse)
+def parts(items: Any) -> AlgorithmInputs:
+    return AlgorithmInputs(Given(items), TOKENIZER, 0, refuse)
 
 
 def dpo(**options: Any) -> tuple[Any, dict[str, Any]]:
@@ -96,7 +96,7 @@ def test_judged_answers_have_numbers_of_their_side_only() -> None:
     models = {"policy": learner(model(5)), "reference": frozen(model(6))}
     algorithm = build_kto(KtoConfig(batch_size=4), parts(judged(4)))
     report = measured(algorithm, JUDGED, models, 4, samples=8)
-    assert {"eval/loss", "eval/accuracy", "eval/z", "eval/chosen", "eval/rejected"} <= report.values.keys()
+    assert {"eval/loss", "eval/accuracy", "eval/kl_baseline", "eval/chosen", "eval/rejected"} <= report.values.keys()
     for sample, item in zip(report.samples, JUDGED, strict=True):
         assert sample["completion"] == TOKENIZER.decode(item.completion) and sample["good"] == item.good
         assert ("eval/chosen" in sample) == item.good and ("eval/rejected" in sample) != item.good

@@ -183,7 +183,7 @@ def test_an_oversized_unit_runs_alone_and_is_said_once(caplog: pytest.LogCapture
 def test_padding_counts_for_a_model_that_runs_padded(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, shapes = Bigram(), []
     outputs = model.outputs
-    monkeypatch.setattr(model, "padded", True, raising=False)
+    monkeypatch.setattr(model, "is_padded", True, raising=False)
     monkeypatch.setattr(model, "outputs", lambda b, n: shapes.append(b.rows["lengths"].tolist()) or outputs(b, n))
     subject, data = learner(model, budget=8), batch([[1, 2], [3], [4, 5, 6, 7, 8], [9], [1, 2], [3, 4, 5]])
     if verb == "forward":

@@ -18,7 +18,7 @@ from runner.core.batch import Batch, pack, select_units, unit_spans
 from runner.core.errors import RunnerError, StorageError
 from runner.interfaces import Outputs
 from runner.trainer import reference_model as module
-from runner.trainer.reference_model import CachedModel, FrozenModel, KeptLogprobs, unit_keys
+from runner.trainer.reference_model import FrozenModel, LogprobCache, PrecomputedReference, unit_keys
 from tests.algorithm.preferences import CPU, model, pairs
 
 LOGPROBS = frozenset({"logprobs"})
@@ -40,8 +40,8 @@ def values_of(batch: Batch) -> list[Tensor]:
     return [torch.randn(size, generator=generator) for *_, size in unit_spans(batch)]
 
 
-def filled(folder: Path, batch: Batch) -> KeptLogprobs:
-    kept = KeptLogprobs(folder, quiet)
+def filled(folder: Path, batch: Batch) -> LogprobCache:
+    kept = LogprobCache(folder, quiet)
     for key, values in zip(unit_keys(batch), values_of(batch), strict=True):
         kept.add(key, values)
     kept.write()
@@ -50,7 +50,7 @@ def filled(folder: Path, batch: Batch) -> KeptLogprobs:
 
 def test_what_was_kept_is_found_again_bit_for_bit(tmp_path: Path) -> None:
     batch = rows(3, 1, 7)
-    for kept in (filled(tmp_path, batch), KeptLogprobs(tmp_path, quiet)):
+    for kept in (filled(tmp_path, batch), LogprobCache(tmp_path, quiet)):
         for key, values in zip(unit_keys(batch), values_of(batch), strict=True):
             assert key in kept and torch.equal(kept[key], values)
 
@@ -75,7 +75,7 @@ def test_many_units_are_written_in_several_files(tmp_path: Path, monkeypatch: py
     batch = rows(3, 3, 4, 9, 1)
     kept = filled(tmp_path, batch)
     assert len(list(tmp_path.glob("*.safetensors"))) == 3 == len(list(tmp_path.iterdir()))
-    again = KeptLogprobs(tmp_path, quiet)
+    again = LogprobCache(tmp_path, quiet)
     for key, values in zip(unit_keys(batch), values_of(batch), strict=True):
         assert torch.equal(kept[key], values) and torch.equal(again[key], values)
 
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_said_and_its_units_are_unknown(damage: str, tmp_path:
     content[-1] ^= 1
     path.write_bytes({"changed": bytes(content), "cut": bytes(content[:-4]), "empty": b""}[damage])
     said: list[str] = []
-    kept = KeptLogprobs(tmp_path, said.append)
+    kept = LogprobCache(tmp_path, said.append)
     assert len(said) == 1 and path.name in said[0] and not path.exists()
     assert not any(key in kept for key in unit_keys(batch)) and unit_keys(other)[2] in kept
 
@@ -99,14 +99,14 @@ def test_a_damaged_file_that_another_process_removes_first(tmp_path: Path) -> No
     filled(tmp_path, rows(3, 4))
     [path] = tmp_path.iterdir()
     path.write_bytes(b"")
-    kept = KeptLogprobs(tmp_path, lambda _: path.unlink())
+    kept = LogprobCache(tmp_path, lambda _: path.unlink())
     assert not path.exists() and unit_keys(rows(3, 4))[0] not in kept
 
 
 def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot keep log-probabilities"):
-        KeptLogprobs(tmp_path / "file" / "below", quiet)
+        LogprobCache(tmp_path / "file" / "below", quiet)
 
 
 def test_what_a_killed_process_left_is_swept_away_and_what_one_is_writing_is_not(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_a_killed_process_left_is_swept_away_and_what_one_is_writing_is_not
     for path in (old, young):
         path.touch()
     os.utime(old, (0, 0))
-    KeptLogprobs(tmp_path, quiet)
+    LogprobCache(tmp_path, quiet)
     assert not old.exists() and young.exists()
 
 
@@ -122,7 +122,7 @@ def test_a_file_is_on_the_disk_under_its_name_once_it_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[Path] = []
-    monkeypatch.setattr(fsync_io, "sync", synced.append)
+    monkeypatch.setattr(fsync_io, "fsync_path", synced.append)
     filled(tmp_path, rows(3))
     assert synced == [tmp_path], "the folder's list of names, after the rename"
 
@@ -137,7 +137,7 @@ class Counting(FrozenModel):
         return super().forward(batch, needs)
 
 
-class CountingCache(CachedModel, Counting):
+class CountingCache(PrecomputedReference, Counting):
     """The same behind a cache."""
 
 
@@ -145,23 +145,23 @@ def test_a_cached_model_says_what_the_model_says_and_asks_it_once(tmp_path: Path
     made = model(6)
     plain = FrozenModel(made, budget=50, device=CPU)
     one, two = (pack_pairs(pairs(5, seed), share=True) for seed in (1, 2))
-    cached = CountingCache(made, KeptLogprobs(tmp_path, quiet), {"drawn": "x"}, budget=50, device=CPU)
-    assert [cached.learn(batch) for batch in (one, two, one)] == [5, 5, 0] and cached.asked == 2
-    cached.kept.write()
+    cached = CountingCache(made, LogprobCache(tmp_path, quiet), {"drawn": "x"}, budget=50, device=CPU)
+    assert [cached.precompute(batch) for batch in (one, two, one)] == [5, 5, 0] and cached.asked == 2
+    cached.cache.write()
     torch.nn.init.normal_(made.module.lm_head.weight)  # it learns, and what was computed stays
     for batch in (one, two):
         assert not torch.equal(plain.forward(batch, LOGPROBS)["logprobs"], cached.forward(batch, LOGPROBS)["logprobs"])
-    again = CachedModel(model(6), KeptLogprobs(tmp_path, quiet), {}, budget=1, device=CPU)
+    again = PrecomputedReference(model(6), LogprobCache(tmp_path, quiet), {}, budget=1, device=CPU)
     wanted = FrozenModel(model(6), budget=50, device=CPU)
     for batch in (one, two):
         assert torch.equal(again.forward(batch, LOGPROBS)["logprobs"], wanted.forward(batch, LOGPROBS)["logprobs"])
     mixed = select_units(one, [4, 0, 2])
     torch.testing.assert_close(again.forward(mixed, LOGPROBS), dict(wanted.forward(mixed, LOGPROBS)))
-    assert again.origin == {} and cached.origin == {"drawn": "x"}
+    assert again.base_fingerprint == {} and cached.base_fingerprint == {"drawn": "x"}
 
 
 def test_a_cached_model_refuses_what_it_was_not_asked_beforehand(tmp_path: Path) -> None:
-    cached = CachedModel(model(6), KeptLogprobs(tmp_path, quiet), {}, budget=50, device=CPU)
+    cached = PrecomputedReference(model(6), LogprobCache(tmp_path, quiet), {}, budget=50, device=CPU)
     with pytest.raises(RunnerError, match="was not computed beforehand"):
         cached.forward(pack_pairs(pairs(1), share=True), LOGPROBS)
     with pytest.raises(RunnerError, match="and nothing else: entropy"):

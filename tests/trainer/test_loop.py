@@ -14,16 +14,16 @@ from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.distributed.work_partition import Alone
-from runner.interfaces import Callback, StepEnd
-from runner.trainer.callbacks import NoOp, Record, Saving
+from runner.distributed.work_partition import SingleProcess
+from runner.interfaces import Callback, StepResult
+from runner.trainer.callbacks import BaseCallback, LogStep, SaveCheckpoints
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Feed, Job, run
+from runner.trainer.loop import ExperienceQueue, TrainingJob, run_loop
 from tests.algorithm.test_sft import ThreeItems
 from tests.toys import Bigram
 
 
-def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = None) -> Job:
+def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = None) -> TrainingJob:
     model = Bigram()
     learner = LocalLearner(
         model,
@@ -36,12 +36,12 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
         device=torch.device("cpu"),
     )
     algorithm = Sft(SftConfig(batch_size=2), ThreeItems())
-    return Job(
+    return TrainingJob(
         steps=steps,
         device=Cpu(CpuConfig(), decide=lambda *words: None),
-        peers=Alone(),
+        peers=SingleProcess(),
         algorithm=algorithm,
-        feed=Feed(algorithm.collect, steps, 0, encode=algorithm.encode, decode=algorithm.decode),
+        feed=ExperienceQueue(algorithm.collect, steps, 0, encode=algorithm.encode, decode=algorithm.decode),
         publish=lambda version: None,
         learners={"policy": learner},
         models={"policy": learner},
@@ -54,14 +54,14 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
 
 def test_every_step_is_recorded_once_in_order_and_the_loss_falls() -> None:
     seen: list[tuple[int, float]] = []
-    run(job([Record([lambda step, values: seen.append((step, values["train/loss"]))])], steps=40), 0)
+    run_loop(job([LogStep([lambda step, values: seen.append((step, values["train/loss"]))])], steps=40), 0)
     assert [step for step, _ in seen] == list(range(1, 41))
     assert seen[-1][1] < 0.7 * seen[0][1]
 
 
 def test_the_numbers_of_a_step() -> None:
     seen: dict[str, float] = {}
-    run(job([Record([lambda step, values: seen.update(values)])], steps=1), 0)
+    run_loop(job([LogStep([lambda step, values: seen.update(values)])], steps=1), 0)
     assert set(seen) == {
         "train/loss",
         "train/grad_norm",
@@ -72,7 +72,7 @@ def test_the_numbers_of_a_step() -> None:
         "perf/mfu",
         "perf/step_s",
         "perf/peak_memory_bytes",
-        "time/collect_s",
+        "time/data_wait_s",
         "time/update_s",
     }
     assert seen["train/tokens"] == 3.0
@@ -81,20 +81,20 @@ def test_the_numbers_of_a_step() -> None:
     assert seen["perf/mfu"] == pytest.approx(1e-7 * seen["perf/tokens_per_s"])
 
 
-class Kill(NoOp):
+class Kill(BaseCallback):
     """Sends a signal to this very process after step 2."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def on_step(self, end: StepEnd) -> None:
+    def on_step(self, end: StepResult) -> None:
         if end.step == 2:
             os.kill(os.getpid(), self.number)
 
 
-def saving(saved: list[int], started: list[int], every: int) -> Saving:
+def saving(saved: list[int], started: list[int], every: int) -> SaveCheckpoints:
     """A callback that saves nothing but the numbers of the steps at which it would."""
-    return Saving(
+    return SaveCheckpoints(
         lambda step, values: saved.append(step),
         lambda step, values: started.append(step),
         lambda: None,
@@ -109,7 +109,7 @@ def test_a_signal_ends_the_run_after_a_step_that_was_saved(number: int, code: in
     stop.install()
     try:
         with pytest.raises(Interrupted) as caught:
-            run(job([Kill(number), saving(saved, started, every=1)], stop=stop), 0)
+            run_loop(job([Kill(number), saving(saved, started, every=1)], stop=stop), 0)
     finally:
         for known, handler in previous.items():
             signal.signal(known, handler)
@@ -121,5 +121,5 @@ def test_a_signal_ends_the_run_after_a_step_that_was_saved(number: int, code: in
 
 def test_saving_every_few_steps_and_at_the_end() -> None:
     saved, started = list[int](), list[int]()
-    run(job([saving(saved, started, every=2)], steps=6), 0)
+    run_loop(job([saving(saved, started, every=2)], steps=6), 0)
     assert (started, saved) == ([2, 4], [6])

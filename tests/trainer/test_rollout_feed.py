@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from runner.trainer.loop import Feed
+from runner.trainer.loop import ExperienceQueue
 
 
-def feed_of(collect: Callable[[int], Any], last: int, lag: int) -> Feed[Any]:
+def feed_of(collect: Callable[[int], Any], last: int, lag: int) -> ExperienceQueue[Any]:
     """A feed of numbers, which a checkpoint keeps half in JSON and half as a tensor."""
-    return Feed(
+    return ExperienceQueue(
         collect,
         last,
         lag,
@@ -39,7 +39,7 @@ def test_a_step_is_never_collected_before_its_weights_are_published(lag: int) ->
             assert feed.take(step) == step * 10
             with lock:
                 published[0] = step
-            feed.published(step)
+            feed.on_weights_published(step)
     for step, version in seen.items():
         assert version >= step - 1 - lag
     assert sorted(seen) == list(range(8))
@@ -53,7 +53,7 @@ def test_lag_collects_ahead_but_not_further() -> None:
         feed.take(1)
         feed.take(2)
         assert started == [0, 1, 2]
-        feed.published(0)
+        feed.on_weights_published(0)
         feed.take(3)
         assert started == [0, 1, 2, 3]
 
@@ -69,7 +69,7 @@ def test_an_error_in_collection_reaches_the_loop(lag: int) -> None:
         feed.start(0)
         for step in range(5):
             feed.take(step)
-            feed.published(step)
+            feed.on_weights_published(step)
 
 
 def test_it_starts_in_the_middle() -> None:
@@ -86,7 +86,7 @@ def test_what_was_collected_ahead_is_kept_and_not_collected_again(lag: int) -> N
         for step in range(4):
             feed.take(step)
             weights[0] = step + 1
-            feed.published(step)
+            feed.on_weights_published(step)
         state = feed.state_dict()
         wanted = [feed.take(step) for step in range(4, 5 + lag)]
     again: list[int] = []
@@ -103,7 +103,7 @@ def test_a_longer_run_goes_on_behind_what_was_kept() -> None:
         feed.start(0)
         for step in range(3):
             feed.take(step)
-            feed.published(step)
+            feed.on_weights_published(step)
         state = feed.state_dict()
     with feed_of(lambda step: step, 9, 2) as longer:
         longer.load_state_dict(state)

@@ -14,23 +14,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.build.samplers import _first_here, _probe, _sent
-from runner.cli.compose import compose_job
-from runner.core.errors import RunnerError, SamplerFault, StorageError
-from runner.core.rank_info import Place
+from runner.build.samplers import _first_rank_on_host, _weight_sync_probe, _weights_to_send
+from runner.cli.job_builder import compose_job
+from runner.core.errors import RunnerError, SamplerError, StorageError
+from runner.core.rank_info import RankInfo
 from runner.core.tolerance import TOLERANCES
 from runner.device.config import CudaConfig
-from runner.distributed.work_partition import ALONE
+from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.interfaces import Request, Rollout
-from runner.parallelism.rollout_partition import FirstSampler
-from runner.parallelism.world import World
-from runner.sampler.probed import ROWS, TOKENS, Probe
+from runner.parallelism.parallel_context import ParallelContext
+from runner.parallelism.rollout_partition import Rank0Sampler
+from runner.sampler.sync_probe import ROWS, TOKENS, SyncProbe
 from runner.trainer.learner import LocalLearner
-from runner.trainer.loop import Feed
+from runner.trainer.loop import ExperienceQueue
 from runner.weight_sync.publisher import Publisher, scores
-from runner.weight_sync.routes import Copied, Route, Shared, Shelving
-from runner.weight_sync.shelf import Shelf, Shelved
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.transports import DeviceCopy, SameModel, SharedFiles, WeightTransport
+from runner.weight_sync.weight_store import StoredWeights, WeightStore
 from tests.model import zoo
 from tests.parallelism.worlds import on_ranks
 
@@ -40,12 +40,12 @@ def test_the_probe_allows_what_the_device_that_was_built_computes_in(tf32: bool,
     config = CudaConfig(tf32=tf32)
     device: Any = SimpleNamespace(matmul_precision=lambda dtype: config.matmul_precision(str(dtype)[len("torch.") :]))
     policy = SimpleNamespace(
-        compute_type=torch.float32,
+        compute_dtype=torch.float32,
         inner=SimpleNamespace(dtype=torch.float32),
-        bounds=lambda: SimpleNamespace(vocabulary=8),
+        limits=lambda: SimpleNamespace(vocab_size=8),
     )
     spec = compose_job(["+recipe=grpo_demo", "device=auto"]).spec
-    assert _probe(spec, policy, device).limit == TOLERANCES["tf32" if tf32 else "float32"].logprobs
+    assert _weight_sync_probe(spec, policy, device).limit == TOLERANCES["tf32" if tf32 else "float32"].logprobs
 
 
 class Remembers:
@@ -53,7 +53,7 @@ class Remembers:
 
     temperature = 1.0
     max_new_tokens = 1
-    longest = None
+    max_model_len = None
 
     def __init__(self) -> None:
         self.tensors: Mapping[str, Tensor] | None = None
@@ -62,7 +62,7 @@ class Remembers:
         self.calls: list[str] = []
         self.says: Callable[[Mapping[str, Tensor] | None], list[list[list[float]]]] = lambda tensors: [[]]
 
-    def load(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         self.tensors, self.version = tensors, version
         self.loads.append(version)
 
@@ -72,31 +72,31 @@ class Remembers:
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         return self.says(self.tensors)
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         return {"queue": 3.0}
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         self.calls.append("release")
 
     def close(self) -> None:
         self.calls.append("close")
 
 
-def shared(weights: Any, folder: Path) -> Route:
-    return Shared()
+def shared(weights: Any, folder: Path) -> WeightTransport:
+    return SameModel()
 
 
-def handed(weights: Any, folder: Path) -> Route:
-    return Copied(weights, handed=True)
+def handed(weights: Any, folder: Path) -> WeightTransport:
+    return DeviceCopy(weights, by_reference=True)
 
 
-def copied(weights: Any, folder: Path) -> Route:
-    return Copied(weights)
+def copied(weights: Any, folder: Path) -> WeightTransport:
+    return DeviceCopy(weights)
 
 
-def shelving(weights: Any, folder: Path) -> Route:
-    shelf = Shelf(claim(folder / "run", 0, folder))
-    return Shelving(weights, lambda: iter([("fixed", torch.ones(3))]), peers=ALONE, shelf=shelf, source=0)
+def shelving(weights: Any, folder: Path) -> WeightTransport:
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder))
+    return SharedFiles(weights, lambda: iter([("fixed", torch.ones(3))]), peers=SINGLE_PROCESS, store=shelf, source=0)
 
 
 SLOW = pytest.mark.slow
@@ -106,7 +106,7 @@ ROUTES = [(shared, 0), (handed, 0), *((copied, lag) for lag in (0, 1, 2, 4)), *(
 @pytest.mark.parametrize(("made", "lag"), ROUTES)
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_step_is_sampled_with_exactly_the_weights_that_are_due(
-    made: Callable[[Any, Path], Route], lag: int, first: int, tmp_path: Path
+    made: Callable[[Any, Path], WeightTransport], lag: int, first: int, tmp_path: Path
 ) -> None:
     weight = torch.tensor([float(first)])
     sampler = Remembers()
@@ -123,13 +123,13 @@ def test_a_step_is_sampled_with_exactly_the_weights_that_are_due(
         return step
 
     publisher.publish(first)
-    with Feed(publisher.before(collect), first + 8, lag, encode=lambda _: {}, decode=lambda _: 0) as feed:
+    with ExperienceQueue(publisher.before(collect), first + 8, lag, encode=lambda _: {}, decode=lambda _: 0) as feed:
         feed.start(first)
         for step in range(first, first + 8):
             feed.take(step)
             weight += 1  # the update
             publisher.publish(step + 1)
-            feed.published(step)
+            feed.on_weights_published(step)
     due = {step: max(step - lag, first) for step in range(first, first + 8)}
     assert seen == {step: (version, float(version)) for step, version in due.items()}
     assert sampler.loads == sorted(set(due.values())), "each version once"
@@ -158,9 +158,9 @@ def test_what_a_sync_takes_is_measured(tmp_path: Path) -> None:
     publisher.load_for(2)
     found = publisher.numbers()
     assert found.pop("sampler/queue") == 3.0
-    seconds, rate = found["perf/publish_s"], found["perf/publish_gb_per_s"]
-    assert 4000 < found["sync/bytes"] < 4400 and math.isclose(rate, found["sync/bytes"] / seconds / 1e9)
-    assert found.keys() == {"perf/publish_s", "perf/publish_gb_per_s", "perf/load_s", "sync/bytes"}
+    seconds, rate = found["weight_sync/send_s"], found["weight_sync/gb_per_s"]
+    assert 4000 < found["weight_sync/bytes"] < 4400 and math.isclose(rate, found["weight_sync/bytes"] / seconds / 1e9)
+    assert found.keys() == {"weight_sync/send_s", "weight_sync/gb_per_s", "weight_sync/load_s", "weight_sync/bytes"}
     publisher.close()
 
 
@@ -172,13 +172,13 @@ def learner() -> LocalLearner:
 
 
 def test_scores_are_those_of_the_plain_model() -> None:
-    probe = Probe.of(5, zoo.VOCAB, 1e-3)
+    probe = SyncProbe.from_seed(5, zoo.VOCAB, 1e-3)
     one = learner()
     found = scores(one, probe.rows)
     wanted = zoo.reference(zoo.module("qwen2"), [list(row) for row in probe.rows])
     assert [len(row) for row in found] == [TOKENS - 1] * ROWS
     assert (torch.tensor(found) - wanted.view(ROWS, TOKENS)[:, 1:]).abs().max() < 1e-5  # float32
-    assert probe.rows == Probe.of(5, zoo.VOCAB, 1e-3).rows != Probe.of(6, zoo.VOCAB, 1e-3).rows
+    assert probe.rows == SyncProbe.from_seed(5, zoo.VOCAB, 1e-3).rows != SyncProbe.from_seed(6, zoo.VOCAB, 1e-3).rows
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_scores_are_those_of_the_plain_model() -> None:
 def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused(
     wrong_loads: int, wrong: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    one, sampler, probe = learner(), Remembers(), Probe.of(0, zoo.VOCAB, 1e-3)
-    publisher = Publisher(Copied(one.weights), sampler, 1, probe=probe, learner=one)
+    one, sampler, probe = learner(), Remembers(), SyncProbe.from_seed(0, zoo.VOCAB, 1e-3)
+    publisher = Publisher(DeviceCopy(one.weights), sampler, 1, probe=probe, learner=one)
     right = scores(one, probe.rows)
     off = [[value + 0.01 for value in row] for row in right]
     answers = {
@@ -212,34 +212,34 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
     publisher.publish(4)
     if wrong_loads == 2:
         with pytest.raises(
-            SamplerFault, match=r"weights of version 4 were sent, twice.*sampler\.probe=0\.001"
+            SamplerError, match=r"weights of version 4 were sent, twice.*sampler\.sync_logprob_tolerance=0\.001"
         ) as error:
             publisher.load_for(4)
         assert error.value.exit_code == 75
     else:
         publisher.load_for(4)
-        assert publisher.numbers()["sync/probe"] == 0.0
+        assert publisher.numbers()["weight_sync/logprob_error"] == 0.0
     assert sampler.loads == [4] * min(wrong_loads + 1, 2)
     assert caplog.text.count("are sent once more") == min(wrong_loads, 1)
     assert ("sampler 1 of 0 to 1 is" in caplog.text) == (wrong == "one engine of two" and wrong_loads > 0)
 
 
-def first_reads(world: World, folder: Path, full: bool) -> tuple[str, bool, list[float]]:
+def first_reads(world: ParallelContext, folder: Path, full: bool) -> tuple[str, bool, list[float]]:
     """Rank 0 writes and reads, for a sampler that it alone speaks to."""
     one = Remembers()
 
     def drained() -> Iterator[tuple[str, Tensor]]:
         for at in range(3):
             tensor = torch.full((2,), float(at))
-            world.everyone.sum_([tensor])  # collective, as what makes pieces whole is
+            world.world_peers.all_reduce_([tensor])  # collective, as what makes pieces whole is
             yield f"t{at}", tensor
-        if full and world.place.leads:
+        if full and world.place.is_rank0:
             raise OSError(28, "No space left on device")
 
-    leads = world.place.leads
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    route = Shelving(drained, None, peers=world.everyone, shelf=shelf, source=0 if leads else None)
-    publisher = Publisher(route, FirstSampler(lambda: one, world.feed_peers), 0, peers=world.feed_peers)
+    leads = world.place.is_rank0
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
+    route = SharedFiles(drained, None, peers=world.world_peers, store=shelf, source=0 if leads else None)
+    publisher = Publisher(route, Rank0Sampler(lambda: one, world.rollout_peers), 0, peers=world.rollout_peers)
     said = ""
     try:
         publisher.publish(0)
@@ -247,7 +247,7 @@ def first_reads(world: World, folder: Path, full: bool) -> tuple[str, bool, list
     except RunnerError as error:
         assert error.exit_code == StorageError.exit_code
         said = str(error)
-    loaded = isinstance(one.tensors, Shelved)
+    loaded = isinstance(one.tensors, StoredWeights)
     values = [float(one.tensors[f"t{at}"][0]) for at in range(3)] if one.tensors else []
     publisher.close()
     return said, loaded, values
@@ -264,18 +264,18 @@ def test_one_rank_writes_what_all_drain_and_its_troubles_are_everyones(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
-def each_reads(world: World, folder: Path) -> tuple[int, str, dict[str, list[float]]]:
+def each_reads(world: ParallelContext, folder: Path) -> tuple[int, str, dict[str, list[float]]]:
     """An engine in each rank, which reads what the first rank of its machine has written."""
     one, leads = Remembers(), world.place.local_rank == 0
     weights = partial(iter, [("w", torch.full((4,), 7.0))])
-    shelf = Shelf(claim(folder / "run", 0, folder)) if leads else None
-    route = Shelving(weights, weights_of_base, peers=world.everyone, shelf=shelf, source=0)
-    publisher = Publisher(route, one, 1, peers=world.feed_peers)
+    shelf = WeightStore(reserve_dir(folder / "run", 0, folder)) if leads else None
+    route = SharedFiles(weights, weights_of_base, peers=world.world_peers, store=shelf, source=0)
+    publisher = Publisher(route, one, 1, peers=world.rollout_peers)
     publisher.publish(0)
     publisher.load_for(0)
-    assert isinstance(one.tensors, Shelved)
+    assert isinstance(one.tensors, StoredWeights)
     found = len(one.loads), one.tensors.digest, {name: tensor.tolist() for name, tensor in one.tensors.items()}
-    world.everyone.gather(0)
+    world.world_peers.all_gather(0)
     publisher.close()
     return found
 
@@ -290,9 +290,9 @@ def test_engines_of_all_ranks_read_one_copy(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def writer(world: World) -> int:
-    place = Place(world.place.rank, world.place.size, 0, 1)
-    return _first_here(replace(world, place=place))
+def writer(world: ParallelContext) -> int:
+    place = RankInfo(world.place.rank, world.place.size, 0, 1)
+    return _first_rank_on_host(replace(world, place=place))
 
 
 def test_ranks_that_see_their_own_cards_alone_have_one_writer_on_a_machine() -> None:
@@ -303,6 +303,6 @@ def test_ranks_that_see_their_own_cards_alone_have_one_writer_on_a_machine() -> 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_room_for_versions_is_what_they_take_in_the_types_of_the_engine(dtype: str) -> None:
     spec = compose_job(["+recipe=grpo_demo", "sampler=vllm", f"sampler.dtype={dtype}"]).spec
-    changed, fixed, sizes = _sent(spec, None, zoo.causal("qwen2"), keep=True)  # type: ignore[arg-type]
+    changed, fixed, sizes = _weights_to_send(spec, None, zoo.causal("qwen2"), keep=True)  # type: ignore[arg-type]
     assert fixed is not None
     assert tuple(sum(tensor.nbytes for _, tensor in tensors()) for tensors in (changed, fixed)) == sizes

@@ -2,8 +2,8 @@ r"""Episodes: what a policy and its environment say to one another, token by tok
 
     prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
 
-The same for sampled answers, which are learnt from, and for greedy ones, which are evaluated. `Turns` writes the words
-of an environment as the chat template does; the policy's own tokens are never written as text and tokenised again:
+The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `extend` writes an
+observation as the chat template does; the policy's own tokens are never written as text and tokenised again:
 
     … answer<|im_end|> │ \n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n │ next answer …
                        └────────────────── ids of an observation ─────────────────┘
@@ -16,97 +16,72 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Completion, Environments, Observation, Partners, Prompt, Rollout, Written
-
-OPENING = ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"})
-
-
-class Turns:
-    """The observations of one tokenizer's chat template."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """Raises EnvironmentProblem if the template cannot be continued turn by turn."""
-        self._tokenizer = tokenizer
-        self._base = self._render(OPENING)
-        body = self._base.rstrip()
-        self._end = next((t for t in map(str, tokenizer.all_special_tokens) if body.endswith(t)), "")
-        self._blank = self._base[len(body) :]
-        self._end_ids = self._ids(self._end) if self._end else []
-
-    def observation(self, role: str, text: str, answer: Sequence[int]) -> list[int]:
-        """Ids from the end of `answer` to the opening of the next turn; closes a turn that has no end token."""
-        whole = self._render((*OPENING, {"role": role, "content": text}), add_generation_prompt=True)
-        if not whole.startswith(self._base):
-            raise EnvironmentProblem(
-                "the chat template writes earlier turns differently once the conversation goes on, so an episode of "
-                "several turns cannot be continued token by token; use a model with another template (model.tokenizer)"
-            )
-        closed = list(answer[len(answer) - len(self._end_ids) :]) == self._end_ids
-        return self._ids(("" if closed else self._end) + self._blank + whole[len(self._base) :])
-
-    def _render(self, messages: Sequence[dict[str, str]], **options: Any) -> str:
-        if not self._tokenizer.chat_template:
-            raise EnvironmentProblem(
-                "an environment needs a chat template, and the tokenizer has none; use an instruct or chat model"
-            )
-        text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
-        return text
-
-    def _ids(self, text: str) -> list[int]:
-        found: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
+from runner.interfaces import (
+    Completion,
+    EnvironmentBatch,
+    EnvironmentFactory,
+    ExtendConversation,
+    GreedyOutput,
+    Observation,
+    Prompt,
+    Rollout,
+)
 
 
 @dataclass(slots=True)
 class Episode:
     """A sample in the making: the policy's turns, and between them what its environment said.
 
-    text: of the policy's last turn; said: every turn so far; mask: 1 on the policy's own tokens
+    text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
+    sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
+    over the policy's tokens, q the truncated distribution and p the whole one
     """
 
     prompt: Prompt
-    said: list[Mapping[str, Any]] = field(default_factory=list)
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    truncation: float = 0.0
     text: str = ""
     finish: str = ""
     version: int = 0
 
-    def hear(self, rollout: Rollout, text: str) -> None:
+    def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""
         self.ids += rollout.ids
         self.mask += [1.0] * len(rollout.ids)
-        self.logprobs += rollout.logprobs
-        self.said.append({"role": "assistant", "content": text})
+        raw = rollout.raw_logprobs or (math.nan,) * len(rollout.ids)
+        self.logprobs += raw
+        self.truncation += math.fsum(q - p for q, p in zip(rollout.logprobs, raw, strict=True))
+        self.messages.append({"role": "assistant", "content": text})
         self.text, self.finish, self.version = text, rollout.finish, rollout.version
 
-    def told(self, observation: Observation, ids: Sequence[int]) -> None:
-        """What the environment said: context, never learnt."""
+    def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
+        """What the environment said: context, never trained on."""
         self.ids += ids
         self.mask += [0.0] * len(ids)
         self.logprobs += [0.0] * len(ids)
-        self.said.append({"role": observation.role, "content": observation.text})
+        self.messages.append({"role": observation.role, "content": observation.text})
 
     @property
-    def before(self) -> tuple[Mapping[str, Any], ...]:
+    def history(self) -> tuple[Mapping[str, Any], ...]:
         """Every turn but the policy's last; empty where there was one turn."""
-        return tuple(self.said[:-1])
+        return tuple(self.messages[:-1])
 
     def completion(self) -> Completion:
         """The episode as a reward sees it."""
         own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
-        messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.said)
+        messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
         return Completion(self.prompt, own, self.text, self.finish, messages)
 
 
-# The episodes that go on, each with its number, and the turn (0-based) that is to be written → that turn of each
-Write = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
+# The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each
+WriteTurns = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
 
 
 @dataclass(frozen=True, slots=True)
-class Player:
+class EpisodeRunner:
     """Plays episodes; without environments an episode is one turn.
 
     longest: most tokens of prompt and episode together, None = no limit. An episode without room for another turn is
@@ -114,62 +89,68 @@ class Player:
     """
 
     tokenizer: Any
-    environments: Environments | None = None
-    turns: Turns | None = None
-    longest: int | None = None
+    environments: EnvironmentFactory | None = None
+    extend: ExtendConversation | None = None
+    max_model_len: int | None = None
 
-    def play(self, prompts: Sequence[Prompt], write: Write) -> list[Episode]:
+    def run_episodes(self, prompts: Sequence[Prompt], write: WriteTurns) -> list[Episode]:
         """An episode for each prompt, in their order."""
         episodes = [Episode(prompt) for prompt in prompts]
-        partners = None if self.environments is None else self.environments.begin(prompts)
+        partners = None if self.environments is None else self.environments.start_episodes(prompts)
         live, turn = list(enumerate(episodes)), 0
         while live:
             for (_, episode), rollout in zip(live, write(live, turn), strict=True):
-                episode.hear(rollout, self.tokenizer.decode(rollout.ids, skip_special_tokens=True))
-            live = [] if partners is None else self._answered(live, turn, partners)
+                episode.append_action(rollout, self.tokenizer.decode(rollout.ids, skip_special_tokens=True))
+            live = [] if partners is None else self._step_environments(live, turn, partners)
             turn += 1
         return episodes
 
-    def greedy(
+    def run_greedy(
         self,
         prompts: Sequence[Prompt],
-        generate: Callable[[Sequence[Sequence[int]]], Sequence[Written]],
+        generate: Callable[[Sequence[Sequence[int]]], Sequence[GreedyOutput]],
     ) -> list[Episode]:
-        """The episodes of the likeliest turns, which `generate` writes; their log-probabilities are not known: NaN."""
+        """Episodes of greedy turns, which `generate` writes; their log-probabilities are NaN."""
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
             return [_rollout(one) for one in generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])]
 
-        return self.play(prompts, write)
+        return self.run_episodes(prompts, write)
 
-    def limit(self, episode: Episode, max_new_tokens: int) -> int:
-        """Most tokens of the episode's next turn. The first one is not shortened: data.max_length sees to its room."""
-        if self.longest is None or not episode.ids:
+    def turn_token_limit(self, episode: Episode, max_new_tokens: int) -> int:
+        """Maximum tokens of the episode's next turn. The first turn is not shortened (see data.max_length)."""
+        if self.max_model_len is None or not episode.ids:
             return max_new_tokens
-        return min(max_new_tokens, self.longest - len(episode.prompt.ids) - len(episode.ids))
+        return min(max_new_tokens, self.max_model_len - len(episode.prompt.ids) - len(episode.ids))
 
-    def _answered(
-        self, live: Sequence[tuple[int, Episode]], turn: int, partners: Partners
+    def _step_environments(
+        self, live: Sequence[tuple[int, Episode]], turn: int, partners: EnvironmentBatch
     ) -> list[tuple[int, Episode]]:
-        """The episodes that go on, having heard what their environments say."""
+        """The episodes that continue, having heard what their environments say."""
         assert self.environments is not None
         last = turn + 1 == self.environments.max_turns
         asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]
-        said = partners.answer([(at, episode.text) for at, episode in asking]) if asking else []
+        said = partners.step([(at, episode.text) for at, episode in asking]) if asking else []
         answered = zip(asking, said, strict=True)
-        return [one for one, observation in answered if observation is not None and self._told(one[1], observation)]
+        return [
+            one
+            for one, observation in answered
+            if observation is not None and self._append_observation(one[1], observation)
+        ]
 
-    def _told(self, episode: Episode, observation: Observation) -> bool:
+    def _append_observation(self, episode: Episode, observation: Observation) -> bool:
         """Let the episode hear what was said; False where that leaves no room for a turn."""
-        assert self.turns is not None
-        ids = self.turns.observation(observation.role, observation.text, episode.ids)
-        if self.longest is not None and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.longest:
+        assert self.extend is not None
+        ids = self.extend(episode.ids, {"role": observation.role, "content": observation.text})
+        if (
+            self.max_model_len is not None
+            and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.max_model_len
+        ):
             episode.finish = "length"
             return False
-        episode.told(observation, ids)
+        episode.append_observation(observation, ids)
         return True
 
 
-def _rollout(turn: Written) -> Rollout:
-    unknown = (math.nan,) * len(turn.ids)
-    return Rollout(turn.ids, unknown, None, 0, turn.finish)
+def _rollout(turn: GreedyOutput) -> Rollout:
+    return Rollout(turn.ids, (math.nan,) * len(turn.ids), None, 0, turn.finish)

@@ -1,4 +1,4 @@
-"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their kin.
+"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their variants.
 
 The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
 stands for the default that its description names. Losses, advantages, KL estimators, aggregations and corrections are
@@ -11,26 +11,26 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
 
-from runner.algorithm.base import ComparingConfig, Frozen, TaughtConfig
-from runner.algorithm.loss_registry import Registered, chosen, functions, with_options
+from runner.algorithm.base import FrozenModelSpec, ReferenceBasedConfig, TeacherBasedConfig
+from runner.algorithm.loss_registry import RegisteredFunction, functions, selected_function, with_options
 from runner.spec.base import Head, ItemKind
 
-OF_KL = ("kl_coef", "kl_place", "kl_target", "reference")
+KL_OPTIONS = ("kl_coef", "kl_in", "kl_target", "reference")
 T = TypeVar("T")
 
 
-def given(value: T | None, default: T) -> T:
+def value_or_default(value: T | None, default: T) -> T:
     """An option's value, or what stands for null."""
     return default if value is None else value
 
 
 @dataclass(frozen=True, slots=True)
-class FromRewards:
+class RegisteredAdvantage:
     """By comparison with those of their group or their step, as a registered advantage does it."""
 
 
 @dataclass(frozen=True, slots=True)
-class FromCritic:
+class GaeCritic:
     """Generalised advantages, and the critic that they need.
 
     role: whose model gives the values; clip: range of the value loss, None = none; coefficient: weight of the value
@@ -40,75 +40,89 @@ class FromCritic:
     role: Literal["policy", "critic"]
     gamma: float
     lam: float
-    whiten: bool
+    normalize_advantages: bool
+    whiten_ddof: int
     clip: float | None
     coefficient: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class FromTeacher:
+class TeacherLogRatio:
     """The negative reverse KL, estimated on what was sampled."""
 
 
-Worth = FromRewards | FromCritic | FromTeacher  # what a sample's tokens are worth: `optimisation` computes it
+AdvantageSource = (
+    RegisteredAdvantage | GaeCritic | TeacherLogRatio
+)  # what a sample's tokens are worth: `optimization` computes it
 
 
-class InForce(NamedTuple):
+class ResolvedOptions(NamedTuple):
     """Options that may be null, with their defaults filled in."""
 
     kl_coef: float
-    kl_place: Literal["loss", "reward"]
+    kl_in: Literal["loss", "reward"]
     correction_level: Literal["token", "sequence"]
 
 
 @with_options
-class PolicyConfig(ComparingConfig):
+class PolicyConfig(ReferenceBasedConfig):
     """Sampled answers, a reward, and a surrogate loss of their log-probabilities."""
 
-    usual_kl_place: ClassVar[Literal["loss", "reward"]] = "loss"
-    items: ClassVar[ItemKind] = "prompts"
-    samples: ClassVar[bool] = True
-    rewarded: ClassVar[bool] = True
-    explains: ClassVar[str | None] = "runner.algorithm.explain:policy"
+    default_kl_location: ClassVar[Literal["loss", "reward"]] = "loss"
+    item_kind: ClassVar[ItemKind] = "prompts"
+    needs_sampler: ClassVar[bool] = True
+    needs_reward: ClassVar[bool] = True
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:policy"
     group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
     epochs: int = Field(default=1, ge=1, description="Passes over a step's samples.")
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a group once in training; changes speed, not the numbers."
     )
-    objective: Annotated[str, Registered("policy_loss")] = Field(default="clip", description="Policy loss per token.")
-    ratio: Literal["token", "sequence"] = Field(
+    policy_loss: Annotated[str, RegisteredFunction("policy_loss")] = Field(
+        default="clip", description="Policy loss per token."
+    )
+    importance_sampling_level: Literal["token", "sequence"] = Field(
         default="token", description="Level of the importance ratio; sequence = GSPO's mean over the answer's tokens."
     )
-    aggregation: Annotated[str, Registered("aggregation")] = Field(
+    loss_aggregation: Annotated[str, RegisteredFunction("aggregation")] = Field(
         default="token_mean", description="How token losses become one; denominators count the whole step."
     )
-    kl: Annotated[str, Registered("kl_estimator", others=("none",))] = Field(
+    kl_estimator: Annotated[str, RegisteredFunction("kl_estimator", others=("none",))] = Field(
         default="none", description="Estimator of the KL divergence from the reference; none = no reference model."
     )
-    kl_place: Literal["loss", "reward"] | None = Field(
+    kl_in: Literal["loss", "reward"] | None = Field(
         default=None, description="Where the KL penalty goes; null = loss for grpo, reward for ppo."
     )
-    kl_coef: float | None = Field(default=None, ge=0, description="Weight of the KL penalty; null = 0.001.")
+    kl_coef: float | None = Field(
+        default=None, ge=0, description="Weight of the KL penalty; 0 = no reference model; null = 0.001."
+    )
     kl_target: float | None = Field(
         default=None, gt=0, description="Adapt kl_coef towards this KL per token (Ziegler et al., 2019); null = fixed."
     )
     reference: Literal["adapter", "copy"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, or a frozen copy; null = adapter if there is one.",
+        description="The reference: the model with its adapter off, or a frozen copy; null = a copy of an adapter that "
+        "the model came with, else adapter if there is one.",
+    )
+    max_log_ratio: float | None = Field(
+        default=20.0,
+        gt=0,
+        description="Bound of the logarithms of ratios (policy, correction, KL estimator), 20 as in verl; null = none, "
+        "as in TRL.",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
-    overlong: Literal["keep", "mask"] = Field(
-        default="keep", description="Answers cut off at max_new_tokens: learnt from, or left out of the loss."
+    mask_truncated: bool = Field(
+        default=False, description="Leave completions that were cut off at max_new_tokens out of the loss."
     )
     lag: int = Field(default=0, ge=0, description="Steps that sampling runs ahead of training; 0 = strictly on-policy.")
-    correction: Annotated[str, Registered("correction", others=("none",))] = Field(
+    correction: Annotated[str, RegisteredFunction("correction", others=("none",))] = Field(
         default="none",
         description="Importance weights against the drift from sampler to trainer; decoupled is needed above lag 1.",
     )
     correction_level: Literal["token", "sequence"] | None = Field(
         default=None, description="Level of the weights; null = token."
     )
-    max_mismatch: float | None = Field(
+    max_logprob_diff: float | None = Field(
         default=None,
         gt=0,
         description="Stop if sampler and trainer differ by more than this at lag 0 (mean |log-prob.|); null = never.",
@@ -118,42 +132,52 @@ class PolicyConfig(ComparingConfig):
     def samples_per_prompt(self) -> int:
         return self.group_size
 
-    def frozen(self) -> Mapping[str, Frozen]:
-        return {} if self.kl == "none" else {"reference": self.referred(self.reference)}
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
+        return {"reference": self.reference_model(self.reference)} if self.has_kl else {}
 
     def steps_ahead(self) -> int:
         return self.lag
 
-    def weighs_samples(self) -> bool:
-        return self.old_from == "sampler" or self.correction != "none" or self.max_mismatch is not None
+    def needs_sampler_logprobs(self) -> bool:
+        return self.old_logprobs_source == "sampler" or self.correction != "none" or self.max_logprob_diff is not None
 
     @property
-    def worth(self) -> Worth:
+    def advantage_source(self) -> AdvantageSource:
         """What a sample's tokens are worth."""
         raise NotImplementedError
 
     @property
-    def critic_wanted(self) -> FromCritic | None:
+    def gae_critic(self) -> GaeCritic | None:
         """The critic, where there is one."""
-        return self.worth if isinstance(self.worth, FromCritic) else None
+        return self.advantage_source if isinstance(self.advantage_source, GaeCritic) else None
 
     @property
-    def equal_rewards(self) -> Literal["drop", "keep", "resample"]:
+    def zero_variance_policy(self) -> Literal["drop", "keep", "resample"]:
         """What becomes of groups whose rewards are all equal."""
         return "keep"
 
     @property
-    def most_rounds(self) -> int:
+    def counts_dropped_groups(self) -> bool:
+        """Whether groups that are dropped stay in the denominators."""
+        return False
+
+    @property
+    def max_rounds(self) -> int:
         """Most rounds of prompts per step."""
         return 1
 
     @property
-    def kl_in(self) -> Literal["loss", "reward"] | None:
-        """Where a KL penalty goes; None = there is none."""
-        return None if self.kl == "none" else self.in_force.kl_place
+    def has_kl(self) -> bool:
+        """Whether there is a KL penalty, and so a reference model; kl_coef=0 is none."""
+        return self.kl_estimator != "none" and self.resolved_options.kl_coef > 0
 
     @property
-    def old_from(self) -> Literal["itself", "sampler", "trainer"]:
+    def kl_location(self) -> Literal["loss", "reward"] | None:
+        """Where a KL penalty goes; None = there is none."""
+        return self.resolved_options.kl_in if self.has_kl else None
+
+    @property
+    def old_logprobs_source(self) -> Literal["itself", "sampler", "trainer"]:
         """Whose log-probabilities stand for the policy that the ratio is taken to.
 
         itself: there is one update per step, so the policy has not moved and the ratio is 1; sampler: what it
@@ -163,23 +187,23 @@ class PolicyConfig(ComparingConfig):
             return "trainer"
         if self.lag:
             return "sampler"
-        return "trainer" if self.epochs * self.mini_batches > 1 or self.kl_in == "reward" else "itself"
+        return "trainer" if self.epochs * self.mini_batches > 1 or self.kl_location == "reward" else "itself"
 
     @property
-    def in_force(self) -> InForce:
+    def resolved_options(self) -> ResolvedOptions:
         """The values of the options that may be null, as they are used."""
-        return InForce(
-            kl_coef=given(self.kl_coef, 0.001),
-            kl_place=given(self.kl_place, self.usual_kl_place),
-            correction_level=given(self.correction_level, "token"),
+        return ResolvedOptions(
+            kl_coef=value_or_default(self.kl_coef, 0.001),
+            kl_in=value_or_default(self.kl_in, self.default_kl_location),
+            correction_level=value_or_default(self.correction_level, "token"),
         )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*super().problems(job), *self._unused(), *self._contradictions(job)]
+        return [*super().problems(job), *self._unused_options(), *self._contradictions(job)]
 
-    def _unused(self) -> list[tuple[str, str]]:
+    def _unused_options(self) -> list[tuple[str, str]]:
         """Options that were set although the choice they belong to was not made."""
-        uses = {option: ("kl", tuple(functions("kl_estimator"))) for option in OF_KL}
+        uses = {option: ("kl_estimator", tuple(functions("kl_estimator"))) for option in KL_OPTIONS}
         uses["correction_level"] = ("correction", tuple(functions("correction")))
         return [
             (
@@ -196,59 +220,82 @@ class PolicyConfig(ComparingConfig):
         if self.lag > 1 and self.correction not in for_stale:
             why = "samples are several updates old, which the clipped ratio alone does not correct"
             found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction={'|'.join(for_stale)}: {why}"))
-        if self.kl_target is not None and self.in_force.kl_coef == 0:
+        if self.kl_target is not None and self.resolved_options.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
-        if self.kl != "none" and (kl_in := chosen(self, "kl").kl_in) != self.in_force.kl_place:
+        if (
+            self.kl_estimator != "none"
+            and (kl_in := selected_function(self, "kl_estimator").kl_in) != self.resolved_options.kl_in
+        ):
             reasons = {
-                "loss": "in the reward only k1 is unbiased; type algorithm.kl=k1, or",
-                "reward": f"{self.kl} has no gradient in expectation as a loss; type algorithm.kl=k3, or",
+                "loss": "in the reward only k1 is unbiased; type algorithm.kl_estimator=k1, or",
+                "reward": f"{self.kl_estimator} has no gradient in expectation as a loss; "
+                "type algorithm.kl_estimator=k3, or",
             }
-            found.append(("algorithm.kl", f"{reasons[kl_in]} kl_place={kl_in} for {self.kl}"))
+            found.append(("algorithm.kl_estimator", f"{reasons[kl_in]} kl_in={kl_in} for {self.kl_estimator}"))
+        if self.kl_coef == 0 and self.reference is not None:
+            found.append(("algorithm.reference", "kl_coef=0 has no reference model; leave it out, or raise kl_coef"))
         found += self.reference_problems(self.reference, job)
-        if self.ratio == "sequence" and self.aggregation != "seq_mean_token_mean":
+        if self.importance_sampling_level == "sequence" and self.loss_aggregation != "seq_mean_token_mean":
             found.append(
-                ("algorithm.aggregation", f"a sequence ratio needs seq_mean_token_mean, not {self.aggregation}")
+                (
+                    "algorithm.loss_aggregation",
+                    f"a sequence ratio needs seq_mean_token_mean, not {self.loss_aggregation}",
+                )
             )
-        if self.max_mismatch is not None and self.lag:
-            found.append(("algorithm.max_mismatch", f"at lag={self.lag} the two differ by design; it is for lag=0"))
+        if self.max_logprob_diff is not None and self.lag:
+            found.append(("algorithm.max_logprob_diff", f"at lag={self.lag} the two differ by design; it is for lag=0"))
         return found
 
 
 @with_options
 class GrpoConfig(PolicyConfig):
-    """Group-relative policy optimisation (2402.03300) and its kin: no critic, advantages from the group's rewards."""
+    """Group-relative policy optimization (2402.03300) and its variants, without a critic."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
+    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     name: Literal["grpo"] = "grpo"
-    advantage: Annotated[str, Registered("advantage")] = Field(
+    advantage: Annotated[str, RegisteredFunction("advantage")] = Field(
         default="group_mean_std", description="What a reward is compared with, and how it is scaled."
     )
     zero_variance: Literal["drop", "keep", "resample"] = Field(
         default="drop",
-        description="Groups whose rewards are all equal: left out of the update, kept, or replaced by new prompts.",
+        description="Groups whose rewards, less a KL penalty in them, are all equal: left out of the update, kept, or "
+        "replaced by new prompts.",
     )
-    resample_rounds: int | None = Field(
+    count_dropped_groups: bool | None = Field(
+        default=None,
+        description="Under zero_variance=drop, count dropped groups in the denominators and batch statistics of the "
+        "loss: true = as TRL, and verl without filter_groups; null = false, as verl's filter_groups.",
+    )
+    max_resample_rounds: int | None = Field(
         default=None, ge=1, description="Most rounds of new prompts per step under zero_variance=resample; null = 4."
     )
 
     @property
-    def worth(self) -> FromRewards:
-        return FromRewards()
+    def advantage_source(self) -> RegisteredAdvantage:
+        return RegisteredAdvantage()
 
     @property
-    def equal_rewards(self) -> Literal["drop", "keep", "resample"]:
+    def zero_variance_policy(self) -> Literal["drop", "keep", "resample"]:
         return self.zero_variance
 
     @property
-    def most_rounds(self) -> int:
-        return given(self.resample_rounds, 4) if self.zero_variance == "resample" else 1
+    def counts_dropped_groups(self) -> bool:
+        return value_or_default(self.count_dropped_groups, False)
+
+    @property
+    def max_rounds(self) -> int:
+        return value_or_default(self.max_resample_rounds, 4) if self.zero_variance == "resample" else 1
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if self.resample_rounds is not None and self.zero_variance != "resample":
-            text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance=resample"
-            found.append(("algorithm.resample_rounds", text))
-        compares = "group" in chosen(self, "advantage").inputs
+        for option, user in {"max_resample_rounds": "resample", "count_dropped_groups": "drop"}.items():
+            if getattr(self, option) is not None and self.zero_variance != user:
+                text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance={user}"
+                found.append((f"algorithm.{option}", text))
+        if self.zero_variance == "resample" and self.kl_location == "reward":
+            text = "groups are replaced before the KL in their rewards is known; type algorithm.zero_variance=drop"
+            found.append(("algorithm.zero_variance", text))
+        compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
             found.append(
                 (
@@ -267,8 +314,8 @@ class GrpoConfig(PolicyConfig):
 class PpoConfig(PolicyConfig):
     """Proximal policy optimisation (1707.06347) with a critic and generalised advantages (1506.02438)."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
-    usual_kl_place: ClassVar[Literal["loss", "reward"]] = "reward"
+    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
+    default_kl_location: ClassVar[Literal["loss", "reward"]] = "reward"
     name: Literal["ppo"] = "ppo"
     group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token.")
@@ -283,53 +330,63 @@ class PpoConfig(PolicyConfig):
     value_coef: float | None = Field(
         default=None, gt=0, description="Weight of the value loss of a shared critic; null = 0.1 (1909.08593)."
     )
-    whiten: bool = Field(default=True, description="Whiten the advantages over the step's tokens.")
+    normalize_advantages: bool = Field(default=True, description="Whiten the advantages over the step's tokens.")
+    whiten_ddof: int | None = Field(
+        default=None,
+        ge=0,
+        le=1,
+        description="Degrees of freedom that the variance of whitening takes off: 1 = Bessel; null = 0.",
+    )
 
-    def learners(self) -> dict[str, Head]:
+    def trained_models(self) -> dict[str, Head]:
         return {"policy": "lm+value"} if self.critic == "shared" else {"policy": "lm", "critic": "scalar"}
 
     @property
-    def worth(self) -> FromCritic:
+    def advantage_source(self) -> GaeCritic:
         shared = self.critic == "shared"
-        return FromCritic(
+        return GaeCritic(
             role="policy" if shared else "critic",
             gamma=self.gamma,
             lam=self.lam,
-            whiten=self.whiten,
+            normalize_advantages=self.normalize_advantages,
+            whiten_ddof=value_or_default(self.whiten_ddof, 0),
             clip=self.value_clip,
-            coefficient=given(self.value_coef, 0.1) if shared else None,
+            coefficient=value_or_default(self.value_coef, 0.1) if shared else None,
         )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.critic == "shared" and self.critic_lr is not None:
             found.append(("algorithm.critic_lr", "critic=shared learns with optimizer.lr; leave it out"))
+        if self.whiten_ddof is not None and not self.normalize_advantages:
+            text = "not used with normalize_advantages=false; it belongs to normalize_advantages=true"
+            found.append(("algorithm.whiten_ddof", text))
         if self.critic == "separate" and self.value_coef is not None:
             text = "a separate critic has a loss of its own; type algorithm.critic=shared, or leave it out"
             found.append(("algorithm.value_coef", text))
         return found
 
-    def instead(self, head: Head, objection: str) -> tuple[str, str]:
+    def suggest_instead(self, head: Head, objection: str) -> tuple[str, str]:
         shared = f"{objection}; type algorithm.critic=separate"
-        return ("algorithm.critic", shared) if head == "lm+value" else super().instead(head, objection)
+        return ("algorithm.critic", shared) if head == "lm+value" else super().suggest_instead(head, objection)
 
     def learning_rate(self, role: str, common: float) -> float:
         return self.critic_lr if role == "critic" and self.critic_lr is not None else common
 
 
 @with_options
-class OpdConfig(TaughtConfig, PolicyConfig):
+class OpdConfig(TeacherBasedConfig, PolicyConfig):
     """On-policy distillation: the student samples, and each token is worth log p_teacher − log p_student."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimisation:build"
-    models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TaughtConfig.models, **PolicyConfig.models}
-    rewarded: ClassVar[bool] = False
+    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
+    models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TeacherBasedConfig.models, **PolicyConfig.models}
+    needs_reward: ClassVar[bool] = False
     name: Literal["opd"] = "opd"
     group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
-    kl_place: Literal["loss"] | None = Field(
+    kl_in: Literal["loss"] | None = Field(
         default=None, description="Where the KL penalty from the reference goes: there is no reward to lower."
     )
 
     @property
-    def worth(self) -> FromTeacher:
-        return FromTeacher()
+    def advantage_source(self) -> TeacherLogRatio:
+        return TeacherLogRatio()

@@ -1,4 +1,4 @@
-"""Losses per token of a policy, of a value function, and of entropy; and the weights that make them one.
+"""Losses per token of a policy, a value function and entropy; and the weights that aggregate them.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ ratio ─┐
                                           advantages ──────┴─loss──▶ per token [T] ──Σ weight·──▶ the step's loss
@@ -7,12 +7,12 @@ Legend: T tokens; l = logprobs of the policy; r = the ratio to the policy before
 (`runner.algorithm.policy.importance`, which clamps its logarithm to ±20); A = advantages, without gradient; all float
 [T].
 
-Every policy loss returns (loss [T], diagnostics): the bool masks [T] `clipped_low`, `clipped_high`, `clipped_dual`,
-true where a bound took effect; one that a loss does not have is left out.
+Every policy loss returns (loss [T], diagnostics): the bool masks [T] `clip_frac_low`, `clip_frac_high`,
+`clip_frac_dual`, true where a bound took effect; one that a loss does not have is left out.
 
 An aggregation gives weights w such that the step's loss is Σ w·loss, over all tokens of all ranks. `mask` [T] is 0 or
-False where nothing is learnt; a fractional value scales its token and counts as one. Weights have the mask's dtype
-where that is floating, else torch's default. `tokens`, `rows` and `groups` (prompts) count those with a learnt token
+False where nothing is trained; a fractional value scales its token and counts as one. Weights have the mask's dtype
+where that is floating, else torch's default. `tokens`, `rows` and `groups` (prompts) count those with a trained token
 over the whole optimizer step and all ranks (0 gives weights of 0): the weights carry the global denominator and nothing
 divides later. Hence a sum of parts is the loss of the whole, however rows are cut into micro-batches or spread over
 ranks, as long as no row (for `prompt_mean`, no prompt) is cut. The mean over the tokens of a micro-batch (TRL "bnpo")
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from runner.algorithm.policy.advantages import sum_within
+from runner.algorithm.policy.advantages import segment_sum
 from runner.interfaces.losses import aggregation, policy_loss, torch
 
 if TYPE_CHECKING:
@@ -61,24 +61,24 @@ def ppo_clip(
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     below = (ratio < 1 - clip_low) & (advantages < 0)
     above = (ratio > 1 + clip_high) & (advantages > 0)
-    clipped = {"clipped_low": below, "clipped_high": above}
+    clipped = {"clip_frac_low": below, "clip_frac_high": above}
     if dual_clip is None:
         return loss, clipped
     beyond = (ratio > dual_clip) & (advantages < 0)
-    return torch.where(beyond, -dual_clip * advantages, loss), {**clipped, "clipped_dual": beyond}
+    return torch.where(beyond, -dual_clip * advantages, loss), {**clipped, "clip_frac_dual": beyond}
 
 
 @policy_loss("cispo", paper="CISPO 2506.13585", formula="−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·log π")
 def cispo(
     logprobs: Tensor, ratio: Tensor, advantages: Tensor, *, clip_low: ClipLow = 1.0, clip_high: ClipHigh = 4.0
 ) -> tuple[Tensor, Diagnostics]:
-    """−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·l, [T]: the weight is bounded, and every token keeps its gradient.
+    """−sg(clip(r, 1 − clip_low, 1 + clip_high))·A·l, [T]: bounded weights, and every token has a gradient.
 
     The bounds are relative to 1, as in verl, slime and SkyRL (TRL's is the largest r itself). clip_low = 1 means no
     lower bound, as in the paper.
     """
     weight = ratio.detach().clamp(1 - clip_low, 1 + clip_high)
-    clipped = {"clipped_low": ratio < 1 - clip_low, "clipped_high": ratio > 1 + clip_high}
+    clipped = {"clip_frac_low": ratio < 1 - clip_low, "clip_frac_high": ratio > 1 + clip_high}
     return -weight * advantages * logprobs, clipped
 
 
@@ -108,7 +108,9 @@ def reinforce(logprobs: Tensor, advantages: Tensor) -> tuple[Tensor, Diagnostics
     return -advantages * logprobs, {}
 
 
-def value_clip(values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None) -> tuple[Tensor, Diagnostics]:
+def clipped_value_loss(
+    values: Tensor, old: Tensor, returns: Tensor, *, clip: float | None
+) -> tuple[Tensor, Diagnostics]:
     """½·max((V − R)², (V_old + clip(V − V_old, ±clip) − R)²), [T], and {"clipped": bool [T]}.
 
     values, old, returns: float [T]; old and returns without gradient. clip: above 0, or None for ½·(V − R)².
@@ -139,7 +141,7 @@ AggregationLength = Annotated[
 @aggregation("token_mean", paper="DAPO 2503.14476; TRL: dapo", formula="1 / (trained tokens of the step)")
 def token_mean(mask: Tensor, tokens: int) -> Tensor:
     """1 / tokens, [T]: every token weighs the same."""
-    return _floating(mask) / max(tokens, 1)
+    return _as_float(mask) / max(tokens, 1)
 
 
 @aggregation(
@@ -149,36 +151,36 @@ def token_mean(mask: Tensor, tokens: int) -> Tensor:
 )
 def seq_mean_token_mean(mask: Tensor, row: Tensor, rows: int) -> Tensor:
     """1 / (trained tokens of the row · rows), [T]: every row weighs the same. row: int64 [T]."""
-    return _mean_within(mask, row) / max(rows, 1)
+    return _segment_mean_weights(mask, row) / max(rows, 1)
 
 
 @aggregation("seq_mean_token_sum", paper="RLOO 2402.14740", formula="1 / (answers of the step)")
 def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
     """1 / rows, [T]: a row weighs as much as it is long."""
-    return _floating(mask) / max(rows, 1)
+    return _as_float(mask) / max(rows, 1)
 
 
 @aggregation(
     "seq_mean_token_sum_norm",
     paper="Dr. GRPO 2503.20783; TRL: dr_grpo",
-    formula="1 / (answers of the step × aggregation_length)",
+    formula="1 / (answers of the step × loss_norm_length)",
 )
 def seq_mean_token_sum_norm(
-    mask: Tensor, rows: int, max_length: float, *, aggregation_length: AggregationLength = None
+    mask: Tensor, rows: int, max_length: float, *, loss_norm_length: AggregationLength = None
 ) -> Tensor:
-    """1 / (rows · aggregation_length), [T]; null stands for max_length, the longest answer that may be sampled."""
-    return seq_mean_token_sum(mask, rows) / (max_length if aggregation_length is None else aggregation_length)
+    """1 / (rows · loss_norm_length), [T]; null stands for max_length, the maximum length of an answer."""
+    return seq_mean_token_sum(mask, rows) / (max_length if loss_norm_length is None else loss_norm_length)
 
 
 @aggregation("prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's answers × prompts of the step)")
 def prompt_mean(mask: Tensor, group: Tensor, groups: int) -> Tensor:
-    """1 / (trained tokens of the prompt's samples · prompts), [T]: every prompt weighs the same. group: int64 [T]."""
-    return _mean_within(mask, group) / max(groups, 1)
+    """1 / (trained tokens of the prompt · prompts), [T]: all prompts weigh the same. group: int64 [T]."""
+    return _segment_mean_weights(mask, group) / max(groups, 1)
 
 
-def _mean_within(mask: Tensor, ids: Tensor) -> Tensor:
-    return _floating(mask) / sum_within((mask != 0).long(), ids).clamp(min=1)
+def _segment_mean_weights(mask: Tensor, ids: Tensor) -> Tensor:
+    return _as_float(mask) / segment_sum((mask != 0).long(), ids).clamp(min=1)
 
 
-def _floating(mask: Tensor) -> Tensor:
+def _as_float(mask: Tensor) -> Tensor:
     return mask if mask.is_floating_point() else mask.to(torch.get_default_dtype())

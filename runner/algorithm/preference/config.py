@@ -1,4 +1,4 @@
-"""What a user can set of the algorithms that learn from preferences: dpo and its kin, kto, and rm.
+"""Options of preference algorithms: DPO and its variants, KTO, and reward models.
 
 An option that the chosen loss does not use has no value (null), and setting it is an error; null stands for the
 default that its description names.
@@ -9,36 +9,42 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.algorithm.base import AlgorithmConfig, ComparingConfig, Frozen
-from runner.algorithm.loss_registry import Registered, chosen, options_in_force, with_options
+from runner.algorithm.base import AlgorithmConfig, FrozenModelSpec, ReferenceBasedConfig
+from runner.algorithm.loss_registry import RegisteredFunction, resolved_options, selected_function, with_options
 from runner.spec.base import Head, ItemKind
 
 
-class PreferenceConfig(ComparingConfig):
+class PreferenceConfig(ReferenceBasedConfig):
     """What the algorithms with a reference model have in common."""
 
     reference: Literal["adapter", "copy", "cached"] | None = Field(
         default=None,
         description="The reference: the model with its adapter off, a frozen copy, or what they say, computed before "
-        "the first step and kept on disk; null = adapter if there is one.",
+        "the first step and kept on disk; null = a copy of an adapter that the model came with, else adapter if there "
+        "is one.",
     )
 
-    def frozen(self) -> Mapping[str, Frozen]:
-        return {"reference": self.referred(self.reference)}
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
+        return {"reference": self.reference_model(self.reference)}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return super().problems(job) + self.reference_problems(self.reference if self.frozen() else None, job)
+        return super().problems(job) + self.reference_problems(self.reference if self.frozen_models() else None, job)
 
 
 @with_options
 class DpoConfig(PreferenceConfig):
-    """Direct preference optimisation (2305.18290) and its kin: a loss of the two answers' log-probabilities."""
+    """Direct preference optimization (2305.18290) and its variants, on two answers' log-probabilities."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_dpo"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:pairs"
-    items: ClassVar[ItemKind] = "pairs"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:pairs"
+    item_kind: ClassVar[ItemKind] = "pairs"
     name: Literal["dpo"] = "dpo"
-    loss: Annotated[str, Registered("preference_loss")] = Field(default="sigmoid", description="Loss per pair.")
+    loss: Annotated[str, RegisteredFunction("preference_loss")] = Field(default="sigmoid", description="Loss per pair.")
+    sft_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the chosen answer's cross-entropy per token beside the loss (RPO 2404.19733).",
+    )
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )
@@ -46,16 +52,16 @@ class DpoConfig(PreferenceConfig):
     @property
     def has_reference(self) -> bool:
         """Whether the loss compares the policy with a reference."""
-        return any(name.endswith("_log_ratios") for name in chosen(self, "loss").inputs)
+        return any(name.endswith("_log_ratios") for name in selected_function(self, "loss").inputs)
 
-    def frozen(self) -> Mapping[str, Frozen]:
-        return super().frozen() if self.has_reference else {}
+    def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
+        return super().frozen_models() if self.has_reference else {}
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if not self.has_reference and self.reference is not None:
             found.append(("algorithm.reference", f"algorithm.loss={self.loss} has no reference model; leave it out"))
-        if self.loss == "robust" and options_in_force(self, "loss")["label_smoothing"] == 0.5:
+        if self.loss == "robust" and resolved_options(self, "loss")["label_smoothing"] == 0.5:
             found.append(("algorithm.label_smoothing", "robust divides by 1 − 2·label_smoothing; set it below 0.5"))
         return found
 
@@ -64,8 +70,8 @@ class KtoConfig(PreferenceConfig):
     """Kahneman-Tversky optimisation (2402.01306): answers judged good or bad, one by one."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_kto"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:judged"
-    items: ClassVar[ItemKind] = "judged"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:labeled_completions"
+    item_kind: ClassVar[ItemKind] = "judged"
     name: Literal["kto"] = "kto"
     beta: float = Field(default=0.1, gt=0, description="Factor of the log-ratios.")
     desirable_weight: float = Field(
@@ -87,14 +93,14 @@ class RmConfig(AlgorithmConfig):
     """A reward model from pairs: Bradley-Terry on the scores of the two answers."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build"
-    explains: ClassVar[str | None] = "runner.algorithm.explain:scores"
-    items: ClassVar[ItemKind] = "pairs"
+    explain_fn: ClassVar[str | None] = "runner.algorithm.explain:scores"
+    item_kind: ClassVar[ItemKind] = "pairs"
     name: Literal["rm"] = "rm"
     use_margin: bool = Field(
         default=True,
         description="Ask the scores to lie apart by the column `margin` (2307.09288) where a pair has one.",
     )
-    centring: float = Field(
+    center_rewards_coef: float = Field(
         default=0.0,
         ge=0,
         description="Weight of (sum of the two scores)², which keeps them around 0; 0.01 in 2312.09244.",
@@ -103,5 +109,5 @@ class RmConfig(AlgorithmConfig):
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
     )
 
-    def learners(self) -> dict[str, Head]:
+    def trained_models(self) -> dict[str, Head]:
         return {"reward_model": "scalar"}

@@ -1,5 +1,6 @@
-"""Learning from preferences: dpo and its kin on pairs, kto on judged answers, and a reward model, a backbone with a
-head of one number that is taught which of two answers is preferred.
+"""Preference learning: DPO and its variants on pairs, KTO on labeled completions, and reward models.
+
+A reward model is a backbone with a scalar head that learns which of two answers is preferred.
 
     Pair   ──pack_pairs──▶ one tree: prompt, chosen (branch 0), rejected (branch 1); one unit, so it is never cut
     pairs  ──collect──▶ trees ──prepare──▶ + reference's logprobs ──▶ mini-batches ──▶ a loss of four log-probabilities
@@ -19,8 +20,8 @@ from: those that the loss is computed with. Departures: the paper and TRL take t
 does not depend on how the batch is cut; where two neighbours have the same prompt, their mismatch is none, as in TRL.
 
 A reward model's score is read at the last token of an answer, its end token. Sources: 2203.02155 (InstructGPT), the
-margin 2307.09288 (Llama 2), centring 2312.09244. Departure: InstructGPT weighs all pairs of one prompt together, here
-every pair counts alike.
+margin 2307.09288 (Llama 2), center_rewards_coef 2312.09244. Departure: InstructGPT weighs all pairs of one prompt
+together, here every pair counts alike.
 """
 
 from __future__ import annotations
@@ -33,35 +34,35 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from runner.algorithm.loss_registry import compute
-from runner.algorithm.parts import LearnsFromData, Parts
+from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, Data, Judged, Loss, LossFn, Model, Outputs, Pair, Role
+from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
+from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 from runner.interfaces.losses import PreferenceLosses
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
 
 
-def pack_pairs(pairs: Sequence[Pair], *, share: bool, margins: bool = False) -> Batch:
+def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = False) -> Batch:
     """One tree per pair on the CPU; weight 1 on every token of the answers, 0 on prompts.
 
     share: the prompt is a row of its own, computed once. margins: with a row channel `margin`, 0 where a pair has none.
     Raises ValueError for no pairs, an empty prompt or an empty answer.
     """
-    return pack_trees([_tree(pair, margins) for pair in pairs], share=share)
+    return pack_trees([_pair_tree(pair, margins) for pair in pairs], share=share)
 
 
-def _tree(pair: Pair, margins: bool) -> Tree:
+def _pair_tree(pair: PreferencePair, margins: bool) -> Tree:
     rows = {"margin": pair.margin or 0.0} if margins else {}
     return Tree(pair.prompt, [Branch(ids, {"weight": [1.0] * len(ids)}, rows) for ids in (pair.chosen, pair.rejected)])
 
 
-def sides(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
+def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
     """What rows [N] say of the chosen and of the rejected answers, [P] each, in the order of the pairs."""
     branch = batch.structure.rows["branch"]
     chosen, rejected = ((branch == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
@@ -94,7 +95,10 @@ def pair_metrics(found: PreferenceLosses) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class PairwiseLoss:
-    """The mean over pairs of a registered preference loss.
+    """The mean over pairs of a preference loss, plus the chosen answers' cross-entropy (`sft_coef`).
+
+    The cross-entropy is a mean over the tokens of each answer (RPO 2404.19733; pref_ftx of LLaMA-Factory). Departure:
+    TRL's loss_type sft takes the mean over all chosen tokens of a device's batch.
 
     Reads the token channel `reference` [T], where there is one: the reference's logprobs.
     """
@@ -103,9 +107,12 @@ class PairwiseLoss:
     needs: frozenset[str] = LOGPROBS
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
-        quantities = _quantities(batch, outputs["logprobs"])
+        quantities = _pair_inputs(batch, outputs["logprobs"])
         offered = {name: partial(quantities.__getitem__, name) for name in quantities}
-        found = compute(self.config, "loss", offered)
+        found: PreferenceLosses = compute_selected(self.config, "loss", offered)
+        if self.config.sft_coef:
+            nll = -quantities["chosen_logprobs"] / quantities["chosen_lengths"]
+            found = found._replace(losses=found.losses + self.config.sft_coef * nll)
         metrics = pair_metrics(found)
         for side in ("chosen", "rejected"):
             logprobs, lengths = quantities[f"{side}_logprobs"], quantities[f"{side}_lengths"]
@@ -113,7 +120,7 @@ class PairwiseLoss:
         return Loss(found.losses.sum() / max(batch.totals["units"], 1), metrics)
 
 
-def _quantities(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
+def _pair_inputs(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
     """The inputs of preference losses, [P] each; log-ratios where the batch knows the reference."""
     weight = batch.tokens["weight"]
     found = {"logprobs": row_sum(batch, weight * logprobs), "lengths": row_sum(batch, (weight != 0).long())}
@@ -122,12 +129,12 @@ def _quantities(batch: Batch, logprobs: Tensor) -> dict[str, Tensor]:
     return {
         f"{side}_{name}": values
         for name, rows in found.items()
-        for side, values in zip(("chosen", "rejected"), sides(batch, rows), strict=True)
+        for side, values in zip(("chosen", "rejected"), chosen_rejected(batch, rows), strict=True)
     }
 
 
 def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
-    """log policy − log reference of each row's learnt tokens, [N]; sums small numbers, does not subtract large."""
+    """log policy − log reference over each row's trained tokens, [N]; summed per token, for accuracy."""
     return row_sum(batch, batch.tokens["weight"] * (logprobs - batch.tokens["reference"]))
 
 
@@ -137,7 +144,7 @@ def with_reference(batch: Batch, reference: Model) -> Batch:
     return replace(batch, tokens={**batch.tokens, "reference": logprobs})
 
 
-class Dpo(LearnsFromData):
+class Dpo(OfflineAlgorithm):
     """Learns which of two answers is preferred."""
 
     def __init__(self, config: DpoConfig, data: Data) -> None:
@@ -148,17 +155,17 @@ class Dpo(LearnsFromData):
         """The step's pairs as trees."""
         return self.experience(self.data.take(step, self.config.batch_size))
 
-    def experience(self, items: Sequence[Pair]) -> Batch:
+    def experience(self, items: Sequence[PreferencePair]) -> Batch:
         """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts)
 
-    def referenced(self, experience: Batch) -> Iterator[Batch]:
+    def reference_batches(self, experience: Batch) -> Iterator[Batch]:
         """What of an experience the reference scores."""
         yield experience
 
     def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Mini-batches of whole pairs, with the reference's logprobs where the loss has a reference."""
-        known = with_reference(experience, models["reference"]) if self.config.frozen() else experience
+        known = with_reference(experience, models["reference"]) if self.config.frozen_models() else experience
         yield from mini_batches(known, self.config.mini_batches)
 
 
@@ -188,7 +195,7 @@ class KtoLoss:
         metrics = Metrics()
         metrics.add("train/loss", losses.detach().sum(), len(losses))
         metrics.add("train/accuracy", ((log_ratio > z) == good).sum(), len(losses))
-        metrics.add("train/z", z.sum(), len(losses))
+        metrics.add("train/kl_baseline", z.sum(), len(losses))
         self._add_sides(metrics, batch, outputs["logprobs"].detach(), rewards)
         return Loss(losses.sum() / max(batch.totals["units"], 1), metrics)
 
@@ -202,14 +209,14 @@ class KtoLoss:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgedPart:
-    """A mini-batch of judged answers; mismatched: the same answers behind other prompts, None for a single answer."""
+class KtoMiniBatch:
+    """A mini-batch of labeled completions; mismatched: the same completions behind other prompts, or None."""
 
     batch: Batch
     mismatched: Batch | None
 
 
-class Kto(LearnsFromData):
+class Kto(OfflineAlgorithm):
     """Learns from answers that were judged good or bad."""
 
     def __init__(self, config: KtoConfig, data: Data) -> None:
@@ -218,30 +225,33 @@ class Kto(LearnsFromData):
             "policy": KtoLoss(config.beta, config.desirable_weight, config.undesirable_weight)
         }
 
-    def collect(self, step: int) -> list[JudgedPart]:
+    def collect(self, step: int) -> list[KtoMiniBatch]:
         """The step's answers, a part per mini-batch."""
         return self.experience(self.data.take(step, self.config.batch_size))
 
-    def experience(self, items: Sequence[Judged]) -> list[JudgedPart]:
+    def experience(self, items: Sequence[LabeledCompletion]) -> list[KtoMiniBatch]:
         """Any judged answers as what `prepare` takes."""
         edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
         parts = [items[a:b] for a, b in pairwise(edges) if a < b]
-        return [JudgedPart(pack_judged(part), pack_judged(mismatched(part)) if part[1:] else None) for part in parts]
+        return [
+            KtoMiniBatch(pack_labeled(part), pack_labeled(mismatch_completions(part)) if part[1:] else None)
+            for part in parts
+        ]
 
-    def referenced(self, experience: list[JudgedPart]) -> Iterator[Batch]:
+    def reference_batches(self, experience: list[KtoMiniBatch]) -> Iterator[Batch]:
         """What of an experience the reference scores: the answers, and the same behind other prompts."""
         for part in experience:
             yield from (part.batch,) if part.mismatched is None else (part.batch, part.mismatched)
 
-    def prepare(self, experience: list[JudgedPart], models: Mapping[Role, Model]) -> Iterator[Batch]:
+    def prepare(self, experience: list[KtoMiniBatch], models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Each mini-batch with the reference's logprobs, and with its z under the policy as it now is."""
         for part in experience:
-            z = self._z(part.mismatched, models)
+            z = self._kl_baseline(part.mismatched, models)
             known = with_reference(part.batch, models["reference"])
             rows = {**known.rows, "z": torch.full((known.num_rows,), z)}
             yield from mini_batches(replace(known, rows=rows), 1)
 
-    def _z(self, batch: Batch | None, models: Mapping[Role, Model]) -> float:
+    def _kl_baseline(self, batch: Batch | None, models: Mapping[Role, Model]) -> float:
         """The baseline; 0 where no answer has another prompt to stand behind."""
         if batch is None:
             return 0.0
@@ -250,8 +260,8 @@ class Kto(LearnsFromData):
         return float(formulas.kto_baseline(ratios.sum(), known.num_rows))
 
 
-def pack_judged(items: Sequence[Judged]) -> Batch:
-    """One row and unit per answer, behind its prompt, on the CPU; weight 1 on the answer; row channel `good`."""
+def pack_labeled(items: Sequence[LabeledCompletion]) -> Batch:
+    """One row and unit per completion, behind its prompt, on the CPU; weight 1 on it; row channel `good`."""
     trees = [
         Tree(i.prompt, [Branch(i.completion, {"weight": [1.0] * len(i.completion)}, {"good": float(i.good)})])
         for i in items
@@ -259,47 +269,47 @@ def pack_judged(items: Sequence[Judged]) -> Batch:
     return pack_trees(trees, share=False)
 
 
-def mismatched(items: Sequence[Judged]) -> list[Judged]:
+def mismatch_completions(items: Sequence[LabeledCompletion]) -> list[LabeledCompletion]:
     """Each prompt with the next item's completion, the last one with the first's."""
     return [replace(a, completion=b.completion) for a, b in zip(items, [*items[1:], items[0]], strict=True)]
 
 
-def build_dpo(config: DpoConfig, parts: Parts) -> Dpo:
+def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:
     """The algorithm over the job's data."""
     return Dpo(config, parts.data)
 
 
-def build_kto(config: KtoConfig, parts: Parts) -> Kto:
+def build_kto(config: KtoConfig, parts: AlgorithmInputs) -> Kto:
     """The algorithm over the job's data."""
     return Kto(config, parts.data)
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreLoss:
+class RewardModelLoss:
     """The mean over pairs of `bradley_terry`; reads the row channel `margin` [N], where there is one."""
 
-    centring: float
+    center_rewards_coef: float
     needs: frozenset[str] = frozenset({"scores"})
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
-        chosen, rejected = sides(batch, outputs["scores"])
-        margin = sides(batch, batch.rows["margin"])[0] if "margin" in batch.rows else 0.0
-        found = bradley_terry(chosen, rejected, margin=margin, centring=self.centring)
+        chosen, rejected = chosen_rejected(batch, outputs["scores"])
+        margin = chosen_rejected(batch, batch.rows["margin"])[0] if "margin" in batch.rows else 0.0
+        found = bradley_terry(chosen, rejected, margin=margin, center_rewards_coef=self.center_rewards_coef)
         return Loss(found.losses.sum() / max(batch.totals["units"], 1), pair_metrics(found))
 
 
-class RewardModel(LearnsFromData):
+class RewardModeling(OfflineAlgorithm):
     """Learns to score the preferred answer higher."""
 
     def __init__(self, config: RmConfig, data: Data) -> None:
         self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"reward_model": ScoreLoss(config.centring)}
+        self.losses: Mapping[Role, LossFn] = {"reward_model": RewardModelLoss(config.center_rewards_coef)}
 
     def collect(self, step: int) -> Batch:
         """The step's pairs as trees."""
         return self.experience(self.data.take(step, self.config.batch_size))
 
-    def experience(self, items: Sequence[Pair]) -> Batch:
+    def experience(self, items: Sequence[PreferencePair]) -> Batch:
         """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts, margins=self.config.use_margin)
 
@@ -308,6 +318,6 @@ class RewardModel(LearnsFromData):
         yield from mini_batches(experience, self.config.mini_batches)
 
 
-def build(config: RmConfig, parts: Parts) -> RewardModel:
+def build(config: RmConfig, parts: AlgorithmInputs) -> RewardModeling:
     """The algorithm over the job's data."""
-    return RewardModel(config, parts.data)
+    return RewardModeling(config, parts.data)

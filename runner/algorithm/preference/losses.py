@@ -7,7 +7,7 @@ Legend: P pairs, N judged answers; all float [P] or [N] unless said otherwise.
     *_lengths      numbers of the answers' tokens, each at least 1: n
 
     of judged answers   kto             weight·(1 − sigmoid(±beta·(d − z)))           2402.01306
-    of a reward model   bradley_terry   −logsig(rc − rr − margin) + c·(rc + rr)²      centring: 2312.09244
+    of a reward model   bradley_terry   −logsig(rc − rr − margin) + c·(rc + rr)²      center_rewards_coef: 2312.09244
 
 All that the losses with a reference know of the four log-probabilities are the two log-ratios.
 """
@@ -33,7 +33,7 @@ Alpha = Annotated[float, Field(ge=0, description="Weight of the chosen answer's 
 @preference_loss("sigmoid", paper="DPO 2305.18290", formula="−log σ(beta·(d_c − d_r))")
 def sigmoid(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """DPO: −logsig(beta·D). Rewards: beta·d."""
-    return _pair(
+    return _with_rewards(
         -_log_sigmoid(beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
     )
 
@@ -47,8 +47,10 @@ def conservative(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1, label_smoothing: LabelSmoothing = 0.1
 ) -> PreferenceLosses:
     """cDPO: a share `label_smoothing` in 0..0.5 of the labels is taken to be flipped. Rewards: beta·d."""
-    right, wrong = _both_ways(chosen_log_ratios, rejected_log_ratios, beta)
-    return _pair((1 - label_smoothing) * right + label_smoothing * wrong, beta, chosen_log_ratios, rejected_log_ratios)
+    right, wrong = _both_labels(chosen_log_ratios, rejected_log_ratios, beta)
+    return _with_rewards(
+        (1 - label_smoothing) * right + label_smoothing * wrong, beta, chosen_log_ratios, rejected_log_ratios
+    )
 
 
 @preference_loss(
@@ -59,29 +61,29 @@ def conservative(
 def robust(
     chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1, label_smoothing: LabelSmoothing = 0.1
 ) -> PreferenceLosses:
-    """Robust DPO: an unbiased estimate of DPO's loss where a share `label_smoothing` of the labels is flipped.
+    """Robust DPO: unbiased estimate of DPO's loss where a share `label_smoothing` of labels is flipped.
 
     May be negative. Rewards: beta·d. Raises ValueError unless 0 ≤ label_smoothing < 0.5.
     """
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label smoothing must be at least 0 and below 0.5, not {label_smoothing}")
-    right, wrong = _both_ways(chosen_log_ratios, rejected_log_ratios, beta)
+    right, wrong = _both_labels(chosen_log_ratios, rejected_log_ratios, beta)
     losses = ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
-    return _pair(losses, beta, chosen_log_ratios, rejected_log_ratios)
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss("hinge", paper="SLiC 2305.10425; RSO 2309.06657", formula="max(0, 1 − beta·(d_c − d_r))")
 def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """SLiC on log-ratios, as in RSO: relu(1 − beta·D). Rewards: beta·d."""
-    return _pair(
+    return _with_rewards(
         torch.relu(1 - beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
     )
 
 
 @preference_loss("ipo", paper="IPO 2310.12036", formula="(d_c − d_r − 1/(2·beta))²")
 def ipo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
-    """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is the paper's tau. Rewards: beta·d."""
-    return _pair(
+    """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is tau. Rewards: beta·d."""
+    return _with_rewards(
         (chosen_log_ratios - rejected_log_ratios - 1 / (2 * beta)).square(),
         beta,
         chosen_log_ratios,
@@ -113,14 +115,17 @@ def sigmoid_norm(
     *,
     beta: Beta = 5.0,
 ) -> PreferenceLosses:
-    """Length-normalised DPO of Tulu 3; its beta is 5, since it multiplies log-ratios per token. Rewards: beta·d/n."""
+    """Length-normalized DPO of Tulu 3. Rewards: beta·d/n.
+
+    Its beta is 5, as it multiplies log-ratios per token.
+    """
     return sigmoid(chosen_log_ratios / chosen_lengths, rejected_log_ratios / rejected_lengths, beta=beta)
 
 
 @preference_loss("apo_zero", paper="APO 2408.06266", formula="1 − σ(beta·d_c) + σ(beta·d_r)")
 def apo_zero(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
-    """Raises the chosen and lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
-    return _pair(
+    """Raises the chosen, lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
+    return _with_rewards(
         torch.sigmoid(-beta * chosen_log_ratios) + torch.sigmoid(beta * rejected_log_ratios),
         beta,
         chosen_log_ratios,
@@ -131,7 +136,7 @@ def apo_zero(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Be
 @preference_loss("apo_down", paper="APO 2408.06266", formula="σ(beta·d_c) + 1 − σ(beta·(d_c − d_r))")
 def apo_down(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """Lowers both, the rejected more: for answers worse than the policy's own. Rewards: beta·d."""
-    return _pair(
+    return _with_rewards(
         torch.sigmoid(beta * chosen_log_ratios) + torch.sigmoid(-beta * (chosen_log_ratios - rejected_log_ratios)),
         beta,
         chosen_log_ratios,
@@ -155,7 +160,7 @@ def simpo(
     option is the quotient gamma/beta.
     """
     chosen, rejected = beta * chosen_logprobs / chosen_lengths, beta * rejected_logprobs / rejected_lengths
-    return _pair(-_log_sigmoid(chosen - rejected - gamma), 1, chosen, rejected)
+    return _with_rewards(-_log_sigmoid(chosen - rejected - gamma), 1, chosen, rejected)
 
 
 @preference_loss(
@@ -169,14 +174,14 @@ def orpo(
     *,
     lam: Annotated[float, Field(ge=0, description="Weight of the odds ratio")] = 0.1,
 ) -> PreferenceLosses:
-    """NLL of the chosen plus lam times the odds-ratio loss, both of log-probabilities per token. Rewards: lam·p/n.
+    """NLL of the chosen plus lam · the odds-ratio loss, per token. Rewards: lam·p/n.
 
     odds = p/(1 − p) of p = exp(mean log-probability), which is kept below 1 by the dtype's epsilon.
     Departure: TRL's NLL also runs over the prompt's tokens; here, as in the paper, over the answer's.
     """
     chosen, rejected = chosen_logprobs / chosen_lengths, rejected_logprobs / rejected_lengths
     ratio = _log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
-    return _pair(-chosen - lam * ratio, lam, chosen, rejected)
+    return _with_rewards(-chosen - lam * ratio, lam, chosen, rejected)
 
 
 @preference_loss("cpo", paper="CPO 2401.08417", formula="−log σ(beta·(p_c − p_r)) − alpha·p_c")
@@ -184,7 +189,7 @@ def cpo(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: Beta = 0.1, alpha: Alpha = 1.0
 ) -> PreferenceLosses:
     """CPO as in the paper (alpha 1): the NLL is the chosen answer's sum. Rewards: beta·p."""
-    return _pair(
+    return _with_rewards(
         -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs,
         beta,
         chosen_logprobs,
@@ -204,7 +209,7 @@ def cpo_averaged(
 
     Departure: the mean runs over the pair's chosen tokens, not over those of the whole batch.
     """
-    return _pair(
+    return _with_rewards(
         -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs / chosen_lengths,
         beta,
         chosen_logprobs,
@@ -213,15 +218,15 @@ def cpo_averaged(
 
 
 def bradley_terry(
-    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, centring: float = 0.0
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | float = 0.0, center_rewards_coef: float = 0.0
 ) -> PreferenceLosses:
-    """−logsig(rc − rr − margin) + centring·(rc + rr)², of a reward model's scores [P]. Rewards: the scores.
+    """−logsig(rc − rr − margin) + center_rewards_coef·(rc + rr)², [P]. Rewards: the model's scores.
 
     margin: [P] or one number, how far the scores ought to lie apart (Llama 2, 2307.09288).
-    centring: at least 0, 0.01 in 2312.09244; draws the scores of a pair to opposite sides of 0.
+    center_rewards_coef: at least 0, 0.01 in 2312.09244; draws the scores of a pair to opposite sides of 0.
     """
-    losses = -_log_sigmoid(chosen - rejected - margin) + centring * (chosen + rejected).square()
-    return _pair(losses, 1, chosen, rejected)
+    losses = -_log_sigmoid(chosen - rejected - margin) + center_rewards_coef * (chosen + rejected).square()
+    return _with_rewards(losses, 1, chosen, rejected)
 
 
 def kto_baseline(total: Tensor, count: Tensor | int) -> Tensor:
@@ -254,7 +259,7 @@ def kto(
     return torch.where(good, gain, harm), (beta * log_ratio).detach()
 
 
-def _pair(losses: Tensor, scale: float, chosen: Tensor, rejected: Tensor) -> PreferenceLosses:
+def _with_rewards(losses: Tensor, scale: float, chosen: Tensor, rejected: Tensor) -> PreferenceLosses:
     """The losses, and scale·value as each side's implicit reward."""
     return PreferenceLosses(losses, (scale * chosen).detach(), (scale * rejected).detach())
 
@@ -263,7 +268,7 @@ def _log_sigmoid(value: Tensor) -> Tensor:
     return torch.nn.functional.logsigmoid(value)
 
 
-def _both_ways(dc: Tensor, dr: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+def _both_labels(dc: Tensor, dr: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """DPO's loss if the label is right, and if it is wrong."""
     logit = beta * (dc - dr)
     return -_log_sigmoid(logit), -_log_sigmoid(-logit)

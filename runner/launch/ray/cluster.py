@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts one of this machine's own; for the processes that may import Ray (Linux)."""
+"""Joins a Ray cluster, or starts a local one; for the processes that may import Ray (Linux)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs
 
 
 @contextmanager
-def opened(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
-    """The cluster that was asked for, told as `ready` with its nodes, or as `refused` with what went wrong, also later.
+def connect_cluster(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
+    """The cluster that was asked for; sends `ready` with its nodes, or `refused` with the reason.
 
     asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that
     """

@@ -1,4 +1,6 @@
-"""Ray's driver for a job, in a process of its own: Ray takes over signals, prints, and may take its process down.
+"""Ray's driver for a job, in a process of its own.
+
+Ray takes over signals, prints, and may end its process.
 
     stdin   {"do": "reserve", "seats": [[role, resource, count], …], "kind", "carried", "folder"}
             {"do": "meet", "seat", "host"} | {"do": "start", "seat", "order"}
@@ -12,7 +14,8 @@
             {"is": "ended", "seat", "code"}                        its process
             {"is": "lost", "seat", "why", "unfit"}                 its actor; unfit: which cannot do what it is for
 
-One placement group per job, and a bundle and an actor per seat, whose process it starts (launch/ray/child.py). Nothing
+One placement group per job, and a bundle and an actor per seat, whose process it starts
+(launch/ray/actor_process.py). Nothing
 goes through Ray's object store. All of it ends with this process: actors and group are the driver's own.
 """
 
@@ -34,10 +37,10 @@ from ray.util import placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from runner.core.subprocess import JsonLines
-from runner.launch.member import Role
-from runner.launch.ray.cluster import opened
-from runner.launch.ray.link import actor_options
-from runner.launch.ray.seats import grouped
+from runner.launch.ray.cluster import connect_cluster
+from runner.launch.ray.driver_connection import actor_options
+from runner.launch.ray.placement import bundle_order
+from runner.launch.worker_process import Role
 
 TICK_S = 0.02
 LOOK_S = 1.0  # between two words on a group that waits
@@ -47,8 +50,8 @@ NODE = re.compile(r"\bnode\b.*\b(?:died|dead)\b")
 CALLS = 4  # of an actor at a time: one waits, others signal
 
 
-class Attendant:
-    """The actor of one seat, on the node that Ray gave it. Pickled by value; what it runs is the node's own runner."""
+class WorkerActor:
+    """The actor of one worker on its node. Pickled by value; it runs the node's own installation."""
 
     def __init__(self, kind: str, resource: str) -> None:
         self._kind, self._resource = kind, resource
@@ -57,7 +60,7 @@ class Attendant:
 
     def where(self) -> tuple[str, str, list[str]]:
         """Its node's address and name, and its devices. Raises ImportError where the node has no runner."""
-        import runner.launch.ray.child  # noqa: F401
+        import runner.launch.ray.actor_process  # noqa: F401
 
         self._devices = ray.get_runtime_context().get_accelerator_ids().get(self._resource, [])
         return ray.util.get_node_ip_address(), socket.gethostname(), self._devices
@@ -70,16 +73,16 @@ class Attendant:
         return host, self._listener.getsockname()[1]
 
     def start(self, order: dict[str, Any], carried: dict[str, str], folder: str, alike: int) -> None:
-        """Start a process. `folder`: the user's, for paths to be shown as there; `alike`: the job's on this node."""
-        from runner.launch.ray.child import ORDER, Child, surroundings
+        """Start a process. `folder`: the user's, for display of paths; `alike`: processes on this node."""
+        from runner.launch.ray.actor_process import WORKER_SPEC, ActorProcess, worker_environment
 
         if os.path.isdir(folder):
             os.chdir(folder)
         handle = None
         if order["meets"]:
             handle, self._listener = self._listener.detach(), None
-        environment = surroundings(carried, self._kind, self._devices, alike)
-        self._child = Child(ORDER.validate_python(order), environment, handle)
+        environment = worker_environment(carried, self._kind, self._devices, alike)
+        self._child = ActorProcess(WORKER_SPEC.validate_python(order), environment, handle)
 
     def hear(self) -> dict[str, Any]:
         """What the process has said since."""
@@ -97,8 +100,8 @@ class Attendant:
 
 
 @dataclass(slots=True)
-class Seat:
-    """A seat as the driver knows it. `order`: what waits for its actor; `doomed`: what sits there is to end."""
+class ActorSlot:
+    """One actor as the driver sees it. `order`: a start that waits for it; `doomed`: its process must end."""
 
     role: Role
     resource: str
@@ -110,12 +113,12 @@ class Seat:
     doomed: bool = False
 
 
-class Driver:
+class RayJobDriver:
     """The job's seats, and who sits there."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
-        self._seats: list[Seat] = []
+        self._seats: list[ActorSlot] = []
         self._group: Any = None
         self._placed, self._told = False, 0.0
         self._kind = ""
@@ -128,11 +131,11 @@ class Driver:
             for request in requests:
                 getattr(self, f"_{request.pop('do')}")(**request)
             if self._group is not None and not self._placed:
-                self._await_group()
-            self._look()
+                self._place_actors()
+            self._collect_answers()
 
     def end(self) -> None:
-        """Let go of what this job has of a cluster that goes on."""
+        """Let go of what this job has of a cluster that continues."""
         for seat in self._seats:
             if seat.actor is not None:
                 ray.kill(seat.actor)
@@ -140,11 +143,11 @@ class Driver:
             ray.util.remove_placement_group(self._group)
 
     def _reserve(self, seats: Sequence[Sequence[Any]], kind: str, carried: dict[str, str], folder: str) -> None:
-        self._seats = [Seat(*seat) for seat in seats]
+        self._seats = [ActorSlot(*seat) for seat in seats]
         self._kind, self._brought = kind, (carried, folder)
         self._group = placement_group([{seat.resource: seat.count} for seat in self._seats], strategy="PACK")
 
-    def _await_group(self) -> None:
+    def _place_actors(self) -> None:
         """Hire an actor for each seat once all bundles are reserved."""
         if not self._group.wait(TICK_S):
             if time.monotonic() - self._told > LOOK_S:
@@ -154,55 +157,55 @@ class Driver:
         self._placed = True
         self._lines.send({"is": "placed"})
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
-        order = grouped([nodes[bundle] for bundle in range(len(self._seats))], [seat.role for seat in self._seats])
+        order = bundle_order([nodes[bundle] for bundle in range(len(self._seats))], [seat.role for seat in self._seats])
         for at, bundle in enumerate(order):
             self._seats[at].bundle = bundle
-            self._hire(at)
+            self._start_actor(at)
 
-    def _hire(self, at: int) -> None:
+    def _start_actor(self, at: int) -> None:
         seat = self._seats[at]
         place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=seat.bundle)
         options = {"scheduling_strategy": place, "max_concurrency": CALLS, "max_restarts": 0}
         options |= actor_options(seat.resource, seat.count)
-        seat.actor = ray.remote(Attendant).options(**options).remote(self._kind, seat.resource)
-        self._ask("where", at)
+        seat.actor = ray.remote(WorkerActor).options(**options).remote(self._kind, seat.resource)
+        self._call_actor("where", at)
 
-    def _ask(self, what: str, at: int, *words: Any) -> None:
+    def _call_actor(self, what: str, at: int, *words: Any) -> None:
         if (actor := self._seats[at].actor) is not None:
             self._calls[getattr(actor, what).remote(*words)] = what, at
 
     def _meet(self, seat: int, host: str) -> None:
-        self._ask("meet", seat, host)
+        self._call_actor("meet", seat, host)
 
     def _start(self, seat: int, order: dict[str, Any]) -> None:
-        """Start a process; in place of an actor that is lost, another one is hired first."""
+        """Start a process; in place of an actor that is lost, another one is started first."""
         own = self._seats[seat]
         own.order, own.doomed = order, False
         if own.actor is None:
-            self._hire(seat)
+            self._start_actor(seat)
         else:
-            self._begin(seat)
+            self._start_process(seat)
 
-    def _begin(self, at: int) -> None:
+    def _start_process(self, at: int) -> None:
         seat = self._seats[at]
         assert seat.taken is not None
         alike = sum(other.taken[0] == seat.taken[0] for other in self._seats if other.taken is not None)
-        self._ask("start", at, seat.order, *self._brought, alike)
+        self._call_actor("start", at, seat.order, *self._brought, alike)
         seat.order = None
 
     def _signal(self, seat: int, number: int) -> None:
-        self._ask("signal", seat, number)
+        self._call_actor("signal", seat, number)
 
     def _kill(self, seat: int) -> None:
         self._seats[seat].doomed = True
-        self._ask("kill", seat)
+        self._call_actor("kill", seat)
 
     def _dismiss(self, seat: int) -> None:
         """End an actor that does not answer; who follows on this seat has another one."""
         if self._seats[seat].actor is not None:
-            self._release(seat)
+            self._kill_actor(seat)
 
-    def _look(self) -> None:
+    def _collect_answers(self) -> None:
         """Take in what the actors answer."""
         ready = ray.wait(list(self._calls), num_returns=len(self._calls), timeout=0)[0] if self._calls else []
         for answer in ready:
@@ -210,42 +213,42 @@ class Driver:
                 continue  # its actor was found to be lost by another answer
             what, at = self._calls.pop(answer)
             try:
-                self._take(what, at, ray.get(answer))
+                self._handle_answer(what, at, ray.get(answer))
             except RayError as error:
-                self._lose(at, error)
+                self._report_lost(at, error)
 
-    def _take(self, what: str, at: int, answer: Any) -> None:
+    def _handle_answer(self, what: str, at: int, answer: Any) -> None:
         seat = self._seats[at]
         if what == "where":
             seat.taken = tuple(answer)
             if seat.order is not None:
-                self._begin(at)
+                self._start_process(at)
             elif all(other.taken is not None for other in self._seats):
                 self._lines.send({"is": "reserved", "taken": [other.taken for other in self._seats]})
         elif what == "meet":
             self._lines.send({"is": "met", "host": answer[0], "port": answer[1]})
         elif what == "start":
-            self._ask("hear", at)
+            self._call_actor("hear", at)
             if seat.doomed:  # an actor does several things at a time: it may have been told so before it had a process
-                self._ask("kill", at)
+                self._call_actor("kill", at)
         elif what == "hear":
             code = answer.pop("code")
             self._lines.send({"is": "said", "seat": at, **answer})
             if code is None:
-                self._ask("hear", at)
+                self._call_actor("hear", at)
             else:
                 self._lines.send({"is": "ended", "seat": at, "code": code})
 
-    def _lose(self, at: int, error: RayError) -> None:
+    def _report_lost(self, at: int, error: RayError) -> None:
         """An actor is gone, or cannot do what it is for; told once."""
         seat = self._seats[at]
         if seat.actor is None:
             return
-        self._release(at)
+        self._kill_actor(at)
         unfit = getattr(error, "cause", None) is not None
-        self._lines.send({"is": "lost", "seat": at, "why": why(error, seat.taken), "unfit": unfit})
+        self._lines.send({"is": "lost", "seat": at, "why": actor_end_reason(error, seat.taken), "unfit": unfit})
 
-    def _release(self, at: int) -> None:
+    def _kill_actor(self, at: int) -> None:
         """End an actor; what it was asked needs no answer any more."""
         seat = self._seats[at]
         ray.kill(seat.actor)
@@ -253,7 +256,7 @@ class Driver:
         self._calls = {call: asked for call, asked in self._calls.items() if asked[1] != at}
 
 
-def why(error: RayError, taken: Sequence[Any] | None) -> str:
+def actor_end_reason(error: RayError, taken: Sequence[Any] | None) -> str:
     """Ray's reason for the end of an actor, in a sentence."""
     where = f" on {taken[1]} ({taken[0]})" if taken else ""
     text = " ".join(str(error).split())
@@ -269,8 +272,8 @@ def why(error: RayError, taken: Sequence[Any] | None) -> str:
 def main(asked: dict[str, Any]) -> None:
     """Serve one job. `asked`: what runner.launch.ray.cluster is asked for."""
     lines = JsonLines.to_parent()
-    driver = Driver(lines)
-    with opened(asked, lines):
+    driver = RayJobDriver(lines)
+    with connect_cluster(asked, lines):
         driver.serve()
         if asked["address"] is not None:
             driver.end()

@@ -1,5 +1,4 @@
-"""What Slurm is told and says, whoever asks: its commands, the machines and cards of a job, its own words where it
-refuses (EnvironmentProblem)."""
+"""Slurm's commands and answers: machines and cards of a job, and its reasons (EnvironmentProblem)."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ import subprocess
 from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, StorageError
-from runner.launch.need import CORE, Need, kind_of
+from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.run_dir.folder import OUTPUTS, RunFolder
-from runner.tracker.tail import last_lines
+from runner.tracker.jsonl_tail import last_lines
 
 # What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
-OVER = frozenset({
+FINISHED_STATES = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 })  # fmt: skip
 # Why a job waits that will start by itself; all other reasons are worth a line.
-USUAL = frozenset({
+USUAL_REASONS = frozenset({
     "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
 })  # fmt: skip
 FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
@@ -29,18 +28,18 @@ TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
 
-def gres_of(given: str | None, need: Need) -> str:
+def gres_of(given: str | None, need: ResourceRequest) -> str:
     """What Slurm calls the cards, if nobody says else; empty for cores."""
     return "" if need.kind == CORE else given or kind_of(need.kind).gres or need.kind
 
 
 def signals_all() -> bool:
     """Whether Slurm signals all processes of a job here, not only the one that it has started."""
-    lines = [line.partition("=") for line in told("scontrol", "show", "config").splitlines()]
+    lines = [line.partition("=") for line in run_slurm("scontrol", "show", "config").splitlines()]
     return {name.strip(): value.strip() for name, _, value in lines}.get("ProctrackType") == "proctrack/linuxproc"
 
 
-def told(*command: str, stdin: str = "") -> str:
+def run_slurm(*command: str, stdin: str = "") -> str:
     """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
     if shutil.which(command[0]) is None:
         raise EnvironmentProblem(f"{command[0]} is not here; start where jobs are submitted from (a login node)")
@@ -50,14 +49,14 @@ def told(*command: str, stdin: str = "") -> str:
     except subprocess.TimeoutExpired as error:
         raise EnvironmentProblem(f"{command[0]} does not answer within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:
-        raise EnvironmentProblem(words(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
+        raise EnvironmentProblem(error_text(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
     return done.stdout
 
 
 def state_of(job: str) -> tuple[str, str] | None:
-    """A job's state and its reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
+    """A job's state and reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
     try:
-        said = told("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
+        said = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
     except EnvironmentProblem as error:
         if "Invalid job id" in str(error):
             return None
@@ -67,7 +66,7 @@ def state_of(job: str) -> tuple[str, str] | None:
 
 
 def count_stage(stage: RunFolder) -> None:
-    """Have the steps of a recipe that is run first counted as steps of the Slurm job that this process is in, if any.
+    """Count the steps of an upstream run as steps of the Slurm job of this process, if any.
 
     Raises StorageError.
     """
@@ -86,8 +85,10 @@ def _stages() -> Path:
 
 
 def steps_of(run: RunFolder) -> int:
-    """Finished steps of a run, and of the recipes that this Slurm job ran first; a job that came no further since it
-    began is not worth a requeue."""
+    """Finished steps of a run, and of upstream runs in this Slurm job.
+
+    A job that made no step since it began is not requeued.
+    """
     first = _stages().read_text(encoding="utf-8").splitlines() if _stages().is_file() else []
     return sum(map(_steps_of, {run, *(RunFolder(Path(root)) for root in first)}))
 
@@ -97,7 +98,7 @@ def _steps_of(run: RunFolder) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def words(command: str, said: str) -> str:
+def error_text(command: str, said: str) -> str:
     """What Slurm complains of, in its own words, in one line."""
     lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
     return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""
@@ -109,12 +110,12 @@ ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 def hosts(listed: str) -> list[str]:
     """The names in Slurm's short form of a list of nodes, `a[1-3,7],b2`."""
     is_one = not {"[", ","} & set(listed)
-    return [listed] if is_one else told("scontrol", "show", "hostnames", listed).split()
+    return [listed] if is_one else run_slurm("scontrol", "show", "hostnames", listed).split()
 
 
 def address_of(node: str) -> str:
-    """The host's name or number by which Slurm itself finds a node: the node's name, where it has no other."""
-    found = ADDRESS.search(told("scontrol", "show", "node", node))
+    """Host name or address by which Slurm finds a node: the node's name, where it has no other."""
+    found = ADDRESS.search(run_slurm("scontrol", "show", "node", node))
     return found[1] if found else node
 
 
@@ -122,15 +123,14 @@ NODES = re.compile(r"\bNodes=(\S+)")
 CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
 
 
-def handed_out(job: str, gres: str, node: str = "") -> list[int]:
-    """The numbers of the cards that a job has on a node (its only one, if none is named); empty where Slurm does not
-    number them."""
+def allocated_cards(job: str, gres: str, node: str = "") -> list[int]:
+    """Indices of a job's cards on a node (its only one, if none is named); empty without indices in Slurm."""
     command = ["scontrol", "show", "job", "--details", job]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return numbered(_about(said, node), gres.partition(":")[0])
+    return parse_card_numbers(_lines_of_node(said, node), gres.partition(":")[0])
 
 
-def numbered(said: str, name: str) -> list[int]:
+def parse_card_numbers(said: str, name: str) -> list[int]:
     """`… GRES=npu:910b:3(IDX:0-1,5)` → [0, 1, 5]."""
     found = re.search(CARDS.format(name=re.escape(name)), said)
     numbers: list[int] = []
@@ -140,7 +140,7 @@ def numbered(said: str, name: str) -> list[int]:
     return numbers
 
 
-def _about(said: str, node: str) -> str:
+def _lines_of_node(said: str, node: str) -> str:
     """The line about a node: `Nodes=a3 CPU_IDs=…`; nodes that are alike share one, `Nodes=a[3-4] …`."""
     lines = [(found[1], line) for line in said.splitlines() if (found := NODES.search(line))]
     return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else said

@@ -1,4 +1,4 @@
-"""The script of a job that `submission` has submitted: begins the run or goes on with it, on all machines.
+"""The script of a submitted job: begins the run or resumes it, on all machines.
 
 sbatch ─▶ python -m runner.launch.slurm.job FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once on each machine
 
@@ -18,9 +18,10 @@ from types import FrameType
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.subprocess import ChildProcess
-from runner.launch.slurm.commands import steps_of, told
-from runner.launch.slurm.task import AGAIN, srun
+from runner.launch.slurm.commands import run_slurm, steps_of
+from runner.launch.slurm.srun_task import REQUEUE_CODE, srun_command
 from runner.run_dir.folder import RunFolder
+from runner.tracker.text import print_text
 
 WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
@@ -40,24 +41,24 @@ def main(root: str, words: Sequence[str]) -> int:
     run = RunFolder(Path(root))
     before = steps_of(run)
     command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
-    step = ChildProcess(srun(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
+    step = ChildProcess(srun_command(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
     code = step.wait_and_forward(forwarded)
-    if code == AGAIN and LIMIT in received:
-        return requeued(run, before)
+    if code == REQUEUE_CODE and LIMIT in received:
+        return requeue(run, before)
     return code if code >= 0 else 128 - code
 
 
-def requeued(run: RunFolder, before: int) -> int:
-    """Put this job back into Slurm's queue, if the run has made more steps than it had `before`; the exit code."""
+def requeue(run: RunFolder, before: int) -> int:
+    """Requeue this job if the run has made more steps than `before`; returns the exit code."""
     if steps_of(run) <= before:
         print("no step was made within Slurm's time limit: not requeued; raise launch.time", flush=True)
-        return AGAIN
+        return REQUEUE_CODE
     try:
-        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except EnvironmentProblem as error:
-        print(f"not requeued: {error}", flush=True)
-        return AGAIN
-    print("requeued: Slurm starts the job again, and the run goes on from its checkpoint", flush=True)
+        print_text(f"not requeued: {error}", flush=True)
+        return REQUEUE_CODE
+    print("requeued: Slurm starts the job again, and the run continues from its checkpoint", flush=True)
     return 0
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.launch.config import SlurmConfig
-from runner.launch.need import Need
-from runner.launch.session import called
-from runner.launch.slurm.commands import OVER, USUAL, gres_of, state_of, told
-from runner.launch.verdict import JobFailed
-from runner.run_dir.folder import RunFolder, read_mapping, shown, write_atomic, write_json
+from runner.launch.exit_cause import JobFailed
+from runner.launch.resources import ResourceRequest
+from runner.launch.session import run_argument
+from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, gres_of, run_slurm, state_of
+from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
 from runner.spec.job import JobSpec
-from runner.tracker.text import counted
+from runner.tracker.text import count_noun, print_text
 
 WAITING = "waiting"  # the state of a run that was submitted, and has not begun
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
@@ -31,57 +31,61 @@ SILENT_S = 600.0  # after which a Slurm that does not answer is asked no more
 LATE_S = 10.0  # for what a job has written to come through a shared disk
 
 
-def try_out(spec: JobSpec) -> None:
-    """Ask Slurm whether it would take the job. Raises EnvironmentProblem with what it says against it, SpecError."""
+def check_submission(spec: JobSpec) -> None:
+    """Ask Slurm whether it accepts the job. Raises EnvironmentProblem with its reasons, SpecError."""
     try:
-        told("sbatch", "--test-only", stdin=script(spec, Path("slurm"), "true"))
+        run_slurm("sbatch", "--test-only", stdin=batch_script(spec, Path("slurm"), "true"))
     except EnvironmentProblem as error:
-        raise EnvironmentProblem(f"Slurm refuses a job with {_asked(spec)}: {error}") from error
+        raise EnvironmentProblem(f"Slurm refuses a job with {_request_text(spec)}: {error}") from error
 
 
-def put_off(folder: RunFolder) -> None:
+def mark_waiting(folder: RunFolder) -> None:
     """Say in a new run's folder that it has not begun. Raises StorageError."""
     record = {"state": WAITING, "attempt": 0, "pid": None, "exit_code": None, "error": None}
     write_json(folder.status, record)
 
 
-def refuse_alive(folder: RunFolder) -> None:
+def refuse_queued(folder: RunFolder) -> None:
     """Raise EnvironmentProblem where Slurm still has a job of this run."""
     job = read_mapping(folder.slurm / "job.json").get("job")
     found = state_of(job) if job else None
-    if found is not None and found[0] not in OVER:
+    if found is not None and found[0] not in FINISHED_STATES:
         text = f"Slurm has this run already: job {job}, {found[0]}; wait for it, or: scancel {job}"
-        raise EnvironmentProblem(f"{shown(folder.root)}: {text}")
+        raise EnvironmentProblem(f"{display_path(folder.root)}: {text}")
 
 
 def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
-    """Hand the run in `folder` to Slurm, to begin or to go on with `words`; returns 0, or as the job that is followed.
+    """Submit the run in `folder` to Slurm, to begin or resume with `words`; returns 0, or its exit code.
 
     Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
     """
     folder.slurm.mkdir(exist_ok=True)
     path = folder.slurm / "job.sh"
     command = [sys.executable, "-P", "-m", "runner.launch.slurm.job", str(folder.root), *words]
-    write_atomic(path, script(spec, folder.slurm, "exec " + shlex.join(command)))
-    said = told("sbatch", str(path))
+    write_atomic(path, batch_script(spec, folder.slurm, "exec " + shlex.join(command)))
+    said = run_slurm("sbatch", str(path))
     number = SUBMITTED.search(said)
     if number is None:
         raise EnvironmentProblem(f"sbatch: {said.strip() or 'no answer'}; a line 'Submitted batch job …' was expected")
     job, log = number[1], folder.slurm / f"{number[1]}.log"
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
-    print(f"slurm    job {job} is submitted: {_asked(spec)}; to cancel it: scancel {job}")
-    print(f"folder   {shown(folder.root)}\nlog      {shown(log)}\nwatch    run status {called(folder)}", flush=True)
+    print_text(f"slurm    job {job} is submitted: {_request_text(spec)}; to cancel it: scancel {job}")
+    print_text(
+        f"folder   {display_path(folder.root)}\nlog      {display_path(log)}\nwatch    run status "
+        f"{run_argument(folder)}",
+        flush=True,
+    )
     config = _launch(spec)
-    return follow(folder, job, log) if config.wait else 0
+    return follow(folder, job, log) if config.follow else 0
 
 
-def script(spec: JobSpec, where: Path, command: str) -> str:
+def batch_script(spec: JobSpec, where: Path, command: str) -> str:
     """What sbatch is given: what the job asks for, its log in the folder `where`, its command."""
-    lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_quoted(value)}") for name, value in _options(spec)]
-    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH --output={_quoted(where / '%j.log')}", command, ""])
+    lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_quote(value)}") for name, value in _options(spec)]
+    return "\n".join(["#!/bin/bash", *lines, f"#SBATCH --output={_quote(where / '%j.log')}", command, ""])
 
 
-def _quoted(value: object) -> str:
+def _quote(value: object) -> str:
     return shlex.quote(str(value))
 
 
@@ -91,7 +95,7 @@ def _launch(spec: JobSpec) -> SlurmConfig:
 
 
 def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
-    config, need = _launch(spec), Need.of(spec)
+    config, need = _launch(spec), ResourceRequest.of_spec(spec)
     is_on_cores = need.kind == "core"
     asked: Mapping[str, str | int | bool | None] = {
         "job-name": spec.name,
@@ -106,17 +110,17 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
         "cpus-per-task": config.cpus or (need.count if is_on_cores else None),  # beside cards: the cluster's number
         "requeue": True,
         "open-mode": "append",  # a job that is requeued writes to the same log
-        "signal": f"B:USR2@{config.grace_s}",
+        "signal": f"B:USR2@{config.preempt_notice_s}",
     }
     return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
 
 
-def _asked(spec: JobSpec) -> str:
+def _request_text(spec: JobSpec) -> str:
     """2 machines, each 8 NPUs"""
-    config, need = _launch(spec), Need.of(spec)
+    config, need = _launch(spec), ResourceRequest.of_spec(spec)
     processes = spec.launch.devices + spec.launch.samplers
     each = f"{processes} process{'es' if processes > 1 else ''}" if need.kind == "core" else str(need)
-    machines = f"{counted(config.nodes, 'machine')}, " + ("each " if config.nodes > 1 else "")
+    machines = f"{count_noun(config.nodes, 'machine')}, " + ("each " if config.nodes > 1 else "")
     return machines + each + (f", partition {config.partition}" if config.partition else "")
 
 
@@ -128,22 +132,22 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
     """
     at, waits_for, last = 0, "", ("", "")
     try:
-        for found in _answers(job):
+        for found in _poll_states(job):
             at = _print_more(log, at)
-            if found is None or found[0] in OVER:
+            if found is None or found[0] in FINISHED_STATES:
                 break
             last = found
             if found[0] == "PENDING" and found[1] not in (waits_for, "None"):
                 waits_for = found[1]
-                hint = "" if waits_for in USUAL else "; it may never start so"
-                print(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
+                hint = "" if waits_for in USUAL_REASONS else "; it may never start so"
+                print_text(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
     except KeyboardInterrupt:
-        raise Interrupted(2, _left(job)) from None
-    return _ended(folder, job, found or last)
+        raise Interrupted(2, _unfollowed_text(job)) from None
+    return _exit_as_job(folder, job, found or last)
 
 
-def _answers(job: str) -> Iterator[tuple[str, str] | None]:
-    """A job's state and reason, each time that Slurm is asked; the one before where it does not answer, once said.
+def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
+    """A job's state and reason at each poll; the last one where Slurm does not answer, with a message.
 
     Raises EnvironmentProblem where it does not answer for SILENT_S.
     """
@@ -154,16 +158,16 @@ def _answers(job: str) -> Iterator[tuple[str, str] | None]:
             found, heard, is_silent = state_of(job), time.monotonic(), False
         except EnvironmentProblem as error:
             if time.monotonic() - heard > SILENT_S:
-                raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s now; {_left(job)}") from error
+                raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s now; {_unfollowed_text(job)}") from error
             if not is_silent:
-                print(f"slurm    {error}; asking again", flush=True)
+                print_text(f"slurm    {error}; asking again", flush=True)
             is_silent = True
         yield found
         time.sleep(ASK_S)
 
 
-def _left(job: str) -> str:
-    return f"job {job} goes on without being followed; to end it: scancel {job}"
+def _unfollowed_text(job: str) -> str:
+    return f"job {job} continues without being followed; to end it: scancel {job}"
 
 
 def _print_more(log: Path, at: int) -> int:
@@ -178,7 +182,7 @@ def _print_more(log: Path, at: int) -> int:
     return at
 
 
-def _ended(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
+def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
     deadline = time.monotonic() + LATE_S
     while True:
         status = read_mapping(folder.status)

@@ -1,4 +1,4 @@
-"""The sampler of a running server: who it is, what its log-probabilities mean, and whether that will do."""
+"""Build the sampler of a running server: check who it is and what its log-probabilities mean."""
 
 from __future__ import annotations
 
@@ -12,41 +12,39 @@ from typing import Any, Protocol
 import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Bounds, Decide
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.draw import Rule, Stops, check_ids
-from runner.sampler.remote.check import Limits
-from runner.sampler.server.client import Client
-from runner.sampler.server.sampler import ServerSampler
-from runner.sampler.server.server import Server
-from runner.sampler.server.sync import sync_of
-from runner.sampler.server.wire import FIX, Asking, Mode, fits, mode_of
+from runner.interfaces import Decide, ModelLimits
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
+from runner.sampler.server.openai_client import OpenAiClient
+from runner.sampler.server.openai_protocol import FIX, LogprobsMode, RequestTemplate, detect_logprobs_mode, reports_raw
+from runner.sampler.server.openai_sampler import OpenAiSampler
+from runner.sampler.server.openai_server import OpenAiServer
+from runner.sampler.server.openai_weight_sync import make_weight_sync
+from runner.sampler.server.protocol import AnswerLimits
 
 FIXED_TOKENS = 16
-UNTOLD = (
-    "it does not say when its process began (/metrics): started anew with nearly the same weights, it is not noticed"
-)
-UNSENT = "nothing is sent to it (sampler.sync=none): what it draws is of the weights that it was started with"
+UNTOLD = "it does not say when its process began (/metrics): restarted with nearly the same weights, it is not noticed"
+UNSENT = "nothing is sent to it (sampler.weight_sync=none): what it draws is of the weights that it was started with"
 
 
-class Described(Protocol):
+class PolicyInfo(Protocol):
     """What this sampler needs of the policy."""
 
     tokenizer: Any
 
-    def bounds(self) -> Bounds: ...
+    def limits(self) -> ModelLimits: ...
 
-    def blueprint(self, folder: Path) -> None: ...
+    def save_configs(self, folder: Path) -> None: ...
 
 
 def build(
-    config: VllmServerConfig, *, model: Described, decide: Decide, folder: Path, recomputed: bool
-) -> ServerSampler:
+    config: ServerSamplerConfig, *, model: PolicyInfo, decide: Decide, folder: Path, recomputed: bool
+) -> OpenAiSampler:
     """A sampler that asks the server at config.url.
 
     folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
     the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
-    where this server cannot be used, SamplerFault where none answers.
+    where this server cannot be used, SamplerError where none answers.
     """
     with ExitStack() as undone:
         undone.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -56,48 +54,57 @@ def build(
         return made
 
 
-def _built(config: VllmServerConfig, model: Described, decide: Decide, folder: Path, recomputed: bool) -> ServerSampler:
-    bounds = model.bounds()
-    check_ids(config, bounds.vocabulary)
-    key = None if config.key_variable is None else os.environ[config.key_variable]
-    server = Server(Client(config.url, key, config.retries), config.model, config.patience_s)
-    rule = Rule(config.temperature, config.top_k, config.top_p, config.min_p)
-    decide.state("sampler", f"{server}, model {server.model}", "sampler.url")
+def _built(
+    config: ServerSamplerConfig, model: PolicyInfo, decide: Decide, folder: Path, recomputed: bool
+) -> OpenAiSampler:
+    bounds = model.limits()
+    check_token_ids(config, bounds.vocab_size)
+    key = None if config.api_key_env is None else os.environ[config.api_key_env]
+    server = OpenAiServer(OpenAiClient(config.url, key, config.retries), config.model, config.patience_s)
+    rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
+    decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
     if not server.tells:
-        decide.state("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
-    _judge(mode_of(server, bounds.vocabulary), server, rule, recomputed, decide)
-    if config.sync == "none":
-        decide.state("sampler weights", "not the trainer's", UNSENT)
+        decide.record_fact("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
+    mode = detect_logprobs_mode(server, bounds.vocab_size)
+    _check_logprobs(mode, server, rule, recomputed, decide)
+    if config.weight_sync == "none":
+        decide.record_fact("sampler weights", "not the trainer's", UNSENT)
     else:
-        model.blueprint(folder)
-    ends = bounds.ends | set(config.stop_tokens)
-    return ServerSampler(
+        model.save_configs(folder)
+    ends = bounds.stop_token_ids | set(config.stop_token_ids)
+    return OpenAiSampler(
         config,
         server,
-        sync_of(config.sync, server, Path(config.folder) if config.folder else None, folder),
-        Stops(model.tokenizer, ends, config.stop),
-        Asking(rule, ends, config.stop),
-        Limits(bounds.vocabulary, config.max_new_tokens),
-        _shorter(bounds.longest, server),
-        _fixed_row(bounds.vocabulary),
+        make_weight_sync(config.weight_sync, server, Path(config.folder) if config.folder else None, folder),
+        StopCriteria(model.tokenizer, ends, config.stop),
+        RequestTemplate(rule, ends, config.stop),
+        AnswerLimits(bounds.vocab_size, config.max_new_tokens),
+        _shorter(bounds.length_limit, server),
+        _fixed_row(bounds.vocab_size),
         folder,
+        reports_raw=reports_raw(mode, rule),
     )
 
 
-def _judge(mode: Mode, server: Server, rule: Rule, recomputed: bool, decide: Decide) -> None:
+def _check_logprobs(
+    mode: LogprobsMode, server: OpenAiServer, rule: SamplingRule, recomputed: bool, decide: Decide
+) -> None:
     """Whether the log-probabilities that come with answers will do. Raises EnvironmentProblem if not."""
-    if fits(mode, rule):
-        decide.state("sampler log-probabilities", "of what is drawn from", f"the server's are {mode}")
+    subject, reported = "sampler log-probabilities", f"the server's are {mode}"
+    if reports_raw(mode, rule):
+        decide.record_fact(subject, "at the sampling temperature, before truncation", reported)
         return
-    what = {"raw": "of temperature 1 and uncut, whatever is drawn from", "tempered": "of the uncut distribution"}[mode]
+    if rule.temperature == 1:  # then truncation is all that is in them
+        decide.record_fact(subject, "of a second request for each answer (prompt_logprobs)", reported)
+        return
+    remedy = f"type sampler.temperature=1, or leave top_k, top_p and min_p out and {FIX}" if rule.truncates else FIX
     if not recomputed:
-        text = f"{server} reports log-probabilities {what}"
-        raise EnvironmentProblem(f"{text}, and this algorithm learns from those of what is drawn from; {FIX}")
-    text = f"{FIX} to compare them with the trainer's; what is learnt is not touched, as the trainer computes its own"
-    decide.state("sampler log-probabilities", f"{what}: sampler/* compares unlike things", text)
+        text = f"{server} reports {mode} log-probabilities, and this algorithm learns from those at temperature"
+        raise EnvironmentProblem(f"{text} {rule.temperature:g} and before truncation; {remedy}")
+    decide.record_fact(subject, "not compared with the trainer's (no mismatch/*)", f"{reported}; {remedy}")
 
 
-def _shorter(own: tuple[int, str] | None, server: Server) -> tuple[int, str] | None:
+def _shorter(own: tuple[int, str] | None, server: OpenAiServer) -> tuple[int, str] | None:
     """The tighter of the model's and the server's limits on a prompt and its answer."""
     if server.longest is None or (own is not None and own[0] <= server.longest):
         return own

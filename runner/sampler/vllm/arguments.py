@@ -14,12 +14,12 @@ from runner.spec.registry import resolve
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of adapters, that vLLM makes room for
 BESIDE, ALONE = 0.45, 0.9  # of a card's memory: with a trainer on it, and without
-CPU_CACHE_GIB = 1.0
+CPU_CACHE_BYTES = 2**30
 STEP_TOKENS = 4096  # that an engine computes at once, on the CPU
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class EnginePlacement:
     """Where an engine lives.
 
     blueprint: folder of the model's config and tokenizer; device: as torch calls its kind; dtype: as torch calls it
@@ -32,64 +32,83 @@ class Home:
     device: str
     dtype: str
     longest: int
-    beside: bool
+    colocated: bool
     ranks: int = 1
     rank: int | None = None
     experts: bool = False
 
 
-def arguments(config: VllmSamplerConfig, home: Home, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The keywords of vllm.LLM. Raises EnvironmentProblem for what vllm-ascend cannot work in, and for an adapter of a
-    rank that vLLM has no room for."""
-    sleeps, kind = sleep_level(config, home) > 0, find_kind(home.device)
-    own = resolve(kind.engine_options)(environment, sleeps, home.experts) if kind.engine_options else {}
+def engine_arguments(
+    config: VllmSamplerConfig, placement: EnginePlacement, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """The keywords of vllm.LLM. Raises EnvironmentProblem.
+
+    For what vllm-ascend does not support, and for an adapter rank above vLLM's maximum.
+    """
+    sleeps, kind = sleep_level(config, placement) > 0, find_kind(placement.device)
+    own = resolve(kind.engine_options)(environment, sleeps, placement.experts) if kind.engine_options else {}
     return {
-        "model": str(home.blueprint),
+        "model": str(placement.blueprint),
         "skip_tokenizer_init": not config.stop,
         "load_format": "dummy",
         "generation_config": "vllm",  # and not the model's own, which would change what is drawn
-        "dtype": home.dtype,
+        "dtype": placement.dtype,
         "seed": 0,
-        "max_model_len": home.longest,
-        "max_num_seqs": config.batch_size,
-        "logprobs_mode": "processed_logprobs",  # of what was really drawn from
+        "max_model_len": placement.longest,
+        "max_num_seqs": config.max_num_seqs,
+        "logprobs_mode": logprobs_mode(config),
         "enable_prefix_caching": True,
-        "enforce_eager": not kind.engine_graphs if config.eager is None else config.eager,
-        "tensor_parallel_size": config.tp,
+        "enforce_eager": not kind.engine_graphs if config.enforce_eager is None else config.enforce_eager,
+        "tensor_parallel_size": config.tensor_parallel_size,
         "worker_extension_cls": "runner.sampler.vllm.worker.Loading",
         "disable_log_stats": True,
-        **_memory(config, home),
-        **(_on_the_cpu(home) if home.device == "cpu" else {}),
-        **({"enable_sleep_mode": True} if sleeps and home.device != "cpu" else {}),
-        **({"distributed_executor_backend": "external_launcher"} if home.ranks > 1 else {}),
-        **(_adapters(home.rank) if home.rank is not None else {}),
+        **_memory_options(config, placement),
+        **(_cpu_options(placement) if placement.device == "cpu" else {}),
+        **({"enable_sleep_mode": True} if sleeps and placement.device != "cpu" else {}),
+        **({"distributed_executor_backend": "external_launcher"} if placement.ranks > 1 else {}),
+        **(_lora_options(placement.rank) if placement.rank is not None else {}),
         **own,
     }
 
 
-def sleep_level(config: VllmSamplerConfig, home: Home) -> int:
+def logprobs_mode(config: VllmSamplerConfig) -> str:
+    """vLLM's mode for log-probabilities at the sampling temperature, before truncation, where it has one.
+
+    raw_logprobs are taken before temperature and truncation, processed_logprobs after both; between them there is none.
+    """
+    return "raw_logprobs" if config.truncates and config.temperature == 1 else "processed_logprobs"
+
+
+def reports_raw_logprobs(config: VllmSamplerConfig) -> bool:
+    """Whether the reported log-probabilities are those before truncation, which a ratio is taken to."""
+    return not config.truncates or config.temperature == 1
+
+
+def sleep_level(config: VllmSamplerConfig, placement: EnginePlacement) -> int:
     """How deep the engine sleeps while the trainer on its device works."""
     if config.sleep is not None:
         return config.sleep
-    return 1 if home.beside and home.device != "cpu" else 0
+    return 1 if placement.colocated and placement.device != "cpu" else 0
 
 
-def _memory(config: VllmSamplerConfig, home: Home) -> dict[str, Any]:
-    cache = config.cache_gib or (CPU_CACHE_GIB if home.device == "cpu" else None)
-    share = config.memory or (BESIDE if home.beside else ALONE)
-    found: dict[str, Any] = {} if home.device == "cpu" else {"gpu_memory_utilization": share}
-    return found if cache is None else {**found, "kv_cache_memory_bytes": int(cache * 2**30)}
+def _memory_options(config: VllmSamplerConfig, placement: EnginePlacement) -> dict[str, Any]:
+    cache = config.kv_cache_memory_bytes or (CPU_CACHE_BYTES if placement.device == "cpu" else None)
+    share = config.gpu_memory_utilization or (BESIDE if placement.colocated else ALONE)
+    found: dict[str, Any] = {} if placement.device == "cpu" else {"gpu_memory_utilization": share}
+    return found if cache is None else {**found, "kv_cache_memory_bytes": cache}
 
 
-def _on_the_cpu(home: Home) -> dict[str, Any]:
-    """Prompts are taken whole: with a part of one vLLM turns the request's random stream back, and the processor's
-    cannot be (0.32: RuntimeError, CPU Generator does not use offset)."""
-    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(home.longest, STEP_TOKENS)}
+def _cpu_options(placement: EnginePlacement) -> dict[str, Any]:
+    """Options for the CPU: prompts are not chunked.
+
+    vLLM rewinds a request's random generator for a part of a prompt, which a CPU generator does not support (0.32).
+    """
+    return {"enable_chunked_prefill": False, "max_num_batched_tokens": max(placement.longest, STEP_TOKENS)}
 
 
-def _adapters(rank: int) -> dict[str, Any]:
+def _lora_options(rank: int) -> dict[str, Any]:
     room = next((known for known in RANKS if known >= rank), None)
     if room is None:
-        text = f"adapter.rank={rank}, and vLLM has room for {RANKS[-1]}; type sampler.sync=merged"
-        raise EnvironmentProblem(f"sampler.sync=adapter: {text}")
+        text = f"adapter.rank={rank}, and vLLM has room for {RANKS[-1]}; type sampler.weight_sync=merged"
+        raise EnvironmentProblem(f"sampler.weight_sync=adapter: {text}")
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}

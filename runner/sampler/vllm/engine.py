@@ -16,15 +16,21 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runner.core.errors import EnvironmentProblem, RunnerError, SamplerFault
-from runner.core.fsync_io import keep_names, remove, temporary_of
-from runner.sampler.vllm.guest import at_work, lodged, make_room, moving_in, moving_out
+from runner.core.errors import EnvironmentProblem, RunnerError, SamplerError
+from runner.core.fsync_io import keep_rendezvous_names, remove_temporary_folder, temporary_folder
+from runner.sampler.vllm.process_isolation import (
+    allow_nondeterminism,
+    free_cached_memory,
+    keep_process_group,
+    preserve_process_state,
+    redirect_tempdir,
+)
 
 PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names
-GONE = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer
+DEAD_ENGINE_ERRORS = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer
 
 
-class Engine:
+class VllmEngine:
     """vLLM's LLM with the verbs of a sampler. `scratch`: a folder for what goes to its workers by path."""
 
     def __init__(self, arguments: Mapping[str, Any], *, sleep: int, timeout_s: float, scratch: Path) -> None:
@@ -35,38 +41,38 @@ class Engine:
         self._asleep: set[str] = set()
         self._whole = False  # whether all weights were given, and none was forgotten
         self._llm: Any = None
-        temporary = self._temporary()
+        temporary = self._create_temp_folder()
         try:
-            with moving_in(), lodged(temporary):
-                self._llm = _started(arguments)
-            keep_names(temporary)
+            with preserve_process_state(), redirect_tempdir(temporary):
+                self._llm = _start_llm(arguments)
+            keep_rendezvous_names(temporary)
         except BaseException:
-            remove(temporary)
+            remove_temporary_folder(temporary)
             raise
         self._experts = any(self._call("knows_experts"))
 
     def load(self, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
-        """Take `weights`, complete; changed: names of those that may differ from the last ones, None = all may. Where
-        none do, as of a base whose adapter comes by itself, nothing moves.
+        """Load `weights`, complete; changed: names that may differ from the last ones, None = all.
 
-        Raises EnvironmentProblem for what vLLM's model does not take or lacks, SamplerFault if old answers stay cached.
+        Nothing moves where none do, as for a base whose adapter is sent separately. Raises EnvironmentProblem for
+        tensors that vLLM's model does not take or lacks, SamplerError if old answers stay cached.
         """
-        with self._working():
+        with self._translate_errors():
             self._wake("weights")
             whole = changed is None or not self._whole or (self._experts and bool(changed))
             names = [name for name in weights if whole or name in changed]  # type: ignore[operator]
             self._whole = False
             if names or whole:
-                self._give(weights, names, whole)
+                self._send_weights(weights, names, whole)
             self._whole = True
-        self.forget()
+        self.reset_cache()
 
-    def forget(self) -> None:
-        """What was computed with other weights. Raises SamplerFault if vLLM keeps it."""
+    def reset_cache(self) -> None:
+        """What was computed with other weights. Raises SamplerError if vLLM keeps it."""
         if self._llm.reset_prefix_cache() is False:
-            raise SamplerFault("vLLM did not drop the keys and values of its old weights: answers would mix both")
+            raise SamplerError("vLLM did not drop the keys and values of its old weights: answers would mix both")
 
-    def _give(self, weights: Mapping[str, Tensor], names: Sequence[str], whole: bool) -> None:
+    def _send_weights(self, weights: Mapping[str, Tensor], names: Sequence[str], whole: bool) -> None:
         if not self._spread:
             self._call("load_tensors", weights, names, whole)
             return
@@ -79,11 +85,11 @@ class Engine:
         finally:
             made.unlink(missing_ok=True)
 
-    def ask(self, prompts: Sequence[Sequence[int]], params: Any, adapter: Any) -> list[Any]:
+    def generate(self, prompts: Sequence[Sequence[int]], params: Any, adapter: Any) -> list[Any]:
         """vLLM's output for each prompt, in their order. Raises RuntimeError where it has no weights."""
         if not self._whole:
             raise RuntimeError("the engine holds no weights: load comes first, and again after sleep=2")
-        with self._working():
+        with self._translate_errors():
             self._wake(*PARTS)
             given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             return [*self._llm.generate(given, params, use_tqdm=False, lora_request=adapter)]
@@ -91,34 +97,37 @@ class Engine:
     def release(self) -> None:
         """Sleep as deep as it was told to."""
         if self._level and not self._asleep:
-            with self._working():
+            with self._translate_errors():
                 self._llm.sleep(level=self._level)
             self._asleep = set(PARTS)
             self._whole = self._level < 2
 
     def _wake(self, *parts: str) -> None:
         if wanted := [part for part in parts if part in self._asleep]:
-            make_room()
+            free_cached_memory()
             try:
                 self._llm.wake_up(tags=wanted)
             except RuntimeError as error:
-                advice = "a smaller sampler.memory or algorithm.micro_batch_tokens leaves it room, or launch.samplers"
-                raise SamplerFault(f"vLLM's engine cannot take its memory back: {error}; {advice}") from error
+                advice = (
+                    "a smaller sampler.gpu_memory_utilization or algorithm.micro_batch_tokens leaves it "
+                    "room, or launch.samplers"
+                )
+                raise SamplerError(f"vLLM's engine cannot take its memory back: {error}; {advice}") from error
             self._asleep.difference_update(wanted)
 
     def close(self) -> None:
         """End it and its workers; process groups that were there before it stay."""
         if self._llm is None:
             return
-        with moving_out(self._keep):
+        with keep_process_group(self._keep):
             self._llm.llm_engine.engine_core.shutdown()
             self._llm = None
-        remove(temporary_of(self._scratch))
+        remove_temporary_folder(temporary_folder(self._scratch))
 
-    def _temporary(self) -> Path:
+    def _create_temp_folder(self) -> Path:
         """A new folder for its temporary files. Raises EnvironmentProblem where it is another user's."""
-        made = temporary_of(self._scratch)
-        remove(made)  # of a process that was killed
+        made = temporary_folder(self._scratch)
+        remove_temporary_folder(made)  # of a process that was killed
         try:
             made.mkdir(mode=0o700)
         except OSError as error:
@@ -130,25 +139,25 @@ class Engine:
         return [*self._llm.collective_rpc(method, timeout=self._timeout_s, args=args)]
 
     @contextmanager
-    def _working(self) -> Iterator[None]:
+    def _translate_errors(self) -> Iterator[None]:
         if self._llm is None:
-            raise SamplerFault("the engine was closed")
+            raise SamplerError("the engine was closed")
         try:
-            with at_work():
+            with allow_nondeterminism():
                 yield
         except RunnerError:
             raise
         except Exception as error:
             own = self._spread and isinstance(error, RuntimeError)  # a worker's error comes as its words alone
-            if own or any(kind.__name__ in GONE for kind in type(error).__mro__):
-                raise SamplerFault(f"vLLM's engine is gone: {type(error).__name__}: {error}") from error
+            if own or any(kind.__name__ in DEAD_ENGINE_ERRORS for kind in type(error).__mro__):
+                raise SamplerError(f"vLLM's engine is gone: {type(error).__name__}: {error}") from error
             raise
 
 
 def device_type() -> str:
-    """What vLLM here runs on: "cpu", "cuda", "npu". Raises EnvironmentProblem where vLLM cannot be imported."""
+    """The device type of vLLM here: cpu, cuda, npu. Raises EnvironmentProblem where it does not import."""
     try:
-        with moving_in():
+        with preserve_process_state():
             from vllm import LLM  # noqa: F401
             from vllm.platforms import current_platform
     except (ImportError, OSError, RuntimeError) as error:
@@ -157,7 +166,7 @@ def device_type() -> str:
     return str(current_platform.device_type)
 
 
-def _started(arguments: Mapping[str, Any]) -> Any:
+def _start_llm(arguments: Mapping[str, Any]) -> Any:
     from vllm import LLM
 
     spread = arguments["tensor_parallel_size"] > 1  # then what its workers die of is an Exception, and in the log
@@ -169,5 +178,6 @@ def _started(arguments: Mapping[str, Any]) -> Any:
         text = " ".join(str(error).split())[:500]
         raise EnvironmentProblem(
             f"sampler=vllm: vLLM does not start: {text}\n"
-            "  less memory: sampler.memory, sampler.cache_gib, sampler.max_length; or without it: sampler=torch"
+            "  less memory: sampler.gpu_memory_utilization, sampler.kv_cache_memory_bytes, "
+            "sampler.max_model_len; or without it: sampler=torch"
         ) from error

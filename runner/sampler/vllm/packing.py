@@ -1,10 +1,11 @@
-"""What vLLM makes of a model's weights when it is built, and new weights must not meet: packed copies on the CPU, other
-names under adapters, another layout of experts.
+"""How vLLM changes a model's weights when it is built, and how new weights are loaded nevertheless.
+
+Packed copies on the CPU, other names under adapters, another layout of experts.
 
     weight ──packed for oneDNN──▶ copy ◀── products           new weights ──▶ weight, and nobody looks at it
 
 vLLM 0.27 to 0.32 pack the matrix of every linear layer once. Loading into a linear layer then fails, as its parameter
-is emptied; into a head that shares the embedding's weight it succeeds, and the head goes on with the old one. So it is
+is emptied; into a head that shares the embedding's weight it succeeds, and the head continues the old one. So it is
 kept from packing: products of plain weights are as fast at the size of tests.
 
     on the hub   model.layers.0.self_attn.q_proj.weight
@@ -13,8 +14,8 @@ kept from packing: products of plain weights are as fast at the size of tests.
 vLLM 0.23, and so vllm-ascend 0.23, looks for the second name once layers are wrapped for adapters that come by
 themselves; a newer one's wrapped layers take the first. The older way was read in its source, and has not been run.
 
-Experts are laid out anew for its kernels, layer by layer, whole layers at once, by its model runner; never run here, as
-on the CPU the kernel keeps its first copy.
+Experts are laid out again for its kernels by its model runner, one whole layer at a time; never run here, as on
+the CPU the kernel keeps its first copy.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from runner.core.errors import EnvironmentProblem
 MODULE, FUNCTION = "vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"
 
 
-def leave_unpacked() -> None:
+def disable_cpu_packing() -> None:
     """Let the models that this process builds from now on multiply by their own weights.
 
     Raises EnvironmentProblem where this vLLM packs in another way.
@@ -51,10 +52,10 @@ def _plain(layer: Any, remove_weight: bool) -> None:
 WRAPPED = ".base_layer."
 
 
-def as_wrapped(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def lora_wrapped_names(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """`weights`, which have their names on the hub, by those that this model looks for."""
     inside = [name for name, _ in model.named_parameters() if WRAPPED in name and not _takes(model, name)]
-    hidden = {unwrapped(name) for name in inside}
+    hidden = {strip_lora_wrapper(name) for name in inside}
     packing: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     whole = {part: name for name, parts in packing.items() for part in parts}
     for name, tensor in weights:
@@ -64,7 +65,7 @@ def as_wrapped(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Itera
         yield (f"{path}{WRAPPED}{leaf}" if sought in hidden else name), tensor
 
 
-def unwrapped(name: str) -> str:
+def strip_lora_wrapper(name: str) -> str:
     """A parameter's name as if nothing were wrapped."""
     return name.replace(WRAPPED, ".")
 
@@ -83,8 +84,8 @@ def has_experts(model: nn.Module) -> bool:
     return any(kind.__name__ in LAYERS for module in model.modules() for kind in type(module).__mro__)
 
 
-def reload(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> None:
-    """All of the model's weights, anew. Raises EnvironmentProblem where this vLLM cannot."""
+def reload_all_weights(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> None:
+    """All of the model's weights, again. Raises EnvironmentProblem where this vLLM cannot."""
     if device == "cpu":
         text = "vLLM on the CPU packs experts once, and keeps them whatever is loaded later"
         raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch here")

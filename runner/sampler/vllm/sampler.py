@@ -18,44 +18,48 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from runner.core.errors import SamplerFault, TrainingDiverged
-from runner.interfaces import Bounds, Request, Rollout
+from runner.core.errors import SamplerError, TrainingDiverged
+from runner.interfaces import ModelLimits, Request, Rollout
 from runner.sampler.config import VllmSamplerConfig
-from runner.sampler.draw import Rule, Stops, check_ids, room
-from runner.sampler.vllm.engine import Engine
+from runner.sampler.sampling import StopCriteria, answer_limit, check_token_ids
+from runner.sampler.vllm.arguments import reports_raw_logprobs
+from runner.sampler.vllm.engine import VllmEngine
 
 
 class VllmSampler:
-    """Draws rollouts from an engine's weights, which `load` gives it. `scratch`: its folder, removed in the end."""
+    """Samples rollouts from an engine with the weights of `load`.
+
+    `scratch`: its folder, removed at the end.
+    """
 
     def __init__(
         self,
         config: VllmSamplerConfig,
-        engine: Engine,
-        bounds: Bounds,
+        engine: VllmEngine,
+        bounds: ModelLimits,
         tokenizer: Any,
         *,
         longest: int,
-        adapters: Adapters | None,
+        adapters: LoraAdapters | None,
         scratch: Path,
     ) -> None:
         """Raises SpecError for ids outside the vocabulary."""
-        check_ids(config, bounds.vocabulary)
+        check_token_ids(config, bounds.vocab_size)
         self._config, self._engine, self._adapters, self._scratch = config, engine, adapters, scratch
-        self._ends = sorted(bounds.ends | set(config.stop_tokens))
-        self._stops = Stops(tokenizer, frozenset(self._ends), config.stop)
-        self._vocabulary, self.longest = bounds.vocabulary, longest
-        self._as_is = Rule(config.temperature, config.top_k, config.top_p, config.min_p).raw
+        self._ends = sorted(bounds.stop_token_ids | set(config.stop_token_ids))
+        self._stops = StopCriteria(tokenizer, frozenset(self._ends), config.stop)
+        self._vocabulary, self.max_model_len = bounds.vocab_size, longest
+        self._reports_raw = reports_raw_logprobs(config)
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._version = 0
         self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
 
-    def load(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Hold `weights` and call them `version`: under the names of a model on the hub, and always complete.
 
         Of weights that say what `changed` since the last ones, that alone is copied; all, where this version is loaded
         once more, as something of it went wrong. Raises ValueError for None (an engine shares nobody's), else as
-        `Engine.load`.
+        `VllmEngine.load`.
         """
         if weights is None:
             raise ValueError("a vLLM engine has weights of its own")
@@ -64,21 +68,23 @@ class VllmSampler:
         if self._adapters is None:
             self._engine.load(weights, changed)
         else:
-            self._load_beside(self._adapters, weights, changed)
+            self._load_with_adapter(self._adapters, weights, changed)
         self._version = version
         self._loading_s += time.perf_counter() - begun
 
-    def _load_beside(self, adapters: Adapters, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
-        base = _Part(weights, [name for name in weights if not of_adapter(name)])
+    def _load_with_adapter(
+        self, adapters: LoraAdapters, weights: Mapping[str, Tensor], changed: frozenset[str] | None
+    ) -> None:
+        base = _WeightSubset(weights, [name for name in weights if not is_adapter_tensor(name)])
         self._engine.load(base, None if changed is None else changed.intersection(base))
-        adapters.load({name: weights[name] for name in weights if of_adapter(name)})
+        adapters.load({name: weights[name] for name in weights if is_adapter_tensor(name)})
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
 
-        Raises ValueError for an empty prompt, and where raw_logprobs are asked for that the engine does not report;
-        DataError for a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite,
-        SamplerFault if the engine is gone or answers what cannot be.
+        raw_logprobs are None where the engine cannot report them. Raises ValueError for an empty prompt; DataError for
+        a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite, SamplerError if the
+        engine is gone or answers what cannot be.
         """
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()
@@ -93,18 +99,17 @@ class VllmSampler:
         return rollouts
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`: of one engine. Raises ValueError for a row without an id, or that is longer than the engine's
-        rows but for one token."""
+        """See `Sampler`. Raises ValueError for a row that is empty or longer than the maximum minus one."""
         from vllm import SamplingParams
 
         for row in rows:
-            if not 0 < len(row) < self.longest:
-                raise ValueError(f"a row of {len(row)} tokens; 1 to {self.longest - 1} can be scored")
+            if not 0 < len(row) < self.max_model_len:
+                raise ValueError(f"a row of {len(row)} tokens; 1 to {self.max_model_len - 1} can be scored")
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         found = self._ask(rows, params)
-        return [[_of_prompt(row, output.prompt_logprobs) for row, output in zip(rows, found, strict=True)]]
+        return [[_prompt_logprobs(row, output.prompt_logprobs) for row, output in zip(rows, found, strict=True)]]
 
-    def measured(self) -> dict[str, float]:
+    def pop_metrics(self) -> dict[str, float]:
         """Since it was last asked: tokens per second of drawing, seconds of loading."""
         found = {"load_s": self._loading_s}
         if self._drawing_s:
@@ -112,7 +117,7 @@ class VllmSampler:
         self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
         return found
 
-    def release(self) -> None:
+    def release_memory(self) -> None:
         """Let the engine sleep."""
         self._engine.release()
 
@@ -122,14 +127,12 @@ class VllmSampler:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _ask(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-        return self._engine.ask(prompts, params, None if self._adapters is None else self._adapters.request)
+        return self._engine.generate(prompts, params, None if self._adapters is None else self._adapters.request)
 
     def _limit(self, request: Request) -> int:
         if not request.prompt:
             raise ValueError("an empty prompt")
-        if request.raw and not self._as_is:
-            raise ValueError("an engine reports the log-probabilities of what it drew from, not those at temperature 1")
-        return room(request, self.max_new_tokens, (self.longest, "sampler.max_length"))
+        return answer_limit(request, self.max_new_tokens, (self.max_model_len, "sampler.max_model_len"))
 
     def _params(self, request: Request, limit: int) -> Any:
         from vllm import SamplingParams
@@ -154,15 +157,16 @@ class VllmSampler:
     def _rollout(self, request: Request, limit: int, drawn: Any) -> Rollout:
         ids = [int(token) for token in drawn.token_ids]
         if not ids or not 0 <= min(ids) <= max(ids) < self._vocabulary or drawn.finish_reason not in ("stop", "length"):
-            raise SamplerFault(f"vLLM ended an answer of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
-        count, finish = self._stops.end(ids, limit) or (len(ids), drawn.finish_reason)
+            raise SamplerError(f"vLLM ended an answer of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
+        count, finish = self._stops.first_stop(ids, limit) or (len(ids), drawn.finish_reason)
         logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
-        return Rollout(tuple(ids[:count]), logprobs, logprobs if request.raw else None, self._version, finish)
+        raw = logprobs if request.raw and self._reports_raw else None
+        return Rollout(tuple(ids[:count]), logprobs, raw, self._version, finish)
 
 
-class _Part(Mapping[str, Tensor]):
+class _WeightSubset(Mapping[str, Tensor]):
     """Some of the weights, read when they are needed."""
 
     def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
@@ -181,7 +185,7 @@ class _Part(Mapping[str, Tensor]):
         return len(self._names)
 
 
-def _of_prompt(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:
+def _prompt_logprobs(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:
     return [float(at[token].logprob) for token, at in zip(row[1:], found[1:], strict=True) if at is not None]
 
 
@@ -189,12 +193,12 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PARTS = (".lora_A.", ".lora_B.", ".lora_embedding_A", ".lora_embedding_B")
 
 
-def of_adapter(name: str) -> bool:
+def is_adapter_tensor(name: str) -> bool:
     """Whether a tensor has the name of an adapter's, and not of a model's."""
     return any(part in name for part in PARTS)
 
 
-class Adapters:
+class LoraAdapters:
     """Folders below `room`, with the config that the adapter has in `source`."""
 
     def __init__(self, source: Path, room: Path) -> None:
@@ -208,7 +212,7 @@ class Adapters:
         return max(config["r"], *config.get("rank_pattern", {}).values(), 0)
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Let the next answers be drawn with these. vLLM reads the folder when it is first asked with the request."""
+        """Sample the next answers with these tensors. vLLM reads the folder at the first request that uses it."""
         from vllm.lora.request import LoRARequest
 
         self._count += 1  # a number of its own for each: vLLM keeps what it has read under it, and its cache too

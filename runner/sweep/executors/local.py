@@ -1,4 +1,4 @@
-"""Jobs on this machine: processes below this one, which end with it, each with cores, GPUs or NPUs of its own.
+"""Jobs on this machine: child processes, each with its own cores, GPUs or NPUs.
 
 CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES hand out cards (and bound what is handed out, where the user has set
 them); cores are handed out by affinity, so that jobs do not compete for them.
@@ -15,17 +15,17 @@ from contextlib import suppress
 from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import Identity as ProcessIdentity
-from runner.core.subprocess import identify
-from runner.device.kinds import present as present_cards
-from runner.launch.need import CORE, Need, kind_of
+from runner.core.subprocess import process_identity
+from runner.device.device_kinds import present_cards as present_cards
+from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import POLL_S, Executor, Identity, Job, Say
+from runner.sweep.executor import POLL_S, Executor, ExecutorJob, Identity, Say
 from runner.sweep.job import JobAttempt
 from runner.sweep.job_wrapper import JobProcess
 
 
-def present(kind: str) -> tuple[str, ...]:
+def available_devices(kind: str) -> tuple[str, ...]:
     """The cores or cards that this process may use, as its environment names them."""
     if kind == CORE:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))
@@ -34,16 +34,16 @@ def present(kind: str) -> tuple[str, ...]:
 
 def cards_here() -> tuple[str, ...]:
     """The kinds of card that this machine has."""
-    return tuple(kind for kind in card_kinds() if present(kind))
+    return tuple(kind for kind in card_kinds() if available_devices(kind))
 
 
-def environment(need: Need, devices: tuple[str, ...]) -> dict[str, str]:
+def visible_devices_env(need: ResourceRequest, devices: tuple[str, ...]) -> dict[str, str]:
     """The variable that shows a job its cards and no others."""
     variable = kind_of(need.kind).visible
     return {variable: ",".join(devices)} if variable else {}
 
 
-def _refuse(need: Need, there: tuple[str, ...]) -> None:
+def _refuse(need: ResourceRequest, there: tuple[str, ...]) -> None:
     if need.count <= len(there):
         return
     wants = f"a job wants {need}"
@@ -69,10 +69,10 @@ class LocalExecutor(Executor):
     def cards(self) -> tuple[str, ...]:
         return cards_here()
 
-    def check(self, needs: Iterable[Need]) -> None:
+    def check(self, needs: Iterable[ResourceRequest]) -> None:
         self.needs, limit = list(needs), self.options.parallel
         kinds: dict[str, None] = dict.fromkeys(need.kind for need in self.needs)
-        self._all = {kind: present(kind) for kind in kinds}
+        self._all = {kind: available_devices(kind) for kind in kinds}
         for need in self.needs:
             _refuse(need, self._all[need.kind])
         fit = base.capacity(self.needs, self._on_nodes)
@@ -84,13 +84,13 @@ class LocalExecutor(Executor):
         self._free = {kind: list(ids) for kind, ids in self._all.items()}
 
     def describe(self) -> str:
-        text = base.described(self.needs, self._on_nodes, self.parallel)
+        text = base.capacity_text(self.needs, self._on_nodes, self.parallel)
         return text + (", which share the cores" if self._shared else "")
 
-    def has_room(self, need: Need) -> bool:
+    def has_room(self, need: ResourceRequest) -> bool:
         return self._held < self.parallel and (self._shared or len(self._free[need.kind]) >= need.count)
 
-    def acquire(self, need: Need) -> tuple[str, ...] | None:
+    def acquire(self, need: ResourceRequest) -> tuple[str, ...] | None:
         """Devices for a job, or None while there are none."""
         if not self.has_room(need):
             return None
@@ -101,20 +101,20 @@ class LocalExecutor(Executor):
         taken, self._free[need.kind] = free[: need.count], free[need.count :]
         return tuple(taken)
 
-    def release(self, need: Need, devices: tuple[str, ...]) -> None:
+    def release(self, need: ResourceRequest, devices: tuple[str, ...]) -> None:
         """Take a job's devices back."""
         self._held -= 1
         if not self._shared:
             order = self._all[need.kind].index
             self._free[need.kind] = sorted([*self._free[need.kind], *devices], key=order)
 
-    def submit(self, need: Need, attempt: JobAttempt) -> Job:
+    def submit(self, need: ResourceRequest, attempt: JobAttempt) -> ExecutorJob:
         return LocalJob(self, need, attempt)
 
     def _on_nodes(self, kind: str) -> Sequence[int]:
         return [len(self._all[kind])]
 
-    def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, Job]:
+    def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, ExecutorJob]:
         """None of them continues: they got SIGTERM when their sweep died, and are waited for, then killed."""
         known = {index: (job["pid"], job["started"]) for index, job in left.items() if "pid" in job}
 
@@ -135,12 +135,12 @@ class LocalJob(JobProcess):
 
     reason = None  # its exit code tells all
 
-    def __init__(self, executor: LocalExecutor, need: Need, attempt: JobAttempt) -> None:
+    def __init__(self, executor: LocalExecutor, need: ResourceRequest, attempt: JobAttempt) -> None:
         devices = executor.acquire(need)
         assert devices is not None, "the scheduler calls has_room first"
         self._executor, self._need, self.devices = executor, need, devices
         self._began, self._holds = time.monotonic(), True
-        super().__init__(attempt, environment(need, devices), devices if need.kind == "core" else ())
+        super().__init__(attempt, visible_devices_env(need, devices), devices if need.kind == "core" else ())
 
     @property
     def seconds(self) -> float:
@@ -156,4 +156,4 @@ class LocalJob(JobProcess):
 
 def is_alive(process: ProcessIdentity) -> bool:
     """Whether the process with this number and start time still runs."""
-    return identify(process[0]) == tuple(process)
+    return process_identity(process[0]) == tuple(process)

@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster, each an actor with its resources; or on a cluster of our own, which ends with the sweep.
+"""Jobs on a Ray cluster, each an actor with its resources; or on a local cluster of the sweep's own.
 
 Ray itself is in another process, `ray_driver`; what became of a job is read from its status file.
 """
@@ -14,12 +14,12 @@ from typing import Any, Self
 
 from runner.core.device_kinds import card_kinds
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import CORE, Need, kind_of
-from runner.launch.ray.link import Link, actor_options, carried, need_ray
+from runner.launch.ray.driver_connection import RayConnection, actor_options, forwarded_env, require_ray
+from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Gone, Identity, RemoteJob, Say
-from runner.sweep.executors.local import present
+from runner.sweep.executor import Identity, JobEnd, RemoteJob, Say
+from runner.sweep.executors.local import available_devices
 from runner.sweep.job import JobAttempt, StopReason
 
 WRAPPER = (sys.executable, "-P", "-m", "runner.sweep.job_wrapper")
@@ -29,39 +29,39 @@ LATE_S = 3.0  # a shared folder may show the end of a job after Ray has
 ANSWER_S = 60.0  # for Ray to tell whether it knows a job
 
 
-class RayExecutor(Link, base.RemoteExecutor):
+class RayExecutor(RayConnection, base.RemoteExecutor):
     """The cluster at `sweep.address`, or one of this machine's own."""
 
     def __init__(self, options: SweepConfig) -> None:
         base.RemoteExecutor.__init__(self, options)
         # for a cluster of our own
-        there = {kind_of(name).resource: len(present(name)) for name in (CORE, *card_kinds())}
+        there = {kind_of(name).resource: len(available_devices(name)) for name in (CORE, *card_kinds())}
         counted = {"num_cpus": there.pop("CPU"), "num_gpus": there.pop("GPU")}
         here = {**counted, "resources": {resource: count for resource, count in there.items() if count}}
         asked = {"address": options.address, "resources": here, "grace_s": options.grace_s}
-        Link.__init__(self, "runner.sweep.executors.ray_driver", asked, options.grace_s)
+        RayConnection.__init__(self, "runner.sweep.executors.ray_driver", asked, options.grace_s)
         self._found: set[str] = set()  # tokens of jobs that have an actor
         self._lost: dict[str, str] = {}  # of those whose actor has ended, and why
 
     def __enter__(self) -> Self:
-        need_ray("sweep.on=ray")
+        require_ray("sweep.on=ray")
         return super().__enter__()
 
     @property
     def cards(self) -> tuple[str, ...]:
         return tuple(kind for kind in card_kinds() if sum(self._on_nodes(kind)))
 
-    def check(self, needs: Iterable[Need]) -> None:
+    def check(self, needs: Iterable[ResourceRequest]) -> None:
         self.needs = list(needs)
         for need in self.needs:
             self._refuse(need)
         self.parallel = min(self.options.parallel or base.capacity(self.needs, self._on_nodes), len(self.needs))
 
     def describe(self) -> str:
-        return base.described(self.needs, self._on_nodes, self.parallel, f" on {self._cluster()}")
+        return base.capacity_text(self.needs, self._on_nodes, self.parallel, f" on {self._cluster()}")
 
-    def submit(self, need: Need, attempt: JobAttempt) -> RemoteJob:
-        attempt = replace(attempt, environment=carried(os.environ))
+    def submit(self, need: ResourceRequest, attempt: JobAttempt) -> RemoteJob:
+        attempt = replace(attempt, environment=forwarded_env(os.environ))
         job = RemoteJob(self, attempt.index, {"token": attempt.token, "note": attempt.note})
         request = {
             "token": job.token,
@@ -98,23 +98,23 @@ class RayExecutor(Link, base.RemoteExecutor):
         return known
 
     def poll(self) -> None:
-        self.hear()
+        self.receive_events()
         self.version = int(time.monotonic() / READ_S)
 
-    def gone(self, job: RemoteJob) -> Gone | None:
+    def find_end(self, job: RemoteJob) -> JobEnd | None:
         if job.has_ended:
-            return Gone()
+            return JobEnd()
         if job.token not in self._lost or job.is_running:
             return None
         why = " ".join(self._lost[job.token].split())
         if job.status is not None:
-            return Gone(StopReason(f"lost with its node, or ended by Ray: {why}".rstrip(": "), "killed"), LATE_S)
-        return Gone(None if job.signals else StopReason(f"could not be started on Ray: {why}", "failed"), LATE_S)
+            return JobEnd(StopReason(f"lost with its node, or ended by Ray: {why}".rstrip(": "), "killed"), LATE_S)
+        return JobEnd(None if job.signals else StopReason(f"could not be started on Ray: {why}", "failed"), LATE_S)
 
     def signal(self, job: RemoteJob, number: int) -> None:
         self.send(do="signal", token=job.token, number=number)
 
-    def _take(self, event: Mapping[str, Any]) -> None:
+    def _handle_event(self, event: Mapping[str, Any]) -> None:
         if event["is"] == "found":
             self._found.add(event["token"])
         else:
@@ -128,7 +128,7 @@ class RayExecutor(Link, base.RemoteExecutor):
         where = f"at {address}" if address else "on this machine"
         return f"{count} node{'s' if count > 1 else ''} of Ray {where}"
 
-    def _refuse(self, need: Need) -> None:
+    def _refuse(self, need: ResourceRequest) -> None:
         """A job runs on one node; Ray would wait for ever for a node that has more than any."""
         there = self._on_nodes(need.kind)
         most = max(there, default=0)

@@ -1,4 +1,6 @@
-"""Ray's driver for a sweep, in a process of its own: Ray takes over signals, prints, and may take its process down.
+"""Ray's driver for a sweep, in a process of its own.
+
+Ray takes over signals, prints, and may end its process.
 
     stdin   {"do": "start", "token", "name", "resources", "wrapper", "attempt"} | {"do": "find", "token", "name"}
             {"do": "signal", "token", "number"}                              end of file: the sweep has ended
@@ -23,14 +25,14 @@ import ray
 from ray.exceptions import RayError
 
 from runner.core.subprocess import JsonLines
-from runner.launch.ray.cluster import NAMESPACE, opened
+from runner.launch.ray.cluster import NAMESPACE, connect_cluster
 
 PING_S = 1.0
 TICK_S = 0.1
 
 
 class JobActor:
-    """The actor of one job, on the node that Ray gave it. Pickled by value: Ray's nodes need nothing of ours."""
+    """The actor of one job. It is pickled by value, so nodes need no installation of this package."""
 
     def __init__(self, wrapper: list[str], attempt: dict[str, Any]) -> None:
         import subprocess
@@ -72,7 +74,7 @@ class JobActor:
         self._me.leave.remote()
 
 
-class Driver:
+class RaySweepDriver:
     """The jobs that this driver has started or found, and what the sweep wants of them."""
 
     def __init__(self, lines: JsonLines) -> None:
@@ -82,7 +84,7 @@ class Driver:
         self._due: dict[str, float] = {}
         self._said: dict[str, str] = {}
 
-    def do(self, what: dict[str, Any]) -> None:
+    def handle_request(self, what: dict[str, Any]) -> None:
         """Do what the sweep asks."""
         token = what["token"]
         if what["do"] == "start":
@@ -104,7 +106,7 @@ class Driver:
         self._actors[token] = actor
         self._looks[actor.look.remote()] = token
 
-    def look(self) -> None:
+    def poll_actors(self) -> None:
         """See which actors have begun, and which have ended."""
         ready = ray.wait(list(self._looks), num_returns=len(self._looks), timeout=0)[0] if self._looks else []
         for answer in ready:
@@ -121,27 +123,27 @@ class Driver:
                 del self._due[token]
                 self._looks[self._actors[token].look.remote()] = token
 
-    def end(self, grace_s: float) -> None:
+    def stop_jobs(self, grace_s: float) -> None:
         """Let the jobs save and end: the cluster ends with the sweep."""
         for token, actor in self._actors.items():
             actor.signal.remote(int(signal.SIGTERM)) if token in self._said else ray.kill(actor)
         deadline = time.monotonic() + grace_s
         while self._actors and time.monotonic() < deadline:
-            self.look()
+            self.poll_actors()
             time.sleep(TICK_S)
 
 
 def main(asked: dict[str, Any]) -> None:
     """Serve one sweep. `asked`: what runner.launch.ray.cluster is asked for, and grace_s."""
     lines = JsonLines.to_parent()
-    driver = Driver(lines)
-    with opened(asked, lines):
+    driver = RaySweepDriver(lines)
+    with connect_cluster(asked, lines):
         while (requests := lines.receive(TICK_S)) is not None:
             for request in requests:
-                driver.do(request)
-            driver.look()
+                driver.handle_request(request)
+            driver.poll_actors()
         if asked["address"] is None:
-            driver.end(asked["grace_s"])
+            driver.stop_jobs(asked["grace_s"])
 
 
 if __name__ == "__main__":

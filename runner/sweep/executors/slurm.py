@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from runner.core.errors import EnvironmentProblem
-from runner.launch.need import Need
-from runner.launch.slurm.commands import OVER, USUAL, gres_of, signals_all, told, words
+from runner.launch.resources import ResourceRequest
+from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, error_text, gres_of, run_slurm, signals_all
 from runner.run_dir.folder import write_json
 from runner.sweep.config import SweepConfig
-from runner.sweep.executor import Gone, Identity, RemoteExecutor, RemoteJob, Say
+from runner.sweep.executor import Identity, JobEnd, RemoteExecutor, RemoteJob, Say
 from runner.sweep.executors.slurm_job import SAVE
 from runner.sweep.job import JobAttempt, StopReason
 
@@ -38,7 +38,10 @@ POLL_S = (0.3, 10.0)  # between two calls of squeue, in the beginning and later
 SLOWING = 30.0  # the time between them is this part of the time since the beginning
 LATE_S = 10.0  # for a status file to come through a shared folder after its job has ended
 MINUTE_S = 60.0
-ENDED = ("Invalid job id specified", "already completing or completed")  # what scancel says of a job that has ended
+ALREADY_ENDED = (
+    "Invalid job id specified",
+    "already completing or completed",
+)  # what scancel says of a job that has ended
 FORMAT = "%F|%K|%T|%k|%r"
 REASONS = {
     "OUT_OF_MEMORY": StopReason("out of memory, says Slurm", "killed"),
@@ -50,7 +53,7 @@ REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class QueueEntry:
     """One job of an array, as squeue shows it. `array`: its number; `reason`: why it waits or failed."""
 
     array: str
@@ -58,7 +61,7 @@ class Entry:
     reason: str
 
 
-Queue = Mapping[tuple[str, int], Entry]  # (token of the array, index in it) → its entry
+Queue = Mapping[tuple[str, int], QueueEntry]  # (token of the array, index in it) → its entry
 
 
 def read_queue(name: str) -> Queue:
@@ -66,16 +69,16 @@ def read_queue(name: str) -> Queue:
 
     Raises EnvironmentProblem where Slurm does not answer.
     """
-    text = told("squeue", "--noheader", "--array", "--states=all", f"--name={name}", f"--format={FORMAT}")
+    text = run_slurm("squeue", "--noheader", "--array", "--states=all", f"--name={name}", f"--format={FORMAT}")
     rows = (line.strip().split("|", 4) for line in text.splitlines())
     return {
-        (comment, int(index)): Entry(array, state, reason)
+        (comment, int(index)): QueueEntry(array, state, reason)
         for array, index, state, comment, reason in rows
         if index.isdecimal()
     }
 
 
-def waiting(sweep: Path, identities: Mapping[int, Identity]) -> Mapping[int, str]:
+def waiting_reasons(sweep: Path, identities: Mapping[int, Identity]) -> Mapping[int, str]:
     """Job → why it waits, as Slurm says: also one that has run, and waits to be started again.
 
     Raises EnvironmentProblem where no Slurm answers.
@@ -94,7 +97,7 @@ class SlurmExecutor(RemoteExecutor):
     def __init__(self, options: SweepConfig) -> None:
         super().__init__(options)
         self._new: list[tuple[JobAttempt, RemoteJob]] = []  # not submitted yet
-        self._tokens: dict[Need, str] = {}  # of the arrays that those will be
+        self._tokens: dict[ResourceRequest, str] = {}  # of the arrays that those will be
         self._arrays: dict[str, str] = {}  # token of an array → its number
         self._queue: Queue = {}
         self._signals: list[tuple[RemoteJob, int]] = []  # not sent yet
@@ -107,14 +110,14 @@ class SlurmExecutor(RemoteExecutor):
         self._all_signalled = signals_all()
         return self
 
-    def check(self, needs: Iterable[Need]) -> None:
+    def check(self, needs: Iterable[ResourceRequest]) -> None:
         self.needs = list(needs)
         self.parallel = min(self.options.parallel or len(self.needs), len(self.needs))
-        own = {"array": array_of(range(len(self.needs)), self.options.parallel)}
+        own = {"array": array_spec(range(len(self.needs)), self.options.parallel)}
         for need in dict.fromkeys(self.needs):
-            executor = submitit_executor(Path.cwd(), resources(self.options, need), own)
+            executor = submitit_executor(Path.cwd(), submitit_options(self.options, need), own)
             try:
-                told("sbatch", "--test-only", stdin=executor._make_submission_file_text("true", ""))
+                run_slurm("sbatch", "--test-only", stdin=executor._make_submission_file_text("true", ""))
             except EnvironmentProblem as error:
                 raise EnvironmentProblem(f"Slurm refuses a job with {need}: {error}") from error
 
@@ -124,11 +127,11 @@ class SlurmExecutor(RemoteExecutor):
         limit = self.options.parallel
         return f"{each} each, on {where}; " + ("as many at once as it lets" if limit is None else f"{limit} at once")
 
-    def has_room(self, need: Need) -> bool:
+    def has_room(self, need: ResourceRequest) -> bool:
         """Slurm itself holds back the jobs of a grid; those of a search are not even chosen before."""
         return self.options.search is None or super().has_room(need)
 
-    def submit(self, need: Need, attempt: JobAttempt) -> RemoteJob:
+    def submit(self, need: ResourceRequest, attempt: JobAttempt) -> RemoteJob:
         self._folder = Path(attempt.note).parents[1]
         array = self._tokens.setdefault(need, secrets.token_hex(4))
         job = RemoteJob(self, attempt.index, {"token": attempt.token, "note": attempt.note, "batch": array})
@@ -144,16 +147,18 @@ class SlurmExecutor(RemoteExecutor):
             self._read_queue()
         for job in jobs.values():
             job.read_status()
-        alive = {index for index, job in jobs.items() if self.gone(job) is None}
+        alive = {index for index, job in jobs.items() if self.find_end(job) is None}
         if alive:
-            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they go on")
+            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they continue")
         found = {index: job for index, job in jobs.items() if index in alive or job.has_ended}
         self.add(*found.values())
         return found
 
     def poll(self) -> None:
-        """Submit what is new, send signals, call squeue when it is time to. Raises EnvironmentProblem where Slurm
-        refuses the jobs."""
+        """Submit new jobs, send signals, and call squeue when it is due.
+
+        Raises EnvironmentProblem where Slurm refuses the jobs.
+        """
         self._submit_new()
         self._send_signals()
         if time.monotonic() < self._due or not self._arrays:
@@ -167,23 +172,25 @@ class SlurmExecutor(RemoteExecutor):
         self.version += 1
         for job in self.jobs:  # those that do not wait for their turn may wait for ever
             entry = self._entry(job)
-            if entry is not None and entry.state == "PENDING" and entry.reason not in USUAL:
+            if entry is not None and entry.state == "PENDING" and entry.reason not in USUAL_REASONS:
                 self._say_once(f"job {job.index} waits in Slurm: {entry.reason}")
 
-    def gone(self, job: RemoteJob) -> Gone | None:
+    def find_end(self, job: RemoteJob) -> JobEnd | None:
         entry = self._entry(job)
-        if entry is not None and entry.state not in OVER:
+        if entry is not None and entry.state not in FINISHED_STATES:
             return None
         reason = REASONS.get(entry.state) if entry else None
         if job.has_ended or (reason is not None and job.status is None):  # it noted its end, or never began
-            return Gone(reason)
+            return JobEnd(reason)
         if reason is None:
             said = f"Slurm says {entry.state}, {entry.reason}" if entry else "Slurm does not know it any more"
             if job.status is None:
                 reason = StopReason(f"did not begin on its node ({said}); what it printed is in its log", "failed")
             else:
                 reason = StopReason(f"its process on {job.status.host} was killed ({said})", "killed")
-        return Gone(reason, 0.0 if signal.SIGKILL in job.signals else LATE_S)  # one that was killed notes nothing more
+        return JobEnd(
+            reason, 0.0 if signal.SIGKILL in job.signals else LATE_S
+        )  # one that was killed notes nothing more
 
     def signal(self, job: RemoteJob, number: int) -> None:
         if job.identity["batch"] in self._tokens.values():
@@ -195,7 +202,7 @@ class SlurmExecutor(RemoteExecutor):
         entry = self._entry(job)
         return entry is not None and entry.state == "PENDING"  # also one that is to be started again
 
-    def _entry(self, job: RemoteJob) -> Entry | None:
+    def _entry(self, job: RemoteJob) -> QueueEntry | None:
         return self._queue.get((job.identity["batch"], job.index))
 
     def _read_queue(self) -> None:
@@ -214,23 +221,23 @@ class SlurmExecutor(RemoteExecutor):
             del self._tokens[need]  # Slurm has it, also where it refuses the next
         self._new = []
 
-    def _sbatch(self, need: Need, path: Path, indices: Sequence[int]) -> str:
+    def _sbatch(self, need: ResourceRequest, path: Path, indices: Sequence[int]) -> str:
         """Submit an array; its number. Raises EnvironmentProblem with Slurm's own words where it refuses."""
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-        own = {"comment": path.stem, "array": array_of(indices, self.options.parallel)}
+        own = {"comment": path.stem, "array": array_spec(indices, self.options.parallel)}
         own["output"] = str(self._folder / "jobs" / "%3a.log")
         alive = dict.fromkeys(self._arrays.get(job.identity["batch"], "") for job in self.jobs if job.exit_code is None)
         if self.options.parallel is not None and self.options.search is None and (after := list(filter(None, alive))):
             own["dependency"] = "afterany:" + ":".join(after)  # else no limit; or `has_room` keeps it
-        asked = {**resources(self.options, need), "job_name": self._folder.name}
+        asked = {**submitit_options(self.options, need), "job_name": self._folder.name}
         executor = submitit_executor(path.parent, asked, own)
         program = ["exec", sys.executable, "-P", "-m", "runner.sweep.executors.slurm_job", str(path)]
         command = shlex.join([*program, gres_of(self.options.gres, need), "all" if self._all_signalled else "first"])
         try:
             job: Any = executor._submit_command(command)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise EnvironmentProblem(f"Slurm refuses the jobs: {words('sbatch', str(error)) or error}") from error
+            raise EnvironmentProblem(f"Slurm refuses the jobs: {error_text('sbatch', str(error)) or error}") from error
         return str(job.job_id)
 
     def _send_signals(self) -> None:
@@ -259,15 +266,18 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def scancel(*arguments: str) -> None:
-    """A job that has ended by now needs no signal. Raises EnvironmentProblem where Slurm refuses anything else."""
+    """Call scancel; a job that has ended already is no error.
+
+    Raises EnvironmentProblem where Slurm refuses anything else.
+    """
     try:
-        told("scancel", *arguments)
+        run_slurm("scancel", *arguments)
     except EnvironmentProblem as error:
-        if not all(any(ended in text for ended in ENDED) for text in str(error).split("; ")):
+        if not all(any(ended in text for ended in ALREADY_ENDED) for text in str(error).split("; ")):
             raise
 
 
-def resources(options: SweepConfig, need: Need) -> dict[str, Any]:
+def submitit_options(options: SweepConfig, need: ResourceRequest) -> dict[str, Any]:
     """What one job asks for, by submitit's names; what sbatch alone knows is in `additional_parameters`."""
     limit = options.timeout_s  # a minute less than Slurm's, so that a job saves and tells why it ends
     asked: dict[str, Any] = {
@@ -287,7 +297,7 @@ def resources(options: SweepConfig, need: Need) -> dict[str, Any]:
     return {**asked, "additional_parameters": {**more, **dict(options.sbatch)}}
 
 
-def array_of(indices: Iterable[int], at_once: int | None) -> str:
+def array_spec(indices: Iterable[int], at_once: int | None) -> str:
     """`0-3,7%2`: the jobs of an array, and how many of them at once."""
     runs: list[list[int]] = []
     for index in sorted(indices):
@@ -306,7 +316,7 @@ def submitit_executor(folder: Path, asked: Mapping[str, Any], own: Mapping[str, 
     except ImportError as error:
         text = "sweep.on=slurm needs the package submitit: pip install 'posttrain-run[slurm]'"
         raise EnvironmentProblem(text) from error
-    told("sbatch", "--version")
+    run_slurm("sbatch", "--version")
     executor = Submitter(folder)
     executor.update_parameters(**{**asked, "additional_parameters": {**asked["additional_parameters"], **own}})
     return executor

@@ -1,4 +1,4 @@
-"""What runs inside a Slurm job, on its node: starts one job of a sweep, forwards signals, writes how it ended.
+"""Runs inside a Slurm job on its node: starts one job of a sweep, forwards signals, writes its status.
 
 sbatch ─▶ exec python -m runner.sweep.executors.slurm_job slurm/<token>.json GRES all|first
               └─▶ the job, or, where Slurm starts it again, what resumes it; its status in jobs/003.note.json
@@ -20,10 +20,10 @@ from pathlib import Path
 
 from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem
-from runner.launch.slurm.commands import handed_out, steps_of, told
+from runner.launch.slurm.commands import allocated_cards, run_slurm, steps_of
 from runner.run_dir.folder import RunFolder
 from runner.sweep.job import STOP_CODES, JobAttempt, StopReason, from_json
-from runner.sweep.job_wrapper import JobWrapper, Signals, begin_status
+from runner.sweep.job_wrapper import JobWrapper, SignalQueue, begin_status
 
 SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
@@ -33,10 +33,10 @@ def main(path: str, gres: str, signalled: str) -> int:
     forwarded: dict[int, int] = dict.fromkeys((SAVE, LIMIT, ENDED), signal.SIGTERM)
     if signalled == "all":
         forwarded[ENDED] = 0
-    signals = Signals(forwarded)
+    signals = SignalQueue(forwarded)
     attempts = json.loads(Path(path).read_text(encoding="utf-8"))
     attempt = from_json(JobAttempt, attempts[os.environ["SLURM_ARRAY_TASK_ID"]])
-    shown, run = cards(attempt, gres), RunFolder(Path(attempt.run))
+    shown, run = visible_cards_env(attempt, gres), RunFolder(Path(attempt.run))
     before = steps_of(run)
     if int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0 and run.spec.is_file():
         attempt = replace(attempt, command=attempt.again)
@@ -55,13 +55,13 @@ def requeue(run: RunFolder, before: int) -> StopReason | None:
     if steps_of(run) <= before:
         return StopReason("no step was made within the time limit of Slurm", "timeout")
     try:
-        told("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+        run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except EnvironmentProblem as error:
         return StopReason(f"the time limit of Slurm; {error}", "interrupted")
     return None
 
 
-def cards(attempt: JobAttempt, gres: str) -> dict[str, str]:
+def visible_cards_env(attempt: JobAttempt, gres: str) -> dict[str, str]:
     """The variable that shows the job its cards, where Slurm does not set it: for NPUs.
 
     It may be in the environment all the same, from where the sweep was typed.
@@ -70,7 +70,7 @@ def cards(attempt: JobAttempt, gres: str) -> dict[str, str]:
     shown = {kind.visible for kind in KINDS.values() if kind.shown_by_slurm}
     if variable is None or (variable in os.environ and variable in shown):
         return {}
-    numbers = handed_out(os.environ["SLURM_JOB_ID"], gres)
+    numbers = allocated_cards(os.environ["SLURM_JOB_ID"], gres)
     if not numbers:
         seen = os.environ.get(variable, "all of them")
         print(f"Slurm does not tell which cards are this job's (gres.conf has no File= for {gres}): it sees {seen}")

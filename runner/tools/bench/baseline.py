@@ -1,4 +1,4 @@
-"""The baseline: what one writes by hand for the same model and micro-batches, in plain transformers and torch.
+"""The baseline: the loop one writes by hand for the same model, in plain transformers and torch.
 
     micro-batch ──rows side by side──▶ model(ids).logits ──cross-entropy──▶ backward  …  clip, AdamW
 
@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from runner.core.batch import Batch, micro_batches
-from runner.core.prefix_tree import paths, rows_alone
-from runner.model.build import DTYPES
+from runner.core.prefix_tree import paths, rows_as_paths
+from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
 
 
 class BaselineLoop:
-    """One model and its optimizer; `step` does what a step of the job does with a batch that it learnt from."""
+    """One model and its optimizer; `step` does what a step of the job does with a batch."""
 
     def __init__(self, spec: JobSpec, device: torch.device) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
@@ -37,7 +37,7 @@ class BaselineLoop:
         with torch.device(device):
             model = make(config, dtype=DTYPES[spec.stored_dtype()])
         self._reference: Any = None
-        if spec.algorithm.frozen():
+        if spec.algorithm.frozen_models():
             self._reference = deepcopy(model).requires_grad_(False).to(DTYPES[spec.stored_dtype(trains=False)])
         if spec.model.gradient_checkpointing:
             # the older name, until transformers 5.5 is no longer supported
@@ -52,7 +52,7 @@ class BaselineLoop:
 
     def step(self, batch: Batch) -> None:
         """Sample if the job samples, then learn."""
-        if self._spec.algorithm.samples:
+        if self._spec.algorithm.needs_sampler:
             self._generate(batch)
         total = max(batch.totals["tokens"], 1)
         for micro in micro_batches(batch, self._spec.algorithm.micro_batch_tokens):
@@ -109,7 +109,7 @@ def _with_adapter(spec: JobSpec, model: Any) -> Any:
 
 def pad_batch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """The sequences of a batch on the CPU, padded on the right: ids, mask and weights, each [N, L]."""
-    tree = paths(batch) or rows_alone(batch)
+    tree = paths(batch) or rows_as_paths(batch)
     lengths = list(tree.lengths)
     ids, weight = (torch.split(batch.tokens[name].index_select(0, tree.index), lengths) for name in ("ids", "weight"))
     mask = [torch.ones(length, dtype=torch.int64) for length in lengths]

@@ -22,7 +22,7 @@ from runner import __version__, build
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.signals import StopSignal
-from runner.device.base import Peak, measure_matmul, peak
+from runner.device.base import PeakFlops, measure_matmul, peak_flops
 from runner.device.cards import GIB
 from runner.interfaces import Device
 from runner.run_dir.folder import RunFolder
@@ -32,18 +32,21 @@ from runner.tools.bench.baseline import BaselineLoop
 from runner.tools.plan.estimate import estimate
 from runner.tools.plan.traffic import compute_dtype
 from runner.trainer import loop
-from runner.trainer.callbacks import Record
+from runner.trainer.callbacks import LogStep
 
 WARM_UP = 1  # steps that do not count
 COPIED_BYTES = {"cpu": 64 * 2**20}  # elsewhere a quarter of a GiB
-RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins anew
+RESET_PEAK = Path("/proc/self/clear_refs")  # Linux: the largest resident set begins again
 
 
 @dataclass(frozen=True, slots=True)
 class CaseResult:
-    """One case. step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held
-    before the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the
-    job or of the baseline."""
+    """The result of one case.
+
+    step_s: the median; baseline_s: the baseline's step on the same tokens; peak_bytes: above what was held before
+    the case; planned_bytes: of tensors, by `run plan`; skip_reason: why there are no numbers, of the job or of the
+    baseline.
+    """
 
     name: str
     tokens: float = 0.0
@@ -68,13 +71,16 @@ class CaseResult:
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """What was measured of the device itself. peak: what perf/mfu is a share of; matmul_flops: by a product in the
-    precision of the first case; copy_bytes: of its memory per second, read and written."""
+    """Speed of the device itself.
+
+    peak: the reference of perf/mfu; matmul_flops: measured in the precision of the first case; copy_bytes: of its
+    memory per second, read and written.
+    """
 
     device: Mapping[str, Any]
     versions: Mapping[str, str]
     precision: str
-    peak: Peak
+    peak: PeakFlops
     matmul_flops: float
     copy_bytes: float
 
@@ -85,7 +91,7 @@ def measure_device(spec: JobSpec, device: Device, decide: Decisions) -> DeviceSp
     found = {"name": device.name, **device.describe()}
     versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
     matmul = measure_matmul(device.torch_device, dtype)
-    best = peak(device, dtype, decide)
+    best = peak_flops(device, dtype, decide)
     return DeviceSpeed(found, versions, device.matmul_precision(dtype), best, matmul, copy_bandwidth(device))
 
 
@@ -105,13 +111,13 @@ def copy_bandwidth(device: Device) -> float:
     return 2 * size / min(seconds() for _ in range(8))
 
 
-def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> CaseResult:
-    """Run one case: the job of `spec`, whose steps but the first count, then the baseline on the same batches."""
+def measure_case(name: str, spec: JobSpec, folder: Path, device: Device, decide: Decisions) -> CaseResult:
+    """Run one case: the job of `spec`, without its first step, then the baseline on the same batches."""
     planned = estimate(spec).peak.bytes
     found = CaseResult(name, planned_bytes=planned)
     if (shortage := _shortage(planned, device)) is not None:
         return replace(found, skip_reason=shortage)
-    _free()
+    _release_memory()
     _reset_peak(device)
     before = device.peak_memory_bytes()
     try:
@@ -119,13 +125,13 @@ def measure(name: str, spec: JobSpec, folder: Path, device: Device, decide: Deci
     except torch.OutOfMemoryError:
         return replace(found, skip_reason="out of memory")
     found = replace(found, peak_bytes=device.peak_memory_bytes() - before if _can_reset_peak(device) else None)
-    _free()
+    _release_memory()
     try:
         return replace(found, baseline_s=_measure_baseline(spec, batches, device))
     except torch.OutOfMemoryError:
         return replace(found, skip_reason="baseline: out of memory")
     finally:
-        _free()
+        _release_memory()
 
 
 def _shortage(planned: int, device: Device) -> str | None:
@@ -142,16 +148,18 @@ def _job(found: CaseResult, spec: JobSpec, folder: Path, decide: Decisions) -> t
     lines: list[Mapping[str, float]] = []
     batches: list[Batch] = []
     run_folder = RunFolder(folder)
-    built = build.build(spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), build.Outlets())
+    built = build.build(
+        spec, run_folder, build.build_store(spec, run_folder), decide, StopSignal(), build.OutputSinks()
+    )
     count = built.job.flops["policy"]
 
     def count_and_keep(batch: Batch) -> float:
         batches.append(batch)
         return count(batch)
 
-    record = Record([lambda step, values: lines.append(dict(values))])
+    record = LogStep([lambda step, values: lines.append(dict(values))])
     job = replace(built.job, callbacks=[record], flops={"policy": count_and_keep})
-    loop.run(job, 0)
+    loop.run_loop(job, 0)
     measured_lines = lines[WARM_UP:]
     step_s = median(line["perf/step_s"] for line in measured_lines)
     flops = median(line["perf/model_flops"] for line in measured_lines)
@@ -173,7 +181,7 @@ def _measure_baseline(spec: JobSpec, batches: Sequence[Batch], device: Device) -
     return median(seconds[WARM_UP:])
 
 
-def _free() -> None:
+def _release_memory() -> None:
     """Give back what the case before held."""
     gc.collect()
     with suppress(AttributeError):  # of other C libraries than GNU's, which keeps what was freed
@@ -187,7 +195,7 @@ def _can_reset_peak(device: Device) -> bool:
 
 
 def _reset_peak(device: Device) -> None:
-    """Let the largest number of bytes held begin anew."""
+    """Let the largest number of bytes held begin again."""
     if device.torch_device.type != "cpu":
         torch.get_device_module(device.torch_device).reset_peak_memory_stats(device.torch_device)
     elif RESET_PEAK.exists():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from runner.core.errors import Disagreement
+from runner.core.errors import ParityError
 from runner.device.cards import GIB
 from runner.tools.bench.measure import CaseResult, DeviceSpeed
 from runner.tools.bench.suite import FORMAT
@@ -36,9 +36,9 @@ def format_header(machine: DeviceSpeed) -> Iterator[str]:
     name = machine.device.get("card", machine.device["name"])
     versions = ", ".join(f"{package} {number}" for package, number in machine.versions.items())
     yield f"device   {name}; {versions}"
-    matmul = f"{rate(machine.matmul_flops)} in {machine.precision}"
+    matmul = f"{format_flops(machine.matmul_flops)} in {machine.precision}"
     yield f"measured {matmul} of a square matrix product, {machine.copy_bytes / 1e9:.3g} GB/s of a copy"
-    yield f"peak     {rate(machine.peak.flops)} ({machine.peak.source}); MFU = achieved / this"
+    yield f"peak     {format_flops(machine.peak.flops)} ({machine.peak.source}); MFU = achieved / this"
     yield ""
     yield _line(HEAD)
 
@@ -83,10 +83,10 @@ def check_min_mfu(result: BenchResult, least: float) -> None:
     sft = [one for one in result.cases if one.name.startswith("sft")]
     low = [f"{one.name} {one.mfu:.1%}" for one in sft if one.mfu is not None and one.mfu < least]
     if low or all(one.mfu is None for one in sft):
-        raise Disagreement(f"--min-mfu {least:.1%}: {', '.join(low) or 'no sft case was measured'}")
+        raise ParityError(f"--min-mfu {least:.1%}: {', '.join(low) or 'no sft case was measured'}")
 
 
-def rate(flops: float) -> str:
+def format_flops(flops: float) -> str:
     """Operations per second."""
     return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
 

@@ -20,11 +20,11 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, Problem, SpecError
-from runner.launch.local import ready
-from runner.launch.session import load_torch, set_environment
-from runner.launch.words import on_screen
+from runner.device.process_setup import load_torch, set_environment
+from runner.launch.local import prepare_spec
+from runner.launch.run_messages import console_logging
 from runner.spec.job import JobSpec
-from runner.tools.plan.published import PUBLISHED, Shape
+from runner.tools.plan.known_models import KNOWN_MODELS, Shape
 
 if TYPE_CHECKING:
     from runner.tools.bench.report import BenchResult
@@ -34,14 +34,13 @@ ROWS = 64  # of a file; steps take them in turns
 END = 1  # token that a tokenizer of bytes adds to a text
 COMMON = (
     *("data=file", "data.cache=false", "model.from_scratch=true", "tracker=none", "schedule=constant"),
-    *("evaluation.every=0", "checkpoint.every=0", "checkpoint.export=false", "watch.device_s=0"),
+    *("evaluation.every=0", "checkpoint.every=0", "checkpoint.export=false", "watch.device_stats_interval_s=0"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A job, and the same as a baseline. rows: of a step; length: tokens of each, answers included; words: of the job,
-    beside what follows from these."""
+    """A job and its baseline. rows: per step; length: tokens per row, with answers; words: of the job."""
 
     name: str
     shape: Shape
@@ -91,7 +90,7 @@ class Case:
 def cases(toy: bool) -> list[Case]:
     """What is measured on a processor (toy), or on a card."""
     table = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
-    shapes = {**table["shapes"], **PUBLISHED}
+    shapes = {**table["shapes"], **KNOWN_MODELS}
     found = table["toy" if toy else "card"]
     return [Case(**one | {"shape": shapes[one["shape"]], "words": tuple(one["words"])}) for one in found]
 
@@ -111,23 +110,25 @@ def read_earlier(path: Path) -> dict[str, Any]:
     return found
 
 
-def bench(
+def run_bench(
     jobs: Sequence[tuple[Case, JobSpec, Path]], say: Callable[[str], None], save: Callable[[BenchResult], None]
 ) -> BenchResult:
-    """Measure the device, and every case with its job's spec and the folder for its files; `say` gets the table, a line
-    as soon as it is known, and `save` after each case all results so far. Raises SpecError for jobs of several
-    processes."""
+    """Measure the device, and every case with its job's spec and the folder for its files.
+
+    `say` gets each line of the table as soon as it is known, `save` all results so far after each case. Raises
+    SpecError for jobs of several processes.
+    """
     first = jobs[0][1]
     if first.launch.world > 1:
         text = f"run bench is one process, and this job is {first.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 parallelism=single")])
     first.device.preflight()
-    with on_screen(jobs[0][2] / "run.log", silent=True):
+    with console_logging(jobs[0][2] / "run.log", silent=True):
         decide = Decisions(first.strict)
         set_environment(first, decide)
         load_torch(first.device.name)
         from runner.build import build_device
-        from runner.tools.bench.measure import measure, measure_device  # torch is imported here
+        from runner.tools.bench.measure import measure_case, measure_device  # torch is imported here
         from runner.tools.bench.report import BenchResult, format_header, format_row
 
         device = build_device(first, decide)
@@ -136,11 +137,11 @@ def bench(
         found = []
         for case, spec, folder in jobs:
             case.write(folder)
-            found.append(measure(case.name, ready(spec), folder, device, decide))
+            found.append(measure_case(case.name, prepare_spec(spec), folder, device, decide))
             say(format_row(found[-1]))
             result = BenchResult(machine, tuple(found), decide.records())
             save(result)
-        for decision in decide.made:
+        for decision in decide.entries:
             if not decision.is_fact:
                 say(f"decided  {decision}")
         return result

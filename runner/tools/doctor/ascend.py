@@ -6,10 +6,10 @@ from collections import Counter
 
 from runner.device import npu_smi
 from runner.device.ascend import CHIPS, generation, soc_name
-from runner.tools.doctor.driver import after_nodes, hand_in
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
-from runner.tools.doctor.machine import Answer, Machine
-from runner.tracker.text import counted
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
+from runner.tools.doctor.driver import install_command, remedy_without_nodes
+from runner.tools.doctor.system_info import CommandResult, SystemInfo
+from runner.tracker.text import count_noun
 
 FOREIGN_SHARE = 0.1  # of a chip's memory; an idle 64 GB chip itself holds about 3 GB
 UNKNOWN = "a name that the doctor's table does not have"
@@ -17,33 +17,35 @@ UNKNOWN = "a name that the doctor's table does not have"
 FAST_LINKS = ("HCCS", "HCCS_SW", "SIO")
 
 
-def products(machine: Machine) -> Finding:
+def products(machine: SystemInfo) -> CheckResult:
     """What npu-smi lists: products, health."""
-    answer = machine.ask("npu-smi", "info")
+    answer = machine.command_result("npu-smi", "info")
     try:
         info = npu_smi.parse_info(answer.out)
     except ValueError as error:
         return _no_table(machine, answer, error)
-    return _judge(info, soc(machine))
+    return _product_result(info, soc_of_first_card(machine))
 
 
-def _no_table(machine: Machine, answer: Answer, error: ValueError) -> Finding:
+def _no_table(machine: SystemInfo, answer: CommandResult, error: ValueError) -> CheckResult:
     """Why npu-smi shows no chips: it is missing, hangs, fails, or prints what the doctor cannot read."""
     if answer.late:
         return problem(f"npu-smi {answer.last_line}: the driver or a card hangs", "dmesg | tail; then reboot")
     if answer.code is None:
-        remedy = "export PATH=/usr/local/bin:$PATH" if machine.exists("/usr/local/bin/npu-smi") else hand_in(machine)
-        return problem(f"npu-smi does not answer: {answer.last_line}", after_nodes(machine, remedy))
+        remedy = (
+            "export PATH=/usr/local/bin:$PATH" if machine.exists("/usr/local/bin/npu-smi") else install_command(machine)
+        )
+        return problem(f"npu-smi does not answer: {answer.last_line}", remedy_without_nodes(machine, remedy))
     if answer.code or npu_smi.FAILED.search(answer.out + answer.err):
         rights = "lsmod | grep drv_davinci; sudo usermod -aG HwHiAiUser $USER (and log in again); then reboot"
         return problem(
             f"npu-smi does not reach the driver: {answer.last_line}",
-            hand_in(machine) if machine.in_container else rights,
+            install_command(machine) if machine.in_container else rights,
         )
     return unknown(f"{error}; it ends: {answer.last_line}")
 
 
-def _judge(info: npu_smi.Info, soc_found: str | None) -> Finding:
+def _product_result(info: npu_smi.NpuInfo, soc_found: str | None) -> CheckResult:
     names = Counter(chip.name for chip in info.chips)
     listed = ", ".join(f"{count} × {name}" for name, count in names.items())
     kinds = {generation(soc_found or name) for name in names}
@@ -59,11 +61,11 @@ def _judge(info: npu_smi.Info, soc_found: str | None) -> Finding:
     return warning(f"{seen}: {said}") if said else ok(seen)
 
 
-def memory_in_use(machine: Machine) -> Finding:
+def memory_in_use(machine: SystemInfo) -> CheckResult:
     """Whether somebody else is on the chips: memory in use and processes."""
     info = info_of(machine)
     if info is None:
-        return skipped("npu-smi lists no chips")
+        return skip("npu-smi lists no chips")
     full = [
         f"{c.card}/{c.chip} {c.memory_used_mb} of {c.memory_total_mb} MB"
         for c in info.chips
@@ -74,59 +76,59 @@ def memory_in_use(machine: Machine) -> Finding:
         what = [*(["in use: " + ", ".join(full)] if full else []), *(["processes: " + ", ".join(used)] if used else [])]
         return warning("; ".join(what), "wait, end them, or choose free chips: export ASCEND_RT_VISIBLE_DEVICES=…")
     sizes = sorted({c.memory_total_mb for c in info.chips if c.memory_total_mb})
-    return ok(f"{counted(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
+    return ok(f"{count_noun(len(info.chips), 'chip')} free, {' or '.join(map(str, sizes))} MB each")
 
 
-def topology(machine: Machine) -> Finding:
+def topology(machine: SystemInfo) -> CheckResult:
     """How the chips reach one another."""
     info = info_of(machine)
     if info is None or len(info.chips) < 2:
-        return skipped("fewer than two chips")
-    answer = machine.ask("npu-smi", "info", "-t", "topo")
+        return skip("fewer than two chips")
+    answer = machine.command_result("npu-smi", "info", "-t", "topo")
     try:
         links = npu_smi.parse_topology(answer.out)
     except ValueError as error:
         return unknown(str(error))
     kinds = Counter(links.values())
-    seen = ", ".join(f"{counted(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
+    seen = ", ".join(f"{count_noun(count // 2, 'pair')} {kind}" for kind, count in kinds.most_common())
     slow = sum(count for kind, count in kinds.items() if kind not in FAST_LINKS)
     return ok(seen) if slow < sum(kinds.values()) else warning(f"{seen}: all traffic goes over the host")
 
 
-def numbering(machine: Machine) -> Finding:
+def numbering(machine: SystemInfo) -> CheckResult:
     """npu-smi's chips against the device files: a container may have fewer of one than of the other."""
     info = info_of(machine)
     if info is None:
-        return skipped("npu-smi lists no chips")
+        return skip("npu-smi lists no chips")
     listed, files = len(info.chips), len(machine.nodes)
     if files and listed != files:
         return warning(
-            f"npu-smi lists {counted(listed, 'chip')}, /dev has {files}: programs see the smaller number",
+            f"npu-smi lists {count_noun(listed, 'chip')}, /dev has {files}: programs see the smaller number",
             "docker run with one --device /dev/davinciN per chip" if machine.in_container else "npu-smi info -m",
         )
     try:
-        places = npu_smi.parse_mapping(machine.ask("npu-smi", "info", "-m").out)
+        places = npu_smi.parse_mapping(machine.command_result("npu-smi", "info", "-m").out)
     except ValueError as error:
         return unknown(str(error))
     moved = [f"{p.logical} = /dev/davinci{p.physical}" for p in places if p.logical != p.physical]
     return ok("logical and physical numbers are the same" if not moved else f"logical {', '.join(moved)}")
 
 
-def info_of(machine: Machine) -> npu_smi.Info | None:
+def info_of(machine: SystemInfo) -> npu_smi.NpuInfo | None:
     """What `npu-smi info` lists; None where it does not (the check `npu-smi` says why)."""
     try:
-        return npu_smi.parse_info(machine.ask("npu-smi", "info").out)
+        return npu_smi.parse_info(machine.command_result("npu-smi", "info").out)
     except ValueError:
         return None
 
 
-def soc(machine: Machine) -> str | None:
+def soc_of_first_card(machine: SystemInfo) -> str | None:
     """The SoC's name of the first card."""
     info = info_of(machine)
     if info is None:
         return None
-    answer = machine.ask("npu-smi", "info", "-t", "board", "-i", str(info.chips[0].card), "-c", "0")
+    answer = machine.command_result("npu-smi", "info", "-t", "board", "-i", str(info.chips[0].card), "-c", "0")
     if answer.code:  # the 950 takes no -c
-        answer = machine.ask("npu-smi", "info", "-t", "board", "-i", str(info.chips[0].card))
+        answer = machine.command_result("npu-smi", "info", "-t", "board", "-i", str(info.chips[0].card))
     records = npu_smi.parse_records(answer.out)
     return soc_name(records[0]) if records else None

@@ -1,5 +1,4 @@
-"""Checks of CANN, its operators and ATB: what is installed, whether their environment is loaded in this shell, and what
-CANN's compiler of operators needs in Python."""
+"""Checks of CANN, its operators and ATB: installed, loaded in this shell, Python packages."""
 
 from __future__ import annotations
 
@@ -9,37 +8,37 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from runner.device.ascend import CHIPS, generation, homes, parents, script
-from runner.device.backend import LIBRARY
+from runner.device.ascend import CHIPS, generation, install_folders, set_env_script, toolkit_folders
+from runner.device.torch_npu_import import LIBRARY
 from runner.tools.doctor import ascend
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
 from runner.tools.doctor.host import ARCHITECTURES
-from runner.tools.doctor.machine import Machine
-from runner.tools.doctor.versions import AS_OF, CANN, PACKAGES, cann_for, release, same, torch_npu_for
+from runner.tools.doctor.system_info import SystemInfo
+from runner.tools.doctor.versions import AS_OF, CANN, PACKAGES, cann_for, release, same_version, torch_npu_for
 
 KERNELS = "opp/built-in/op_impl/ai_core/tbe/kernel"
 COMPILER = "tbe"
 
 
 @dataclass(frozen=True, slots=True)
-class Cann:
+class CannInstall:
     """An installed CANN toolkit; version None where its files do not say."""
 
     home: str
     version: str | None
 
-    def script(self, machine: Machine) -> str:
+    def set_env_script(self, machine: SystemInfo) -> str:
         """The script that loads its environment."""
-        return script(self.home, machine.root)
+        return set_env_script(self.home, machine.root)
 
 
-def find(machine: Machine) -> Cann | None:
+def find_cann(machine: SystemInfo) -> CannInstall | None:
     """The CANN that the environment names, or else the one in a usual place."""
-    home = next(homes(machine.environment, machine.root), None)
-    return None if home is None else Cann(home, version_of(machine, home, "toolkit"))
+    home = next(toolkit_folders(machine.environment, machine.root), None)
+    return None if home is None else CannInstall(home, version_of(machine, home, "toolkit"))
 
 
-def version_of(machine: Machine, home: str, part: str) -> str | None:
+def version_of(machine: SystemInfo, home: str, part: str) -> str | None:
     """The version of the toolkit or of the operators (ops), as the file says that its installer leaves."""
     for arch in (machine.arch, *ARCHITECTURES):
         text = machine.read(f"{home}/{arch}-linux/ascend_{part}_install.info") or ""
@@ -52,12 +51,12 @@ def version_of(machine: Machine, home: str, part: str) -> str | None:
     return old[1] if old else None
 
 
-def toolkit(machine: Machine) -> Finding:
+def toolkit(machine: SystemInfo) -> CheckResult:
     """CANN's version."""
-    found = find(machine)
+    found = find_cann(machine)
     if found is None:
-        where = " or ".join(parents(machine.environment))
-        version, fit = _fitting(machine)
+        where = " or ".join(install_folders(machine.environment))
+        version, fit = _cann_for_torch_npu(machine)
         installer = f"bash Ascend-cann-toolkit_{version}_linux-{machine.arch}.run --install"
         return problem(
             f"no CANN toolkit in {where}, and ASCEND_HOME_PATH names none{fit}",
@@ -69,13 +68,13 @@ def toolkit(machine: Machine) -> Finding:
     return ok(f"CANN {found.version} in {found.home}{known}")
 
 
-def install_operators(machine: Machine, version: str) -> str:
+def install_operators(machine: SystemInfo, version: str) -> str:
     """The command that installs the operators (ops) of this machine's chip."""
-    chip = CHIPS.get(generation(ascend.soc(machine) or ""))
+    chip = CHIPS.get(generation(ascend.soc_of_first_card(machine) or ""))
     return f"bash Ascend-cann-{chip.installer if chip else '*'}-ops_{version}_linux-{machine.arch}.run --install"
 
 
-def _fitting(machine: Machine) -> tuple[str, str]:
+def _cann_for_torch_npu(machine: SystemInfo) -> tuple[str, str]:
     """The CANN to install for the torch_npu that is there, and what the tables say of it."""
     npu = machine.version("torch-npu")
     if npu is None:
@@ -89,19 +88,21 @@ def _fitting(machine: Machine) -> tuple[str, str]:
     return fits[0], f"; torch_npu {npu} was built for CANN {' or '.join(fits)}"
 
 
-def sourced(machine: Machine) -> Finding:
+def cann_environment(machine: SystemInfo) -> CheckResult:
     """Whether set_env.sh was sourced: libraries cannot be found by a Python that already runs."""
-    found = find(machine)
+    found = find_cann(machine)
     if found is None:
-        version, _ = _fitting(machine)
+        version, _ = _cann_for_torch_npu(machine)
         new = version == "*" or Version(version) >= Version("9")
-        parent = parents(machine.environment)[:2][0 if machine.may(machine.path("/usr/local"), os.W_OK) else -1]
+        parent = install_folders(machine.environment)[:2][0 if machine.may(machine.path("/usr/local"), os.W_OK) else -1]
         script = f"{parent}/{'cann' if new else 'ascend-toolkit'}/set_env.sh"
         return problem(f"{script} was not sourced in this shell", f"source {script}  # in every shell")
-    remedy = f"source {found.script(machine)}"
+    remedy = f"source {found.set_env_script(machine)}"
     home = machine.environment.get("ASCEND_HOME_PATH")
     if not home:
-        return problem(f"ASCEND_HOME_PATH is not set: {found.script(machine)} was not sourced in this shell", remedy)
+        return problem(
+            f"ASCEND_HOME_PATH is not set: {found.set_env_script(machine)} was not sourced in this shell", remedy
+        )
     if not machine.path(home).is_dir():
         return problem(f"ASCEND_HOME_PATH={home} is no folder", remedy)
     other = machine.environment.get("ASCEND_TOOLKIT_HOME", home)
@@ -118,22 +119,22 @@ def sourced(machine: Machine) -> Finding:
     return ok(f"set_env.sh was sourced: ASCEND_HOME_PATH={home}")
 
 
-def atb(machine: Machine) -> Finding:
-    """ATB, the transformer library that vllm-ascend needs: installed, loaded, and built for torch's C++ ABI."""
-    usual = [f"{parent}/nnal/atb" for parent in parents(machine.environment)]
+def atb(machine: SystemInfo) -> CheckResult:
+    """ATB, the transformer library of vllm-ascend: installed, loaded, and built for torch's C++ ABI."""
+    usual = [f"{parent}/nnal/atb" for parent in install_folders(machine.environment)]
     folders = [folder for parent in usual for folder in machine.glob(f"{parent}/[0-9]*")]
     place = folders[0].rpartition("/")[0] if folders else usual[0]
     needed = machine.version("vllm-ascend") is not None or machine.sampler == "vllm"
     home = machine.environment.get("ATB_HOME_PATH")
     if not folders and home is None:
         if needed:
-            cann = find(machine)
-            version = (cann and cann.version) or _fitting(machine)[0]
+            cann = find_cann(machine)
+            version = (cann and cann.version) or _cann_for_torch_npu(machine)[0]
             return problem(
                 f"no ATB in {' or '.join(usual)}, and vllm-ascend needs it",
                 f"bash Ascend-cann-nnal_{version}_linux-{machine.arch}.run --install && source {place}/set_env.sh",
             )
-        return skipped("only vllm-ascend needs it")
+        return skip("only vllm-ascend needs it")
     seen = f"ATB {folders[-1].rpartition('/')[2] if folders else '?'}"
     if home is None:
         answer = problem if needed else warning
@@ -149,23 +150,23 @@ def atb(machine: Machine) -> Finding:
     return ok(f"{seen}, loaded from {home}")
 
 
-def operators(machine: Machine) -> Finding:
+def operators(machine: SystemInfo) -> CheckResult:
     """The operators (ops) come in an installer of their own, one per chip, of the toolkit's version."""
-    found = find(machine)
+    found = find_cann(machine)
     if found is None:
-        return skipped("no CANN")
+        return skip("no CANN")
     version = version_of(machine, found.home, "ops")
     chips = [path.rpartition("/")[2] for path in machine.glob(f"{found.home}/{KERNELS}/ascend*")]
     remedy = install_operators(machine, found.version or "*")
     if version is None and not chips:
         return problem(f"{found.home} has no operators: neither ascend_ops_install.info nor {KERNELS}/ascend…", remedy)
-    if version and found.version and not same(version, found.version):
+    if version and found.version and not same_version(version, found.version):
         return problem(f"operators {version} beside toolkit {found.version}: both must be one version", remedy)
     return _of_chip(machine, f"operators {version or 'of an unnamed version'}", chips, remedy)
 
 
-def _of_chip(machine: Machine, seen: str, chips: list[str], remedy: str) -> Finding:
-    chip = ascend.soc(machine)
+def _of_chip(machine: SystemInfo, seen: str, chips: list[str], remedy: str) -> CheckResult:
+    chip = ascend.soc_of_first_card(machine)
     known = CHIPS.get(generation(chip or ""))
     if not chips or known is None:
         return unknown(f"{seen} for {', '.join(chips) or 'a chip that they do not name'}; this is {chip or 'unknown'}")
@@ -174,13 +175,13 @@ def _of_chip(machine: Machine, seen: str, chips: list[str], remedy: str) -> Find
     return ok(f"{seen} for {known.kernels}")
 
 
-def python_packages(machine: Machine) -> Finding:
+def python_packages(machine: SystemInfo) -> CheckResult:
     """CANN's compiler of operators runs in Python: tbe must be found, and what it imports be installed."""
-    found = find(machine)
+    found = find_cann(machine)
     if found is not None and not _finds_compiler(machine, found):
         return problem(
             f"{found.home}/python/site-packages is not on PYTHONPATH: Python does not find {COMPILER}, CANN's compiler",
-            f"source {found.script(machine)}",
+            f"source {found.set_env_script(machine)}",
         )
     missing = {name: version for name, version in PACKAGES.items() if not _is_there(machine, name, version)}
     if missing:
@@ -189,13 +190,13 @@ def python_packages(machine: Machine) -> Finding:
     return ok(f"{f'{COMPILER} is on PYTHONPATH; ' if found else ''}{', '.join(PACKAGES)} are there")
 
 
-def _finds_compiler(machine: Machine, found: Cann) -> bool:
+def _finds_compiler(machine: SystemInfo, found: CannInstall) -> bool:
     """Whether it is on PYTHONPATH, or does not lie where it usually does."""
     folders = [folder for folder in machine.environment.get("PYTHONPATH", "").split(":") if folder]
     own = f"{found.home}/python/site-packages/{COMPILER}"
     return not machine.exists(own) or any(machine.exists(f"{folder}/{COMPILER}") for folder in folders)
 
 
-def _is_there(machine: Machine, name: str, oldest: str) -> bool:
+def _is_there(machine: SystemInfo, name: str, oldest: str) -> bool:
     version = machine.version(name)
     return version is not None and Version(version) >= Version(oldest)

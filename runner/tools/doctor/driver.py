@@ -1,4 +1,4 @@
-"""Checks of an NPU's driver: device files and the right to use them, versions, what a container needs of it, logs."""
+"""Checks of an NPU's driver: device files and permissions, versions, containers, logs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import re
 import stat
 from collections.abc import Sequence
 
-from runner.tools.doctor.finding import Finding, ok, problem, skipped
-from runner.tools.doctor.machine import Machine
-from runner.tracker.text import counted
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip
+from runner.tools.doctor.system_info import SystemInfo
+from runner.tracker.text import count_noun
 
 DRIVER = "/usr/local/Ascend/driver/version.info"
 FIRMWARE = "/usr/local/Ascend/firmware/version.info"
@@ -29,7 +29,7 @@ DRIVER_RUN, FIRMWARE_RUN = "bash Ascend-hdk-*-npu-driver_*.run --full", "bash As
 INSTALL_DRIVER = f"{DRIVER_RUN} && {FIRMWARE_RUN} && reboot"
 
 
-def is_present(machine: Machine) -> bool:
+def is_present(machine: SystemInfo) -> bool:
     """Whether anything of an NPU is on this machine, its software included."""
     return bool(
         machine.nodes
@@ -39,7 +39,7 @@ def is_present(machine: Machine) -> bool:
     )
 
 
-def hand_in(machine: Machine) -> str:
+def install_command(machine: SystemInfo) -> str:
     """The command that brings driver and devices here: into this container, or onto this machine."""
     if not machine.in_container:
         return INSTALL_DRIVER
@@ -48,26 +48,26 @@ def hand_in(machine: Machine) -> str:
     return f"docker run {' '.join(flags)} --shm-size=16g -it IMAGE"
 
 
-def device_nodes(machine: Machine) -> Finding:
+def device_nodes(machine: SystemInfo) -> CheckResult:
     """/dev/davinci0 and its like, one per chip, and the files that go with them."""
     nodes = machine.nodes
     if not nodes:
         where = "not handed into this container" if machine.in_container else "no driver"
         other = "if this machine has no NPU: pip uninstall torch_npu; else: " if _may_be_none(machine) else ""
-        return problem(f"no /dev/davinci0: no NPU, or {where}", f"{other}{hand_in(machine)}")
+        return problem(f"no /dev/davinci0: no NPU, or {where}", f"{other}{install_command(machine)}")
     if missing := [path for path in MANAGERS if not machine.exists(path)]:
-        return problem(f"{counted(len(nodes), 'chip')}, but no {', '.join(missing)}", hand_in(machine))
+        return problem(f"{count_noun(len(nodes), 'chip')}, but no {', '.join(missing)}", install_command(machine))
     if locked := [path for path in (*nodes, *MANAGERS) if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
-        return _locked(machine, locked)
-    return ok(f"{counted(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
+        return _no_access(machine, locked)
+    return ok(f"{count_noun(len(nodes), 'chip')}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
 
 
-def _may_be_none(machine: Machine) -> bool:
+def _may_be_none(machine: SystemInfo) -> bool:
     """Whether torch_npu alone, which anybody can install, says that this is a machine with an NPU."""
     return machine.wanted == "auto" and machine.version("torch-npu") is not None
 
 
-def _locked(machine: Machine, paths: Sequence[str]) -> Finding:
+def _no_access(machine: SystemInfo, paths: Sequence[str]) -> CheckResult:
     """This user may not read and write device files: they belong to a group, and the user is not in it."""
     about = machine.path(paths[0]).stat()
     group = _facts(machine.read(INSTALLED)).get("usergroup", GROUP)
@@ -77,23 +77,23 @@ def _locked(machine: Machine, paths: Sequence[str]) -> Finding:
     return problem(f"{seen}: only root and the group {group} may", f"sudo usermod -aG {group} $USER, and log in again")
 
 
-def container_mounts(machine: Machine) -> Finding:
+def container_mounts(machine: SystemInfo) -> CheckResult:
     """What the host must hand into a container, beside the devices."""
     if not machine.in_container or not machine.nodes:
-        return skipped("not in a container" if machine.nodes else "no device files")
+        return skip("not in a container" if machine.nodes else "no device files")
     if missing := [path for path in MOUNTS if not machine.exists(path)]:
-        return problem(f"in a container without {', '.join(missing)}", hand_in(machine))
+        return problem(f"in a container without {', '.join(missing)}", install_command(machine))
     return ok("the container has the devices, the driver and npu-smi of its host")
 
 
-def driver(machine: Machine) -> Finding:
+def driver(machine: SystemInfo) -> CheckResult:
     """The versions of driver and firmware, and whether the driver takes that firmware."""
     chosen = _facts(machine.read(INSTALLED)).get("driver_install_path_param", "/usr/local/Ascend").rstrip("/")
     driver_file, firmware_file = (path.replace("/usr/local/Ascend", chosen) for path in (DRIVER, FIRMWARE))
     facts = _facts(machine.read(driver_file))
     version = facts.get("package_version") or facts.get("version")
     if version is None:
-        return problem(f"no {driver_file}", after_nodes(machine, hand_in(machine)))
+        return problem(f"no {driver_file}", remedy_without_nodes(machine, install_command(machine)))
     firmware = _facts(machine.read(firmware_file)).get("version")
     if firmware is None:
         return ok(f"driver {version}; firmware: no {firmware_file} (usual in a container)")
@@ -110,17 +110,17 @@ def driver(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def logs(machine: Machine) -> Finding:
+def logs(machine: SystemInfo) -> CheckResult:
     """Where CANN writes what torch_npu's errors leave out."""
     home = machine.environment.get("ASCEND_PROCESS_LOG_PATH")
     folder = home or f"{machine.environment.get('HOME', '/root')}/ascend/log"
     place = f"{folder}/debug/plog"
     if not machine.exists(place):
-        return skipped(f"none yet; they will be in {place}")
-    return ok(f"{counted(len(machine.glob(f'{place}/plog-*.log')), 'file')} in {place}")
+        return skip(f"none yet; they will be in {place}")
+    return ok(f"{count_noun(len(machine.glob(f'{place}/plog-*.log')), 'file')} in {place}")
 
 
-def after_nodes(machine: Machine, remedy: str) -> str:
+def remedy_without_nodes(machine: SystemInfo, remedy: str) -> str:
     """Without device files their remedy is the one for everything that comes with the driver."""
     return remedy if machine.nodes else device_nodes(machine).remedy or remedy
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
-from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, warning
+from runner.tools.doctor.system_info import SystemInfo
 from runner.tools.doctor.versions import PYTHON, release
 
 GB = 10**9
@@ -18,7 +18,7 @@ SHELF = 32 * GB  # two versions of a model of 7 billion in bfloat16
 ARCHITECTURES = ("x86_64", "aarch64")
 
 
-def platform(machine: Machine) -> Finding:
+def platform(machine: SystemInfo) -> CheckResult:
     """Linux on a processor that torch_npu has wheels for."""
     seen = f"{machine.system} {machine.kernel} {machine.arch}".replace("  ", " ")
     if machine.system != "Linux":
@@ -28,19 +28,19 @@ def platform(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def python(machine: Machine, names: Sequence[str] = (PROJECT, "torch", "transformers")) -> Finding:
+def python(machine: SystemInfo, names: Sequence[str] = (PROJECT, "torch", "transformers")) -> CheckResult:
     """A Python that these packages take."""
     version = ".".join(map(str, machine.python))
     there = [name for name in names if name in machine.packages]
     if not there:
-        return skipped(f"{names[0]} is not installed")
+        return skip(f"{names[0]} is not installed")
     refused = [f"{name} {machine.version(name)} takes {wants}" for name, wants in _takes(machine, there)]
     if refused:
         return problem(f"{version}; {'; '.join(refused)}", "python3.11 -m venv .venv && .venv/bin/pip install -e .")
     return ok(f"{version}, which {', '.join(there)} take{'s' if len(there) == 1 else ''}")
 
 
-def _takes(machine: Machine, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _takes(machine: SystemInfo, names: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Those of these packages that do not take this Python, and which ones they do."""
     version = ".".join(map(str, machine.python))
     for name in names:
@@ -53,7 +53,7 @@ def _takes(machine: Machine, names: Sequence[str]) -> Iterator[tuple[str, str]]:
                 yield name, f"{low} to {high}"
 
 
-def disk(machine: Machine) -> Finding:
+def disk(machine: SystemInfo) -> CheckResult:
     """Room for checkpoints where the command is run."""
     free = machine.free_bytes(machine.work)
     seen = f"{free / GB:.1f} GB free in {machine.work}"
@@ -69,7 +69,7 @@ def disk(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def shared_memory(machine: Machine) -> Finding:
+def shared_memory(machine: SystemInfo) -> CheckResult:
     """Processes of one machine talk through /dev/shm; containers get 64 MB of it."""
     if not machine.exists("/dev/shm"):
         return warning("no /dev/shm: processes of one machine cannot share memory", "mount -t tmpfs tmpfs /dev/shm")
@@ -86,11 +86,11 @@ def shared_memory(machine: Machine) -> Finding:
     return ok(f"/dev/shm has {total / GB:.1f} GB")
 
 
-def wandb(machine: Machine) -> Finding:
+def wandb(machine: SystemInfo) -> CheckResult:
     """The default tracker: installed, and whether its variables say other than the job will."""
     version = machine.version("wandb")
     if version is None:
-        return warning("not installed: a run goes on without it and says so", "pip install wandb, or tracker=none")
+        return warning("not installed: a run continues without it and says so", "pip install wandb, or tracker=none")
     overruled = [name for name in ("WANDB_MODE", "WANDB_DISABLED") if name in machine.environment]
     if overruled:
         named = ", ".join(f"{name}={machine.environment[name]}" for name in overruled)

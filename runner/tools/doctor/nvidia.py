@@ -1,4 +1,4 @@
-"""Checks of NVIDIA GPUs: device files, driver, what nvidia-smi says, and the CUDA that torch was built for."""
+"""Checks of NVIDIA GPUs: device files, driver, nvidia-smi, and the CUDA that torch was built for."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import re
 from collections.abc import Iterator
 
 from runner.device import nvidia_smi
-from runner.device.kinds import CUDA
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
-from runner.tools.doctor.machine import Machine
+from runner.device.device_kinds import CUDA
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
+from runner.tools.doctor.system_info import SystemInfo
 from runner.tools.doctor.versions import release
-from runner.tracker.text import counted
+from runner.tracker.text import count_noun
 
 FOREIGN_SHARE = 0.1
 NODES = str(CUDA.nodes)
 INSTALL_DRIVER = "sudo ubuntu-drivers install && sudo reboot  # on Ubuntu; elsewhere NVIDIA's own installer"
 
 
-def is_present(machine: Machine) -> bool:
+def is_present(machine: SystemInfo) -> bool:
     """Whether there is a GPU of NVIDIA or its driver."""
     return bool(machine.glob(NODES)) or machine.exists("/proc/driver/nvidia/version") or count(machine) > 0
 
 
-def count(machine: Machine) -> int:
+def count(machine: SystemInfo) -> int:
     """How many GPUs nvidia-smi lists."""
     return len(_gpus(machine))
 
 
-def device_nodes(machine: Machine) -> Finding:
+def device_nodes(machine: SystemInfo) -> CheckResult:
     """/dev/nvidia0 and its like."""
     nodes = machine.glob(NODES)
     if locked := [path for path in nodes if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
@@ -38,20 +38,20 @@ def device_nodes(machine: Machine) -> Finding:
     return problem("no /dev/nvidia0: no GPU, or no driver", _hand_in(machine))
 
 
-def _hand_in(machine: Machine) -> str:
+def _hand_in(machine: SystemInfo) -> str:
     """The command that brings the driver here: into this container, or onto this machine."""
     return "docker run --gpus all -it IMAGE" if machine.in_container else INSTALL_DRIVER
 
 
-def driver(machine: Machine) -> Finding:
+def driver(machine: SystemInfo) -> CheckResult:
     """The driver's version, and the newest CUDA it can run against the one torch was built for."""
-    banner = machine.ask("nvidia-smi").out
+    banner = machine.command_result("nvidia-smi").out
     version, newest = (
         re.search(pattern, banner) for pattern in (r"Driver Version:\s*([\d.]+)", r"CUDA Version:\s*([\d.]+)")
     )
     seen = f"driver {version[1]}, good for CUDA {newest[1]}" if version and newest else ""
     torch = machine.version("torch")
-    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
+    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.read_package_file("torch/version.py") or "", re.MULTILINE)
     if torch is not None and built is None:
         install = f"pip install --force-reinstall torch=={release(torch)} --index-url https://pypi.org/simple"
         return problem("; ".join(filter(None, [seen, f"torch {torch} is a CPU build"])), install)
@@ -65,9 +65,9 @@ def driver(machine: Machine) -> Finding:
     return ok(f"{seen}; torch {torch} is built for CUDA {built[1]}")
 
 
-def products(machine: Machine) -> Finding:
+def products(machine: SystemInfo) -> CheckResult:
     """The GPUs that nvidia-smi lists."""
-    answer = machine.ask(*nvidia_smi.QUERY)
+    answer = machine.command_result(*nvidia_smi.QUERY)
     if answer.code != 0:
         return problem(
             f"nvidia-smi does not answer: {answer.last_line}",
@@ -79,11 +79,11 @@ def products(machine: Machine) -> Finding:
     return ok(", ".join(f"{gpu.name} ({gpu.memory_total_mb} MB)" for gpu in found))
 
 
-def memory_in_use(machine: Machine) -> Finding:
+def memory_in_use(machine: SystemInfo) -> CheckResult:
     """Whether somebody else is on the GPUs."""
     found = _gpus(machine)
     if not found:
-        return skipped("nvidia-smi lists no GPU")
+        return skip("nvidia-smi lists no GPU")
     full = [
         f"{gpu.index}: {gpu.memory_used_mb} of {gpu.memory_total_mb} MB"
         for gpu in found
@@ -95,20 +95,22 @@ def memory_in_use(machine: Machine) -> Finding:
     return ok(f"{len(found)} free")
 
 
-def topology(machine: Machine) -> Finding:
+def topology(machine: SystemInfo) -> CheckResult:
     """How the GPUs reach one another."""
     if count(machine) < 2:
-        return skipped("fewer than two GPUs")
-    kinds = nvidia_smi.links(machine.ask("nvidia-smi", "topo", "-m").out)
-    seen = ", ".join(f"{counted(number, 'pair')} {kind}" for kind, number in kinds.items())
+        return skip("fewer than two GPUs")
+    kinds = nvidia_smi.links(machine.command_result("nvidia-smi", "topo", "-m").out)
+    seen = ", ".join(f"{count_noun(number, 'pair')} {kind}" for kind, number in kinds.items())
     return ok(seen) if kinds else unknown("no matrix of GPUs in what nvidia-smi topo -m printed")
 
 
-def _gpus(machine: Machine) -> list[nvidia_smi.Gpu]:
-    return nvidia_smi.parse_query(machine.ask(*nvidia_smi.QUERY).out)
+def _gpus(machine: SystemInfo) -> list[nvidia_smi.Gpu]:
+    return nvidia_smi.parse_query(machine.command_result(*nvidia_smi.QUERY).out)
 
 
-def _processes(machine: Machine) -> Iterator[str]:
-    lines = machine.ask("nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader").out
+def _processes(machine: SystemInfo) -> Iterator[str]:
+    lines = machine.command_result(
+        "nvidia-smi", "--query-compute-apps=pid,name,used_memory", "--format=csv,noheader"
+    ).out
     if lines.strip():
         yield "processes: " + "; ".join(line.strip() for line in lines.splitlines())

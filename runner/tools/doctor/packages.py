@@ -9,12 +9,12 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from runner.device.ascend import generation
-from runner.device.kinds import CUDA
+from runner.device.device_kinds import CUDA
 from runner.tools.doctor import ascend
-from runner.tools.doctor.cann import find
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, unknown, warning
+from runner.tools.doctor.cann import find_cann
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
 from runner.tools.doctor.host import PROJECT
-from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.system_info import SystemInfo
 from runner.tools.doctor.versions import (
     AS_OF,
     CANN,
@@ -23,29 +23,31 @@ from runner.tools.doctor.versions import (
     VersionSet,
     cann_for,
     release,
-    same,
+    same_version,
     set_of_vllm_ascend,
     torch_for,
     torch_npu_for,
 )
-from runner.tracker.text import counted
+from runner.tracker.text import count_noun
 
 STACK = (PROJECT, "torch-npu", "vllm", "vllm-ascend", "triton-ascend", "transformers", "peft", "hydra-core")
 CPU_BUILDS = "https://download.pytorch.org/whl/cpu"  # torch's own index of them
 _BUILD = re.compile(r"""^__(?:soc_version|device_type)__\s*=\s*["']?(?:AscendDeviceType\.)?([\w-]+)""", re.MULTILINE)
 
 
-def torch_pair(machine: Machine) -> Finding:
+def torch_pair(machine: SystemInfo) -> CheckResult:
     """torch and torch_npu must be the same release."""
     torch, npu = machine.version("torch"), machine.version("torch-npu")
     if torch is None:
         return problem("torch is not installed", "pip install -e . -c constraints/cpu.txt")
     if npu is None:
-        return problem(f"torch {torch} without torch_npu", f"pip install {_pair(machine, torch)}")
+        return problem(f"torch {torch} without torch_npu", f"pip install {_torch_pair_to_install(machine, torch)}")
     seen = f"torch {torch}, torch_npu {npu}"
     if release(torch) != release(npu):
-        return problem(f"{seen}: they must be the same release", f"pip install {_pair(machine, torch)}")
-    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.inside("torch/version.py") or "", re.MULTILINE)
+        return problem(
+            f"{seen}: they must be the same release", f"pip install {_torch_pair_to_install(machine, torch)}"
+        )
+    built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.read_package_file("torch/version.py") or "", re.MULTILINE)
     if built and machine.glob(str(CUDA.nodes)):
         return problem(
             f"{seen}; torch is a build for CUDA {built[1]}, and beside an NVIDIA GPU torch_npu refuses to load",
@@ -54,57 +56,61 @@ def torch_pair(machine: Machine) -> Finding:
     return ok(seen)
 
 
-def _pair(machine: Machine, torch: str) -> str:
-    """The torch and torch_npu to install: those of the CANN that is there, or, where neither it nor a torch_npu is, of
-    the one that `cann.toolkit` names; else torch_npu for the torch that is."""
+def _torch_pair_to_install(machine: SystemInfo, torch: str) -> str:
+    """The torch and torch_npu to install: those of the installed CANN.
+
+    Without CANN and torch_npu, those of the CANN that `cann.toolkit` names; else torch_npu for the installed torch.
+    """
     if machine.sampler == "vllm":
-        return _both(machine, _engine_set(machine).torch_npu)
-    found = find(machine)
+        return _pip_arguments(machine, _engine_set(machine).torch_npu)
+    found = find_cann(machine)
     proposed = None if machine.version("torch-npu") else next(iter(CANN))
-    usable = _usable((found.version if found else proposed) or "")
+    usable = _usable_torch_npu((found.version if found else proposed) or "")
     best = next((one for one in usable if release(one) == release(torch)), next(iter(usable), None))
-    return _both(machine, best) if best else f"torch_npu=={release(torch)}"
+    return _pip_arguments(machine, best) if best else f"torch_npu=={release(torch)}"
 
 
-def _both(machine: Machine, npu: str) -> str:
+def _pip_arguments(machine: SystemInfo, npu: str) -> str:
     """What to hand to pip for this torch_npu and its torch."""
     torch = torch_for(npu, machine.arch)
     where = f" --extra-index-url {CPU_BUILDS}" if "+" in torch else ""
     return f"torch=={torch} torch_npu=={npu}{where}"
 
 
-def _usable(cann: str) -> list[str]:
+def _usable_torch_npu(cann: str) -> list[str]:
     """The torch_npu versions for this CANN whose torch this project takes."""
     return [npu for npu in torch_npu_for(cann) if Version(npu) >= OLDEST_TORCH]
 
 
-def torch_npu_and_cann(machine: Machine) -> Finding:
+def torch_npu_and_cann(machine: SystemInfo) -> CheckResult:
     """torch_npu's post number must be the one that was built for the installed CANN."""
-    npu, found = machine.version("torch-npu"), find(machine)
+    npu, found = machine.version("torch-npu"), find_cann(machine)
     if npu is None or found is None or found.version is None:
-        return skipped("one of the two is missing or does not say its version")
+        return skip("one of the two is missing or does not say its version")
     seen = f"torch_npu {npu}, CANN {found.version}"
     fits, built = cann_for(npu), torch_npu_for(found.version)
-    if any(same(found.version, one) for one in fits):
+    if any(same_version(found.version, one) for one in fits):
         return ok(seen)
     if not fits:
         others = f"; for CANN {found.version} it has {', '.join(built)}" if built else ""
         return unknown(f"{seen}: the table of {AS_OF} does not have this torch_npu{others}")
     if not built and any(found.version.split(".")[:2] == one.split(".")[:2] for one in fits):
         return unknown(f"{seen}: built for CANN {' or '.join(fits)}; this patch release is not in the table of {AS_OF}")
-    return problem(f"{seen}: it is built for CANN {' or '.join(fits)}", _other(machine, found.version, npu, fits))
+    return problem(
+        f"{seen}: it is built for CANN {' or '.join(fits)}", _remedy_for_cann(machine, found.version, npu, fits)
+    )
 
 
-def _other(machine: Machine, cann: str, npu: str, fits: Sequence[str]) -> str:
+def _remedy_for_cann(machine: SystemInfo, cann: str, npu: str, fits: Sequence[str]) -> str:
     """The torch_npu to install beside this CANN, or the CANN where it has none that this project can use."""
-    usable = _usable(cann)
+    usable = _usable_torch_npu(cann)
     if not usable:
         return f"install CANN {fits[0]}: for {cann} there is no torch_npu of torch {OLDEST_TORCH} or newer"
     best = next((one for one in usable if release(one) == release(npu)), usable[0])
-    return f"pip install {_both(machine, best)}"
+    return f"pip install {_pip_arguments(machine, best)}"
 
 
-def vllm_pair(machine: Machine) -> Finding:
+def vllm_pair(machine: SystemInfo) -> CheckResult:
     """vllm-ascend serves exactly the vLLM of its own number, with the torch and CANN of its row."""
     vllm, plugin = machine.version("vllm"), machine.version("vllm-ascend")
     if plugin is None:
@@ -113,7 +119,7 @@ def vllm_pair(machine: Machine) -> Finding:
                 "vllm-ascend is not installed, and sampler=vllm needs it (sampler=torch does not)",
                 install_engine(machine),
             )
-        return skipped("vllm-ascend is not installed")
+        return skip("vllm-ascend is not installed")
     wanted = release(plugin)
     if vllm is None:
         return problem(f"vllm-ascend {plugin} without vllm", _install_vllm(wanted))
@@ -123,27 +129,27 @@ def vllm_pair(machine: Machine) -> Finding:
     row = set_of_vllm_ascend(plugin)
     if row is None:
         return unknown(f"{seen}: not in the table of {AS_OF}")
-    torch, npu, found = machine.version("torch"), machine.version("torch-npu"), find(machine)
+    torch, npu, found = machine.version("torch"), machine.version("torch-npu"), find_cann(machine)
     wrong = [f"torch {row.torch}, not {torch}"] if torch and release(torch) != row.torch else []
-    wrong += [f"torch_npu {row.torch_npu}, not {npu}"] if npu and not same(npu, row.torch_npu) else []
-    if found and found.version and row.cann and not same(found.version, row.cann):
+    wrong += [f"torch_npu {row.torch_npu}, not {npu}"] if npu and not same_version(npu, row.torch_npu) else []
+    if found and found.version and row.cann and not same_version(found.version, row.cann):
         wrong += [f"CANN {row.cann}, not {found.version}"]
     if wrong:
         return warning(f"{seen} was released with {', '.join(wrong)}", "docs/npu-versions.md has the sets")
     return ok(seen)
 
 
-def _engine_set(machine: Machine) -> VersionSet:
-    """The set of an engine: of the vllm-ascend or the CANN that is there, else the newest that this project takes."""
-    plugin, found = machine.version("vllm-ascend"), find(machine)
+def _engine_set(machine: SystemInfo) -> VersionSet:
+    """The versions of an engine: of the installed vllm-ascend or CANN, else the newest supported ones."""
+    plugin, found = machine.version("vllm-ascend"), find_cann(machine)
     if plugin is not None and (its := set_of_vllm_ascend(plugin)) is not None and its.usable:
         return its
     usable = [one for one in SETS if one.usable and one.vllm_ascend]
-    fitting = [one for one in usable if found and found.version and one.cann and same(found.version, one.cann)]
+    fitting = [one for one in usable if found and found.version and one.cann and same_version(found.version, one.cann)]
     return next(iter([*fitting, *usable]))
 
 
-def install_engine(machine: Machine) -> str:
+def install_engine(machine: SystemInfo) -> str:
     """What to type to install an engine of that set."""
     one = _engine_set(machine)
     return f"{_install_vllm(one.vllm)} && pip install vllm-ascend=={one.vllm_ascend} -c constraints/npu-{one.name}.txt"
@@ -154,12 +160,12 @@ def _install_vllm(version: str | None) -> str:
     return f"VLLM_TARGET_DEVICE=empty pip install --no-binary vllm vllm=={version}"
 
 
-def wheel_and_soc(machine: Machine) -> Finding:
+def wheel_and_soc(machine: SystemInfo) -> CheckResult:
     """vllm-ascend's kernels are built for one generation; on another they are undefined behaviour."""
-    plugin, chip = machine.version("vllm-ascend"), ascend.soc(machine)
+    plugin, chip = machine.version("vllm-ascend"), ascend.soc_of_first_card(machine)
     if plugin is None or chip is None:
-        return skipped("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")
-    said = _BUILD.findall(machine.inside("vllm_ascend/_build_info.py") or "")
+        return skip("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")
+    said = _BUILD.findall(machine.read_package_file("vllm_ascend/_build_info.py") or "")
     built = {generation(one) for one in said} - {"unknown"}
     if not built:
         return unknown(f"vllm-ascend {plugin} does not say what it was built for; this is a {chip}")
@@ -171,17 +177,17 @@ def wheel_and_soc(machine: Machine) -> Finding:
     return ok(f"vllm-ascend {plugin} was built for {', '.join(said)}, and this is a {chip}")
 
 
-def pins(machine: Machine) -> Finding:
+def pins(machine: SystemInfo) -> CheckResult:
     """What the packages of the stack demand of one another."""
     broken = unmet(machine, STACK)
     if not broken:
-        return ok(f"{counted(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+        return ok(f"{count_noun(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
     answer = problem if any(name == PROJECT for name, *_ in broken) else warning
     demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
     return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
 
 
-def unmet(machine: Machine, names: Sequence[str]) -> list[tuple[str, str, str]]:
+def unmet(machine: SystemInfo, names: Sequence[str]) -> list[tuple[str, str, str]]:
     """What those of these packages that are there demand and do not have: package, what is wrong, demand."""
     broken = []
     for name in names:
@@ -203,7 +209,7 @@ def unmet(machine: Machine, names: Sequence[str]) -> list[tuple[str, str, str]]:
     return broken
 
 
-def antlr(machine: Machine) -> Finding:
+def antlr(machine: SystemInfo) -> CheckResult:
     """Hydra's grammar is compiled for antlr 4.9; a newer runtime breaks its import."""
     version = machine.version("antlr4-python3-runtime")
     if version is None:

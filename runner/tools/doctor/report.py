@@ -1,4 +1,4 @@
-"""The report: each finding as it comes, then what to do in order, then which device is ready; or all of it as JSON."""
+"""The report: each finding, then steps in order, then the devices that are ready; or all as JSON."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TextIO
 
-from runner.tools.doctor.finding import ANY_DEVICE, Entry, Verdict, skipped
-from runner.tracker.text import counted
+from runner.tools.doctor.check_result import ANY_DEVICE, CheckStatus, ReportEntry, skip
+from runner.tracker.text import count_noun
 
 FORMAT = 1  # of --json; grows when a field changes its meaning or goes
 COLOURS = {
-    Verdict.OK: 32,
-    Verdict.WARNING: 33,
-    Verdict.PROBLEM: 31,
-    Verdict.BUG: 31,
-    Verdict.UNKNOWN: 36,
-    Verdict.SKIPPED: 2,
+    CheckStatus.OK: 32,
+    CheckStatus.WARNING: 33,
+    CheckStatus.PROBLEM: 31,
+    CheckStatus.BUG: 31,
+    CheckStatus.UNKNOWN: 36,
+    CheckStatus.SKIPPED: 2,
 }
 NAME_WIDTH, VERDICT_WIDTH = 17, 7
 COMMON = ("machine", ANY_DEVICE)
 
 
-def show(entries: Iterable[Entry], devices: Sequence[str], out: TextIO) -> list[Entry]:
+def print_report(entries: Iterable[ReportEntry], devices: Sequence[str], out: TextIO) -> list[ReportEntry]:
     """Print each entry when it comes, then the end of the report; returns them all."""
     coloured = out.isatty() and "NO_COLOR" not in os.environ
-    seen: list[Entry] = []
+    seen: list[ReportEntry] = []
     for group, members in groupby(entries, lambda entry: entry.group):
         print(f"{chr(10) if seen else ''}{group}", file=out)
-        left_out: list[Entry] = []
+        left_out: list[ReportEntry] = []
         for entry in members:
-            if entry.finding.verdict is Verdict.SKIPPED:
+            if entry.finding.verdict is CheckStatus.SKIPPED:
                 left_out.append(entry)
             else:
                 print("\n".join(_lines(entry, coloured)), file=out, flush=True)
             seen.append(entry)
         if left_out:
-            print("\n".join(_lines(_together(left_out), coloured)), file=out, flush=True)
+            print("\n".join(_lines(_merge_skipped(left_out), coloured)), file=out, flush=True)
     print("\n".join(["", *_ending(seen, devices)]), file=out)
     return seen
 
 
-def _together(entries: Sequence[Entry]) -> Entry:
+def _merge_skipped(entries: Sequence[ReportEntry]) -> ReportEntry:
     """What was left out in one group, as one entry: a line of names for each reason."""
     reasons: dict[str, list[str]] = {}
     for entry in entries:
         reasons.setdefault(entry.finding.evidence, []).append(entry.check)
     lines = [": ".join(filter(None, [", ".join(names), reason])) for reason, names in reasons.items()]
-    return Entry(entries[0].group, "left out" if entries[0].check else "", skipped("\n".join(lines)))
+    return ReportEntry(entries[0].group, "left out" if entries[0].check else "", skip("\n".join(lines)))
 
 
-def as_json(entries: Sequence[Entry], devices: Sequence[str]) -> str:
+def as_json(entries: Sequence[ReportEntry], devices: Sequence[str]) -> str:
     """The whole report for programs."""
     report = {
         "format": FORMAT,
@@ -66,52 +66,51 @@ def as_json(entries: Sequence[Entry], devices: Sequence[str]) -> str:
     return json.dumps(report, indent=1, ensure_ascii=False)
 
 
-def exit_code(entries: Sequence[Entry]) -> int:
+def exit_code(entries: Sequence[ReportEntry]) -> int:
     """1 where a check of ours failed, 2 where something cannot work, else 0."""
     verdicts = {entry.finding.verdict for entry in entries}
-    return 1 if Verdict.BUG in verdicts else 2 if Verdict.PROBLEM in verdicts else 0
+    return 1 if CheckStatus.BUG in verdicts else 2 if CheckStatus.PROBLEM in verdicts else 0
 
 
-def steps(entries: Iterable[Entry]) -> list[tuple[str, str]]:
-    """What is wrong and the line that mends it, for each problem, in the order in which to do them. What the same line
-    mends is one step."""
+def steps(entries: Iterable[ReportEntry]) -> list[tuple[str, str]]:
+    """Each problem and the line that fixes it, in order; problems with the same line are one step."""
     found: dict[str, list[str]] = {}
     for entry in entries:
-        if entry.finding.verdict is Verdict.PROBLEM and entry.finding.remedy is not None:
+        if entry.finding.verdict is CheckStatus.PROBLEM and entry.finding.remedy is not None:
             found.setdefault(entry.finding.remedy, []).append(entry.finding.evidence)
     return [("; ".join(dict.fromkeys(what)), line) for line, what in found.items()]
 
 
-def numbered(entries: Iterable[Entry]) -> Iterator[str]:
+def numbered_steps(entries: Iterable[ReportEntry]) -> Iterator[str]:
     """The steps as a user reads them: what is wrong, and below it the line alone."""
     for number, (what, line) in enumerate(steps(entries), 1):
         yield f"  {number}. {what}"
         yield f"     {line}"
 
 
-def readiness(entries: Sequence[Entry], devices: Sequence[str]) -> dict[str, str | None]:
+def readiness(entries: Sequence[ReportEntry], devices: Sequence[str]) -> dict[str, str | None]:
     """Device → what stands against it, None where it was tried and nothing does."""
-    return {device: _against(entries, device) for device in devices}
+    return {device: _why_not_ready(entries, device) for device in devices}
 
 
-def _against(entries: Sequence[Entry], device: str) -> str | None:
+def _why_not_ready(entries: Sequence[ReportEntry], device: str) -> str | None:
     mine = [entry.finding.verdict for entry in entries if entry.group in (*COMMON, device, f"trial on {device}")]
-    problems = sum(verdict in (Verdict.PROBLEM, Verdict.BUG) for verdict in mine)
+    problems = sum(verdict in (CheckStatus.PROBLEM, CheckStatus.BUG) for verdict in mine)
     if problems:
-        return f"not ready: {counted(problems, 'problem')}"
-    tried = any(e.group == f"trial on {device}" and e.finding.verdict is Verdict.OK for e in entries)
+        return f"not ready: {count_noun(problems, 'problem')}"
+    tried = any(e.group == f"trial on {device}" and e.finding.verdict is CheckStatus.OK for e in entries)
     return None if tried else "nothing against it, but not tried"
 
 
-def _lines(entry: Entry, coloured: bool) -> list[str]:
+def _lines(entry: ReportEntry, coloured: bool) -> list[str]:
     verdict = entry.finding.verdict
-    mark = ("-" if verdict is Verdict.SKIPPED else verdict.value).ljust(VERDICT_WIDTH)
-    text = _wrapped(entry.finding.evidence)
+    mark = ("-" if verdict is CheckStatus.SKIPPED else verdict.value).ljust(VERDICT_WIDTH)
+    text = _wrap(entry.finding.evidence)
     painted = f"\033[{COLOURS[verdict]}m{mark}\033[0m" if coloured else mark
     return [f"  {painted}  {entry.check.ljust(NAME_WIDTH)}  {text[0]}".rstrip(), *text[1:]]
 
 
-def _wrapped(text: str) -> list[str]:
+def _wrap(text: str) -> list[str]:
     """A text in its column; the lines after the first are indented to it."""
     indent = " " * (2 + VERDICT_WIDTH + 2 + NAME_WIDTH + 2)
     width = max(shutil.get_terminal_size((120, 24)).columns - len(indent), 40)
@@ -123,12 +122,12 @@ def _wrapped(text: str) -> list[str]:
     return [lines[0], *(f"{indent}{line}" for line in lines[1:])]
 
 
-def _ending(entries: Sequence[Entry], devices: Sequence[str]) -> Iterator[str]:
-    found = (entry.finding for entry in entries if entry.finding.verdict is Verdict.WARNING)
+def _ending(entries: Sequence[ReportEntry], devices: Sequence[str]) -> Iterator[str]:
+    found = (entry.finding for entry in entries if entry.finding.verdict is CheckStatus.WARNING)
     look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
-    if mend := list(numbered(entries)):
+    if fixes := list(numbered_steps(entries)):
         yield "to do, in this order"
-        yield from (*mend, "")
+        yield from (*fixes, "")
     if look:
         yield "worth a look"
         yield from (f"  {line}" for line in look)

@@ -28,7 +28,7 @@ PACKAGES: dict[str, str] = _TABLES["compiler_packages"]  # of CANN's compiler of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionSet:
-    """Versions that somebody publishes as going together; None where they name none or it is not established."""
+    """Versions that a publisher lists together; None where none is named or known."""
 
     name: str
     about: str
@@ -63,14 +63,14 @@ SETS = [VersionSet(**one) for one in _TABLES["sets"]]
 
 
 def release(version: str) -> str:
-    """X.Y.Z of a version: `2.13.0+cpu` → 2.13.0, `2.10.0.post4` → 2.10.0; the text itself where it is no version."""
+    """X.Y.Z of a version: `2.13.0+cpu` → 2.13.0, `2.10.0.post4` → 2.10.0; else the text itself."""
     try:
         return ".".join(str(part) for part in Version(version).release)
     except InvalidVersion:
         return version
 
 
-def same(one: str, other: str) -> bool:
+def same_version(one: str, other: str) -> bool:
     """Whether two spellings mean one version, local parts (+cpu) aside: 8.3.RC1 = 8.3.rc1, 2.10 = 2.10.0."""
     try:
         return Version(one.partition("+")[0]) == Version(other.partition("+")[0])
@@ -86,20 +86,20 @@ def torch_for(torch_npu: str, arch: str) -> str:
 
 def vllm_for(torch: str) -> str | None:
     """The vLLM for CUDA that demands this torch; None = not in the table."""
-    return next((vllm for vllm, its in TORCH_OF_VLLM.items() if same(release(torch), its)), None)
+    return next((vllm for vllm, its in TORCH_OF_VLLM.items() if same_version(release(torch), its)), None)
 
 
 def cann_for(torch_npu: str) -> list[str]:
     """The CANN versions that this torch_npu is built for; empty = not in the table."""
-    return [cann for cann, built in CANN.items() if any(same(torch_npu, one) for one in built)]
+    return [cann for cann, built in CANN.items() if any(same_version(torch_npu, one) for one in built)]
 
 
 def torch_npu_for(cann: str) -> tuple[str, ...]:
     """The torch_npu versions built for this CANN, the recommended one first; empty = not in the table."""
-    return next((built for known, built in CANN.items() if same(cann, known)), ())
+    return next((built for known, built in CANN.items() if same_version(cann, known)), ())
 
 
 def set_of_vllm_ascend(version: str) -> VersionSet | None:
     """The set that a vllm-ascend version belongs to, None where it is in no row."""
-    exact = next((s for s in SETS if s.vllm_ascend and same(s.vllm_ascend, version)), None)
+    exact = next((s for s in SETS if s.vllm_ascend and same_version(s.vllm_ascend, version)), None)
     return exact or next((s for s in SETS if s.vllm_ascend and release(version) == release(s.vllm_ascend)), None)

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
-from runner.core.tolerance import Tolerance, tolerance
-from runner.spec.base import COMMAND_LINE, leaves
+from runner.core.tolerance import Tolerance, tolerance_of
+from runner.spec.base import COMMAND_LINE, iter_leaves
 from runner.spec.job import JobSpec
-from runner.tools.parity.recording import Print, Recording
+from runner.tools.parity.recording import Recording, TensorSketch
 
 # What a device or machine may have of its own: kernels, data types, where the same files lie.
-OWN = (
+ALLOWED_DIFFERENCES = (
     "device",
     "strict",
     "init_from",
@@ -28,7 +28,7 @@ OWN = (
     "reward.dtype",
     "model.gradient_checkpointing",
     "model.activation_offloading",
-    "model.head_chunk_tokens",
+    "model.lm_head_chunk_tokens",
     "model.path",
     "model.tokenizer",
     "model.trust_remote_code",
@@ -41,7 +41,7 @@ SMALL_GRADIENT = 0.1  # of the root mean square of the gradients' norms: below i
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class TensorGap:
     """How far apart two prints are, relative to the recorded one.
 
     taken: the same of the module's input, if known; shapes: recorded and here, where they differ
@@ -73,8 +73,8 @@ class Comparison:
     series: str
     steps: tuple[StepGap, ...]
     bounds: Tolerance
-    outputs: tuple[Gap, ...]
-    gradients: tuple[Gap, ...]
+    outputs: tuple[TensorGap, ...]
+    gradients: tuple[TensorGap, ...]
     unmatched: int
     ended: str | None
 
@@ -86,17 +86,17 @@ class Comparison:
         return math.fsum(relative(*step.loss) for step in self.steps) / len(self.steps)
 
     @property
-    def first_output(self) -> Gap | None:
+    def first_output(self) -> TensorGap | None:
         """The first module of the forward pass whose output is beyond its bound."""
         return next((gap for gap in self.outputs if gap.distance > self.bounds.output), None)
 
     @property
-    def first_gradient(self) -> Gap | None:
+    def first_gradient(self) -> TensorGap | None:
         """The first parameter of the backward pass whose gradient is beyond its bound."""
         return next((gap for gap in self.gradients if gap.distance > self.bounds.gradient), None)
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether the mean relative loss error is at most `tolerance` and no module or gradient beyond its bound."""
+        """Whether the mean relative loss error is within `tolerance`, and modules and gradients within bounds."""
         return self.loss_error <= tolerance and self.first_output is None and self.first_gradient is None
 
 
@@ -110,12 +110,12 @@ def relative(recorded: float, here: float) -> float:
 
 def refuse_other_job(recorded: Mapping[str, object], spec: JobSpec) -> None:
     """Raise SpecError naming every option that is not as recorded and may not differ."""
-    now, before = dict(leaves(spec.model_dump(mode="json"))), dict(leaves(recorded))
+    now, before = dict(iter_leaves(spec.model_dump(mode="json"))), dict(iter_leaves(recorded))
     text = "was recorded as {}, is {}; leave it out, or record again with it"
     problems = [
         Problem(key, text.format(before.get(key), now.get(key)), COMMAND_LINE)
         for key in {**before, **now}
-        if now.get(key) != before.get(key) and not {key, key.partition(".")[0]} & set(OWN)
+        if now.get(key) != before.get(key) and not {key, key.partition(".")[0]} & set(ALLOWED_DIFFERENCES)
     ]
     if problems:
         raise SpecError(problems)
@@ -144,8 +144,10 @@ def refuse_other_start(recorded: Recording, here: Recording) -> None:
 
 
 def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Comparison:
-    """Compare. sampled: the algorithm learns from samples, whose surrogate loss is about 0 whatever the model is; the
-    likelihood of the same samples is compared in its place."""
+    """Compare two recordings. sampled: compare likelihoods of the samples instead of losses.
+
+    The policy loss of on-policy samples is about 0 whatever the model is.
+    """
     series = "nll" if sampled else "train/loss"
     steps = tuple(
         StepGap((a[series], b[series]), (a["train/grad_norm"], b["train/grad_norm"]))
@@ -165,7 +167,7 @@ def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Compariso
     )
 
 
-def _outputs(recorded: Recording, here: Recording) -> Iterator[Gap]:
+def _outputs(recorded: Recording, here: Recording) -> Iterator[TensorGap]:
     """Of what both called: a device's fused operators pass over some modules."""
     given, taken = (here.of_kind(kind) for kind in ("output", "input"))
     before = recorded.of_kind("input")
@@ -174,31 +176,35 @@ def _outputs(recorded: Recording, here: Recording) -> Iterator[Gap]:
             known = name in before and name in taken
             shapes = None if one.shape == given[name].shape else (one.shape, given[name].shape)
             first = _distance(before[name], taken[name]) if known else None
-            yield Gap(name, _distance(one, given[name]), first, shapes)
+            yield TensorGap(name, _distance(one, given[name]), first, shapes)
 
 
-def _gradients(before: Mapping[str, Print], now: Mapping[str, Print], modules: Sequence[str]) -> Iterator[Gap]:
-    """Against the order of the `modules`. Some are 0 but for rounding (a key's bias), so small ones are judged by the
-    usual one."""
+def _gradients(
+    before: Mapping[str, TensorSketch], now: Mapping[str, TensorSketch], modules: Sequence[str]
+) -> Iterator[TensorGap]:
+    """Compare gradients in reverse order of `modules`.
+
+    Some are 0 except for rounding (a key's bias), so small ones are compared with a typical one.
+    """
     places = {name: place for place, name in enumerate(modules)}
     usual = math.sqrt(math.fsum(one.norm**2 for one in before.values()) / max(len(before), 1))
     for name in sorted({**before, **now}, key=lambda name: _place(name, places), reverse=True):
         if name in before and name in now:
             apart = before[name].distance(now[name]) / (max(before[name].norm, SMALL_GRADIENT * usual) or 1.0)
-            yield Gap(name, apart)
+            yield TensorGap(name, apart)
         else:  # one side has a gradient where the other has none
-            yield Gap(name, math.inf)
+            yield TensorGap(name, math.inf)
 
 
 def _place(parameter: str, places: Mapping[str, int]) -> int:
-    """That of the innermost module around a parameter which was called; the end for the head, which is not."""
+    """Index of the innermost called module around a parameter; the end for the head, which is not called."""
     owner = parameter
     while owner and owner not in places:
         owner = owner[: max(owner.rfind("."), owner.rfind("/"), 0)]
     return places.get(owner, len(places))
 
 
-def _distance(one: Print, other: Print) -> float:
+def _distance(one: TensorSketch, other: TensorSketch) -> float:
     """Relative to the norm of the first."""
     apart = one.distance(other)
     return apart / one.norm if one.norm else apart
@@ -206,17 +212,17 @@ def _distance(one: Print, other: Print) -> float:
 
 def _bounds(*recordings: Recording) -> Tolerance:
     """Of the coarsest data type; docs/parity.md says what was measured."""
-    return tolerance(*(one.made["device"]["matmul_precision"] for one in recordings))
+    return tolerance_of(*(one.made["device"]["matmul_precision"] for one in recordings))
 
 
 HEAD = ("step", "recorded", "here", "relative error", "grad_norm recorded", "here", "relative error")
 
 
-def lines(comparison: Comparison, recorded: Recording, here: Recording, tolerance: float) -> Iterator[str]:
+def comparison_lines(comparison: Comparison, recorded: Recording, here: Recording, tolerance: float) -> Iterator[str]:
     """What `run parity --compare` prints."""
-    yield f"recorded  {_made(recorded.made)}"
-    yield f"here      {_made(here.made)}"
-    yield f"\n{_called(comparison.series)}, and the norm of the gradient"
+    yield f"recorded  {_environment_text(recorded.made)}"
+    yield f"here      {_environment_text(here.made)}"
+    yield f"\n{_series_text(comparison.series)}, and the norm of the gradient"
     yield from _table([HEAD, *_rows(comparison)])
     if comparison.ended is not None:
         yield f"ended early here: {comparison.ended}"
@@ -226,13 +232,13 @@ def lines(comparison: Comparison, recorded: Recording, here: Recording, toleranc
     for kind, found in gaps.items():
         bound = getattr(comparison.bounds, kind)
         yield f"{kind}s of step 1: {_summary(found, bound)}"
-    if recorded.idle:
-        yield recorded.idle
+    if recorded.no_gradient_note:
+        yield recorded.no_gradient_note
     if comparison.unmatched:
         yield f"{comparison.unmatched} modules ran on one side only (fused operators) and are not compared"
 
 
-def verdict(comparison: Comparison, tolerance: float) -> str:
+def disagreement_text(comparison: Comparison, tolerance: float) -> str:
     """Why they disagree, and where to look."""
     said = []
     if comparison.ended is not None:
@@ -240,7 +246,7 @@ def verdict(comparison: Comparison, tolerance: float) -> str:
     elif comparison.loss_error > tolerance:
         said.append(f"the mean relative error {_percent(comparison.loss_error)} is above the tolerance")
     if gap := comparison.first_output:
-        said.append(f"first in the forward pass: {_where(gap, comparison)}")
+        said.append(f"first in the forward pass: {_gap_text(gap, comparison)}")
     if gap := comparison.first_gradient:
         text = f"first in the backward pass: the gradient of {gap.name} differs by {gap.distance:.2g}"
         said.append(f"{text} (bound {comparison.bounds.gradient:g})")
@@ -249,7 +255,7 @@ def verdict(comparison: Comparison, tolerance: float) -> str:
     return "the two disagree\n  " + "\n  ".join(said)
 
 
-def _where(gap: Gap, comparison: Comparison) -> str:
+def _gap_text(gap: TensorGap, comparison: Comparison) -> str:
     bound = comparison.bounds.output
     if gap.shapes is not None:
         recorded, here = gap.shapes
@@ -269,7 +275,7 @@ def _percent(share: float) -> str:
     return f"{100 * share:.2g} %"
 
 
-def _summary(gaps: Sequence[Gap], bound: float) -> str:
+def _summary(gaps: Sequence[TensorGap], bound: float) -> str:
     if not gaps:
         return "none was seen on both sides"
     worst = max(gaps, key=lambda gap: gap.distance)
@@ -280,7 +286,7 @@ def _summary(gaps: Sequence[Gap], bound: float) -> str:
 
 def _sampler(recorded: Sequence[Mapping[str, float]], here: Sequence[Mapping[str, float]]) -> Iterator[str]:
     """The recording's sampler beside both trainers, where tokens were sampled."""
-    name = "sampler/abs_logprob_diff"
+    name = "mismatch/logprob_diff"
     both = [max(_numbers(steps, name), default=None) for steps in (recorded, here)]
     if None not in both:
         there, now = (f"{value:.2g}" for value in both if value is not None)
@@ -292,11 +298,11 @@ def _numbers(steps: Sequence[Mapping[str, float]], name: str) -> Iterator[float]
     yield from (step[name] for step in steps if name in step and not math.isnan(step[name]))
 
 
-def _made(made: Mapping[str, Mapping[str, object]]) -> str:
+def _environment_text(made: Mapping[str, Mapping[str, object]]) -> str:
     return f"{made['device']['name']}  " + " ".join(f"{name} {one}" for name, one in made["versions"].items())
 
 
-def _called(series: str) -> str:
+def _series_text(series: str) -> str:
     return "mean −log-likelihood of the sampled tokens (nll)" if series == "nll" else series
 
 

@@ -1,4 +1,4 @@
-"""What a device computed in the first steps of a job, as a file: safetensors whose header holds the rest as JSON.
+"""A recording of a job's first steps on a device: safetensors with a JSON header.
 
     header   format · spec · made of · steps · prints (name, shape, norm) · experiences · sha256 of all
     tensors  print/N float64 [WIDTH]        experience/STEP/NAME
@@ -34,13 +34,13 @@ from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.errors import DataError, EnvironmentProblem, StorageError
-from runner.core.rng import derive
+from runner.core.rng import derive_seed
 
 WIDTH = 512
 PIECE = WIDTH * 2**11  # numbers that are in memory in float64 at once
 
 
-def sketch(tensor: Tensor) -> Print:
+def sketch_tensor(tensor: Tensor) -> TensorSketch:
     """The print of a tensor of any type, on any device; summed in float64 on the CPU."""
     sums, squares = np.zeros(WIDTH), 0.0
     for number, piece in enumerate(torch.split(tensor.detach().reshape(-1), PIECE)):
@@ -49,11 +49,11 @@ def sketch(tensor: Tensor) -> Print:
         signed = np.zeros(-(-len(values) // WIDTH) * WIDTH)
         signed[: len(values)] = values * _signs(number)[: len(values)]
         sums += signed.reshape(-1, WIDTH).sum(0)
-    return Print(tuple(tensor.shape), float(np.sqrt(squares)), sums)
+    return TensorSketch(tuple(tensor.shape), float(np.sqrt(squares)), sums)
 
 
 def first_tensor(value: object) -> Tensor | None:
-    """The tensor that a module gives or takes: itself, or the first one of several, if it is of floating point."""
+    """The tensor that a module gives or takes: itself, or the first floating-point one of several."""
     if isinstance(value, dict):
         value = tuple(value.values())
     if isinstance(value, tuple | list):
@@ -64,7 +64,7 @@ def first_tensor(value: object) -> Tensor | None:
 @lru_cache(maxsize=32)
 def _signs(number: int) -> NDArray[np.int8]:
     """±1 for each place of a piece; the same on every machine."""
-    words = np.random.PCG64(derive(0, "sketch", number)).random_raw(PIECE // 64).astype("<u8")
+    words = np.random.PCG64(derive_seed(0, "sketch", number)).random_raw(PIECE // 64).astype("<u8")
     return np.unpackbits(words.view(np.uint8)).astype(np.int8) * np.int8(2) - np.int8(1)
 
 
@@ -73,14 +73,14 @@ ENTRY, DIGEST = "parity", "sha256"  # of the header
 
 
 @dataclass(frozen=True, slots=True)
-class Print:
+class TensorSketch:
     """A tensor's shape, its norm, and its sketch, float64 [WIDTH] (see `runner.tools.parity.recording`)."""
 
     shape: tuple[int, ...]
     norm: float
     sums: NDArray[np.float64]
 
-    def distance(self, other: Print) -> float:
+    def distance(self, other: TensorSketch) -> float:
         """‖other − this‖, estimated; infinite where shapes differ or a number is not finite."""
         found = float(np.linalg.norm(other.sums - self.sums)) if self.shape == other.shape else math.inf
         return found if math.isfinite(found) else math.inf
@@ -92,26 +92,26 @@ class Recording:
 
     spec: of the job, as plain data; made: device and what it multiplies in, versions, fingerprint of the data, where
           frozen models come from
-    steps: the numbers of each step; experiences: what sampled algorithms learnt from, as `Algorithm.encode` gives it
-    prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see `runner.tools.parity.watch`)
-    ended: why it has fewer steps than were asked for
+    steps: the numbers of each step; experiences: what sampled algorithms trained on, as `Algorithm.encode` gives it
+    prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see
+    `runner.tools.parity.module_hooks`) ended: why it has fewer steps than were asked for
     """
 
     spec: Mapping[str, Any]
     made: Mapping[str, Any]
     steps: Sequence[Mapping[str, float]]
-    prints: Mapping[str, Print]
+    prints: Mapping[str, TensorSketch]
     experiences: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     ended: str | None = None
 
     @property
-    def idle(self) -> str | None:
+    def no_gradient_note(self) -> str | None:
         """What to say where no step had a gradient, so that none can be compared."""
         if any(step["train/grad_norm"] for step in self.steps):
             return None
         return "no recorded step had a gradient (no answers to one prompt differed in reward?): only outputs can differ"
 
-    def of_kind(self, kind: str) -> dict[str, Print]:
+    def of_kind(self, kind: str) -> dict[str, TensorSketch]:
         """The prints of one kind, by `ROLE/NAME`."""
         start = f"{kind}/"
         return {name.removeprefix(start): one for name, one in self.prints.items() if name.startswith(start)}
@@ -134,13 +134,13 @@ def write(path: Path, recording: Recording) -> None:
     }
     text = json.dumps(header)
     try:
-        fsync_io.replace_whole(path, save(tensors, metadata={ENTRY: text, DIGEST: _digest(text, tensors)}))
+        fsync_io.atomic_write(path, save(tensors, metadata={ENTRY: text, DIGEST: _digest(text, tensors)}))
     except (OSError, SafetensorError) as error:
         raise StorageError(f"cannot write {path}: {error}") from error
 
 
 def read(path: Path) -> Recording:
-    """The recording in a file. Raises EnvironmentProblem if there is none, DataError if it is not what was written."""
+    """Read a recording. Raises EnvironmentProblem if there is none, DataError if it is damaged."""
     if not path.is_file():
         raise EnvironmentProblem(f"{path}: no such file; a recording is made with: run parity --record {path}")
     try:
@@ -161,7 +161,7 @@ def read(path: Path) -> Recording:
 
 def _recording(header: Mapping[str, Any], tensors: Mapping[str, NDArray[Any]]) -> Recording:
     prints = {
-        name: Print(tuple(shape), norm, tensors[f"print/{number}"])
+        name: TensorSketch(tuple(shape), norm, tensors[f"print/{number}"])
         for number, (name, shape, norm) in enumerate(header["prints"])
     }
     experiences = [one | {"tensors": dict(_below(tensors, step))} for step, one in enumerate(header["experiences"])]

@@ -1,8 +1,8 @@
-"""The plan of a job: what one rank holds when it holds most, by terms, with the arithmetic and the traffic of a step.
+"""The plan of a job: peak memory of one rank by terms, with the arithmetic and traffic of a step.
 
     job ──shape──▶ weights, passes ──for each stage of a pipeline──▶ terms ──the one that takes most──▶ Estimate
 
-The terms are tensors: a lower bound of what a card's own tool shows. `Band` adds what the runtime keeps and what
+The terms are tensors: a lower bound of what a card's own tool shows. `MemoryBand` adds what the runtime keeps and what
 fragmentation costs. Nothing here has been compared with a card yet, only with an allocator (benchmarks/plan.py).
 """
 
@@ -18,17 +18,25 @@ from runner.parallelism.mesh import Mesh
 from runner.sampler.vllm.versions import LOST, REMEDY
 from runner.spec.job import JobSpec
 from runner.tools.plan.measure import Passes
-from runner.tools.plan.model import architecture, of_experts, sliced
-from runner.tools.plan.sampling import Engine, Samplers, asleep, engine_of, least_seconds, samplers_of, shelf_of
-from runner.tools.plan.spread import Phase, Stage, Term, Weights, spread_of, weights
-from runner.tools.plan.terms import Terms, frozen_of
-from runner.tools.plan.traffic import Work, work_of
+from runner.tools.plan.memory_breakdown import MemoryBreakdown, frozen_model_terms
+from runner.tools.plan.model import architecture, expert_parallel_config, tensor_parallel_config
+from runner.tools.plan.rank_layout import MemoryTerm, ModelWeights, StageLayout, StepPhase, model_weights, rank_layout
+from runner.tools.plan.rollout_memory import (
+    EngineMemory,
+    SamplerDevices,
+    engine_memory,
+    engine_sleep_level,
+    min_sampling_seconds,
+    sampler_devices,
+    shared_memory_terms,
+)
+from runner.tools.plan.traffic import RankWork, rank_work
 
 FRAGMENTATION = 1.3  # of the upper end: memory that an allocator has reserved and cannot use
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class MemoryBand:
     """Between which numbers of bytes a card's own tool will show a rank's peak."""
 
     low: int
@@ -37,7 +45,7 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """The plan of one rank: all are alike, but for the stages of a pipeline, of which it is the one that holds most.
+    """The plan of one rank; of pipeline stages, the one with the most memory.
 
     models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what lies in /dev/shm of rank
     0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
@@ -45,84 +53,88 @@ class Estimate:
     """
 
     mesh: Mesh
-    stage: Stage
-    models: Mapping[str, Weights]
-    phases: Sequence[Phase]
-    host: Sequence[Term]
-    shelf: Sequence[Term]
-    engine: Engine | None
-    samplers: Samplers | None
+    stage: StageLayout
+    models: Mapping[str, ModelWeights]
+    phases: Sequence[StepPhase]
+    host: Sequence[MemoryTerm]
+    shelf: Sequence[MemoryTerm]
+    engine: EngineMemory | None
+    samplers: SamplerDevices | None
     sampling_s: float | None
-    work: Work
+    work: RankWork
     found: str
     left_out: Sequence[str]
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> StepPhase:
         """The phase that takes most."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
-    def band(self, card: Card) -> Band:
+    def band(self, card: Card) -> MemoryBand:
         """The peak with what the runtime, the communicators and fragmentation add."""
         buffers = _communicators(self.mesh) * find_kind(card.device).communicator_bytes
-        bands = [_band(phase.bytes, phase.pooled, card) for phase in self.phases]
-        return Band(max(band.low for band in bands) + buffers, max(band.high for band in bands) + buffers)
+        bands = [_band(phase.bytes, phase.pooled_bytes, card) for phase in self.phases]
+        return MemoryBand(max(band.low for band in bands) + buffers, max(band.high for band in bands) + buffers)
 
-    def band_of_samplers(self, card: Card) -> Band | None:
+    def sampler_band(self, card: Card) -> MemoryBand | None:
         """The same of a device that only samples; an engine keeps its share of the card, runtime included."""
         if self.samplers is None:
             return None
-        return _band(self.samplers.bytes, 0, card) if self.engine is None else Band(*[self.samplers.bytes] * 2)
+        return _band(self.samplers.bytes, 0, card) if self.engine is None else MemoryBand(*[self.samplers.bytes] * 2)
 
-    def fullest(self, card: Card) -> Band:
+    def fullest_band(self, card: Card) -> MemoryBand:
         """The band of the device that holds most, of those that train and those that only sample."""
-        return max((self.band(card), self.band_of_samplers(card) or Band(0, 0)), key=lambda band: band.high)
+        return max((self.band(card), self.sampler_band(card) or MemoryBand(0, 0)), key=lambda band: band.high)
 
     def fits(self, card: Card) -> bool:
-        """Whether the upper ends of the bands are within the card's memory, and an engine has room for an answer."""
-        return self.fullest(card).high <= card.memory and (self.engine is None or self.engine.rows > 0)
+        """Whether the upper estimates are within the card's memory, and an engine has room for an answer."""
+        return self.fullest_band(card).high <= card.memory and (self.engine is None or self.engine.rows > 0)
 
 
-def _band(tensors: int, pooled: int, card: Card) -> Band:
+def _band(tensors: int, pooled: int, card: Card) -> MemoryBand:
     low, high = card.context
-    return Band(tensors + low, round((tensors - pooled) * FRAGMENTATION) + pooled + high)
+    return MemoryBand(tensors + low, round((tensors - pooled) * FRAGMENTATION) + pooled + high)
 
 
 def _communicators(mesh: Mesh) -> int:
     """Of a rank: one for each different set of ranks that it speaks to, but for pieces of experts."""
     sets = [families for name, families in mesh.groups().items() if name != "expert_pieces"]
-    return len({tuple(families) for families in (mesh.families(*mesh.dims), *sets) if len(families[0]) > 1})
+    return len({tuple(families) for families in (mesh.rank_groups(*mesh.dims), *sets) if len(families[0]) > 1})
 
 
-def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, Weights]) -> None:
+def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, ModelWeights]) -> None:
     """Raise SpecError for an engine that its job would not start."""
     has_experts = any(part.bytes for part in next(iter(whole.values())).experts)
-    if not spec.device.kind.engine_keeps_experts and has_experts and asleep(spec):
+    if not spec.device.kind.engine_keeps_experts and has_experts and engine_sleep_level(spec):
         raise SpecError([Problem("sampler.sleep", f"{LOST}; {REMEDY}")])
 
 
 def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
-    """Plan a job; an engine takes a share of the card. Raises SpecError or EnvironmentProblem where its model's shape
-    cannot be had."""
+    """Plan a job; an engine takes a share of the card. Raises SpecError, EnvironmentProblem.
+
+    Where its model's shape is unknown.
+    """
     shape, found = architecture(spec.model)
-    spread = spread_of(spec.parallelism, spec.launch.world, shape)
+    spread = rank_layout(spec.parallelism, spec.launch.world, shape)
     mesh = spread.mesh
-    heads = spec.algorithm.learners()
-    of_slice = sliced(shape, mesh.tp) if mesh.tp > 1 else shape
-    whole = {role: weights(spec, head, shape) for role, head in heads.items()}
-    own = {role: weights(spec, head, of_slice) for role, head in heads.items()} if mesh.tp > 1 else whole
-    passes = {role: Passes(spec, head, of_experts(of_slice, mesh.ep), spread) for role, head in heads.items()}
+    heads = spec.algorithm.trained_models()
+    of_slice = tensor_parallel_config(shape, mesh.tp) if mesh.tp > 1 else shape
+    whole = {role: model_weights(spec, head, shape) for role, head in heads.items()}
+    own = {role: model_weights(spec, head, of_slice) for role, head in heads.items()} if mesh.tp > 1 else whole
+    passes = {
+        role: Passes(spec, head, expert_parallel_config(of_slice, mesh.ep), spread) for role, head in heads.items()
+    }
     _refuse_lost_experts(spec, whole)
-    engine = engine_of(spec, shape, whole, card)
+    engine = engine_memory(spec, shape, whole, card)
     beside = None if spec.launch.samplers else engine
-    samplers = samplers_of(spec, shape, whole, engine)
-    least = least_seconds(spec, whole, card) if spec.algorithm.samples else None
-    shelf = shelf_of(spec, whole, spread)
+    samplers = sampler_devices(spec, shape, whole, engine)
+    least = min_sampling_seconds(spec, whole, card) if spec.algorithm.needs_sampler else None
+    shelf = shared_memory_terms(spec, whole, spread)
     plans = []
     for stage in spread.stages(shape.get_text_config().num_hidden_layers):
-        frozen, left_out = frozen_of(spec, of_slice, spread, stage.number)
-        work = work_of(spec, shape, whole, own, spread, stage)
-        terms = Terms(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches, beside)
+        frozen, left_out = frozen_model_terms(spec, of_slice, spread, stage.number)
+        work = rank_work(spec, shape, whole, own, spread, stage)
+        terms = MemoryBreakdown(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches, beside)
         held = (terms.phases(), terms.host(), shelf)
         plans.append(Estimate(mesh, stage, whole, *held, engine, samplers, least, work, found, left_out))
     return max(plans, key=lambda plan: plan.peak.bytes)

@@ -1,4 +1,4 @@
-"""How much memory the passes of one micro-batch take, found by running the job's own model on the meta device.
+"""Memory of one micro-batch's passes, measured by running the job's model on the meta device.
 
     shape ──cut to a depth──▶ model ──forward──▶ kept until the backward pass ──backward──▶ the most there ever was
 
@@ -24,9 +24,16 @@ from runner.core.batch import Batch, pack
 from runner.model.flops import is_expert
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
-from runner.tools.plan.model import cut, layers, made, period, samples, unmixed
-from runner.tools.plan.spread import Spread
-from runner.tools.plan.tracking import META, Kind, Tracker, fused_attention, keep_gradients
+from runner.tools.plan.meta_memory_tracker import META, Kind, MetaMemoryTracker, fused_attention, keep_gradients
+from runner.tools.plan.model import (
+    allow_meta_autocast,
+    build_meta_model,
+    decoder_layers,
+    layer_period,
+    sample_depths,
+    with_depth,
+)
+from runner.tools.plan.rank_layout import RankLayout
 
 BETWEEN = "layers between"
 
@@ -47,54 +54,58 @@ class Pass:
 class Passes:
     """The passes of one learner's micro-batch on one rank, by how many layers it runs."""
 
-    def __init__(self, spec: JobSpec, head: Head, shape: Any, spread: Spread) -> None:
+    def __init__(self, spec: JobSpec, head: Head, shape: Any, spread: RankLayout) -> None:
         """shape: the transformers config of what the rank has of each layer."""
         self._spec, self._head, self._shape, self._spread = spec, head, shape, spread
-        self._period = period(shape, spec.model.gradient_checkpointing)
+        self._period = layer_period(shape, spec.model.gradient_checkpointing)
         self._known: dict[tuple[int, bool], Pass] = {}
 
-    def of(self, depth: int, *, headed: bool = True) -> Pass:
+    def at_depth(self, depth: int, *, headed: bool = True) -> Pass:
         """A pass through so many layers; without `headed`, of a stage whose hidden states go to the next one."""
-        low, high = samples(depth, self._period)
+        low, high = sample_depths(depth, self._period)
         if depth <= high:
             return self._run(depth, headed)
         first, second = self._run(low, headed), self._run(high, headed)
         more = (depth - high) / (high - low)
 
-        def drawn(one: int, two: int) -> int:
+        def extrapolate(one: int, two: int) -> int:
             return two + round((two - one) * more)
 
         peaks = {
-            moment: {kind: drawn(first.peaks[moment][kind], taken) for kind, taken in peak.items()}
+            moment: {kind: extrapolate(first.peaks[moment][kind], taken) for kind, taken in peak.items()}
             for moment, peak in second.peaks.items()
             if moment != BETWEEN
         }
-        return Pass(peaks, drawn(first.kept, second.kept))
+        return Pass(peaks, extrapolate(first.kept, second.kept))
 
     def _run(self, depth: int, headed: bool) -> Pass:
         if (depth, headed) not in self._known:
-            shape = cut(self._shape, depth)
+            shape = with_depth(self._shape, depth)
             self._known[depth, headed] = _run(self._spec, self._head, shape, self._spread, headed)
         return self._known[depth, headed]
 
 
-def _run(spec: JobSpec, head: Head, shape: Any, spread: Spread, headed: bool) -> Pass:
-    model = made(spec, head, shape)
-    model.attend_with(partial(fused_attention, dtype=model.compute_type), decide=Decisions())
+def _run(spec: JobSpec, head: Head, shape: Any, spread: RankLayout, headed: bool) -> Pass:
+    model = build_meta_model(spec, head, shape)
+    model.set_varlen_kernel(partial(fused_attention, dtype=model.compute_dtype), decide=Decisions())
     batch = micro_batch(spec, spread.mesh.cp)
     learning = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
     stored = {name: p.element_size() for name, p in learning.items()}
-    if spread.sharded:  # layers come from other ranks in what they compute in
+    if spread.is_sharded:  # layers come from other ranks in what they compute in
         for parameter in model.module.parameters():
-            parameter.data = parameter.data.to(model.compute_type)
-    tracker = Tracker([*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size)
+            parameter.data = parameter.data.to(model.compute_dtype)
+    tracker = MetaMemoryTracker(
+        [*model.module.parameters(), *model.module.buffers()], shape.get_text_config().vocab_size
+    )
     with ExitStack() as during:
         for name, parameter in learning.items():
             parts = spread.experts if is_expert(name) else spread.pieces
             during.callback(keep_gradients([parameter], tracker, parts, stored[name])[0].remove)
-        for handle in _moments(layers(model), tracker, period(shape, spec.model.gradient_checkpointing)):
+        for handle in _moment_hooks(
+            decoder_layers(model), tracker, layer_period(shape, spec.model.gradient_checkpointing)
+        ):
             during.callback(handle.remove)
-        during.enter_context(unmixed())
+        during.enter_context(allow_meta_autocast())
         during.enter_context(tracker)
         total = _total(spec, head, model, batch) if headed else _through_layers(model, batch)
         kept = tracker.now
@@ -102,53 +113,55 @@ def _run(spec: JobSpec, head: Head, shape: Any, spread: Spread, headed: bool) ->
     return Pass(tracker.peaks, kept)
 
 
-def _moments(blocks: Sequence[nn.Module], tracker: Tracker, repeats: int) -> list[RemovableHandle]:
+def _moment_hooks(blocks: Sequence[nn.Module], tracker: MetaMemoryTracker, repeats: int) -> list[RemovableHandle]:
     """Tell the tracker when a layer's backward pass begins, and when there is none any more."""
 
-    def named(at: int) -> str:
+    def moment_name(at: int) -> str:
         return "first layers" if at >= len(blocks) - repeats else "last layers" if at < repeats else BETWEEN
 
-    def told(at: int, layer: nn.Module, given: Any, named_inputs: Any, out: Any) -> None:
-        for value, moment in ((out, named(at)), (next(iter(given), None), "end" if at == 0 else None)):
+    def register_moment(at: int, layer: nn.Module, given: Any, named_inputs: Any, out: Any) -> None:
+        for value, moment in ((out, moment_name(at)), (next(iter(given), None), "end" if at == 0 else None)):
             tensor = value[0] if isinstance(value, tuple) else value
             if moment and isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda grad, moment=moment: tracker.enter(moment))
 
-    return [layer.register_forward_hook(partial(told, at), with_kwargs=True) for at, layer in enumerate(blocks)]
+    return [
+        layer.register_forward_hook(partial(register_moment, at), with_kwargs=True) for at, layer in enumerate(blocks)
+    ]
 
 
 def _through_layers(model: Any, batch: Batch) -> Tensor:
     """What a stage that is not the last makes of a batch: hidden states, and nothing of them."""
-    total: Tensor = model._pass(lambda: model._backbone(model.tokens_of(batch.to(META)))).sum()
+    total: Tensor = model._run_pass(lambda: model._backbone(model.shard_tokens(batch.to(META)))).sum()
     return total
 
 
 def _total(spec: JobSpec, head: Head, model: Any, batch: Batch) -> Tensor:
     """What a loss of the algorithm's kind makes of the model's outputs."""
-    if head == "lm" and spec.algorithm.items == "sft" and not spec.algorithm.samples:
-        total: Tensor = model.linear(batch.to(META), torch.ones(batch.num_tokens))[0]
+    if head == "lm" and spec.algorithm.item_kind == "sft" and not spec.algorithm.needs_sampler:
+        total: Tensor = model.linear_loss(batch.to(META), torch.ones(batch.num_tokens))[0]
         return total
-    outputs = model.outputs(batch.to(META), needs(spec, head))
+    outputs = model.outputs(batch.to(META), needed_outputs(spec, head))
     return torch.stack([value.sum() for value in outputs.values()]).sum()
 
 
-def needs(spec: JobSpec, head: Head) -> frozenset[str]:
+def needed_outputs(spec: JobSpec, head: Head) -> frozenset[str]:
     """The outputs that the loss of a model with this head reads."""
     if head == "scalar":
-        return frozenset({"values"} if spec.algorithm.samples else {"scores"})
-    own = {"logprobs", "entropy"} if spec.algorithm.samples else {"logprobs"}
+        return frozenset({"values"} if spec.algorithm.needs_sampler else {"scores"})
+    own = {"logprobs", "entropy"} if spec.algorithm.needs_sampler else {"logprobs"}
     return frozenset(own | ({"values"} if head == "lm+value" else set()))
 
 
-def longest(spec: JobSpec) -> int:
+def longest_row_tokens(spec: JobSpec) -> int:
     """Tokens of the longest row, its answer included."""
     return spec.data.max_length + spec.sampler.answer_tokens()
 
 
 def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:
-    """A full micro-batch of the longest rows, or as many tokens as one of `ranks` has that share its tokens out."""
+    """A full micro-batch of the longest rows, or the tokens that one of `ranks` has of it."""
     budget = -(-spec.algorithm.micro_batch_tokens // ranks)
-    row = min(longest(spec), budget)
+    row = min(longest_row_tokens(spec), budget)
     lengths = [row] * (budget // row)
     if rest := budget - sum(lengths):
         lengths.append(rest)

@@ -1,4 +1,4 @@
-"""The shape of the job's model, without its weights: from a folder, the hub's cache, our own list, or the hub.
+"""The shape of the job's model, without weights: from a folder, the hub's cache, our list, or the hub.
 
 The job's own model on torch's meta device, as it would be built: shapes and data types, no numbers.
 """
@@ -18,18 +18,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.device.npu_fused import fuse
+from runner.device.npu_fused import install_fused_ops
 from runner.model import tiny
-from runner.model.build import DTYPES
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig, SmallConfig
-from runner.model.ragged import RaggedModel
-from runner.model.value_head import ScalarModel, ValuedLM
+from runner.model.initial_weights import DTYPES
+from runner.model.transformers_model import TransformersModel
+from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.tools.plan.published import PUBLISHED
-from runner.tools.plan.tracking import META, MetaOperators
+from runner.tools.plan.known_models import KNOWN_MODELS
+from runner.tools.plan.meta_memory_tracker import META, MetaOperators
 
 
 def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
@@ -44,17 +44,17 @@ def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
     if config.trust_remote_code:
         text = "a plan runs no code of a model's own; it can be made for the architectures that transformers has"
         raise SpecError([Problem(f"{key}.trust_remote_code", text)])
-    return published(config.path, config.revision)
+    return published_config(config.path, config.revision)
 
 
-def published(path: str, revision: str | None = None) -> tuple[Any, str]:
-    """The config of a folder or hub id, and where it was found; the hub itself is asked last, because it may be far."""
+def published_config(path: str, revision: str | None = None) -> tuple[Any, str]:
+    """The config of a folder or hub id, and where it was found; the hub itself is tried last."""
     if Path(path).expanduser().exists():
         return _read(str(Path(path).expanduser()), revision, local=True), "its folder"
     try:
         return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True), "the hub's cache"
     except (OSError, ValueError):
-        if (shape := PUBLISHED.get(path)) is not None:
+        if (shape := KNOWN_MODELS.get(path)) is not None:
             return AutoConfig.for_model(**shape), "the list of published shapes"
     return _read(path, revision, local=False), "the hub"
 
@@ -70,25 +70,25 @@ def _read(path: str, revision: str | None, local: bool) -> Any:
         ) from error
 
 
-MADE: dict[Head, tuple[Any, type[RaggedModel]]] = {
+MODEL_CLASSES: dict[Head, tuple[Any, type[TransformersModel]]] = {
     "lm": (AutoModelForCausalLM, CausalLM),
-    "scalar": (AutoModelForSequenceClassification, ScalarModel),
-    "lm+value": (AutoModelForCausalLM, ValuedLM),
+    "scalar": (AutoModelForSequenceClassification, ScalarHeadModel),
+    "lm+value": (AutoModelForCausalLM, PolicyWithValueHead),
 }
 LEAST_DEPTH = 3  # layers from which all grows by the same with each; a deeper model is drawn through two such depths
 
 
-def made(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> Any:
+def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> Any:
     """The model with the job's adapter; without `adapted`, a frozen copy."""
-    auto, kind = MADE[head]
+    auto, kind = MODEL_CLASSES[head]
     shape = deepcopy(architecture)
     if head == "scalar":
         shape.num_labels = 1
     with torch.device(META):
         module = auto.from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
-    if fused := spec.device.fused_ops:
-        fuse(module, fused, MetaOperators(), quiet)
+    if fused := spec.device.fused_operators:
+        install_fused_ops(module, fused, MetaOperators(), quiet)
     model = kind(module, None, spec.model, seed=0, decide=quiet)
     if adapted:
         model = default_registry().factory(spec.adapter)(spec.adapter, model, decide=quiet)
@@ -97,16 +97,16 @@ def made(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> 
     return model
 
 
-def layers(model: Any) -> list[nn.Module]:
+def decoder_layers(model: Any) -> list[nn.Module]:
     """The decoder layers, or what comes closest to them in a model that does not name its own."""
-    if blocks := model.blocks():
+    if blocks := model.transformer_blocks():
         return list(blocks)
     lists: list[nn.ModuleList] = [part for part in model.inner.modules() if isinstance(part, nn.ModuleList)]
     longest = max(lists, key=lambda found: sum(p.numel() for p in found.parameters()))
     return list(longest)
 
 
-def cut(architecture: Any, depth: int) -> Any:
+def with_depth(architecture: Any, depth: int) -> Any:
     """The same shape with so many layers."""
     shape = deepcopy(architecture)
     inner = shape.get_text_config()
@@ -116,7 +116,7 @@ def cut(architecture: Any, depth: int) -> Any:
     return shape
 
 
-def period(architecture: Any, way: bool | int | str) -> int:
+def layer_period(architecture: Any, way: bool | int | str) -> int:
     """After how many layers their kinds repeat themselves; way: that of `model.gradient_checkpointing`."""
     inner = architecture.get_text_config()
     depth = inner.num_hidden_layers
@@ -128,16 +128,18 @@ def period(architecture: Any, way: bool | int | str) -> int:
     return lcm(repeats, max(1, int(recomputed)), int(getattr(inner, "decoder_sparse_step", None) or 1))
 
 
-def samples(depth: int, repeats: int) -> tuple[int, int]:
+def sample_depths(depth: int, repeats: int) -> tuple[int, int]:
     """Two depths on the straight line of `depth`, where kinds of layers repeat after so many."""
     least = max(LEAST_DEPTH, 2 * repeats)
     low = least + (depth - least) % repeats
     return low, low + repeats * -(-LEAST_DEPTH // repeats)
 
 
-def sliced(architecture: Any, slices: int) -> Any:
-    """The shape of what one rank has of a model whose layers are cut in `slices`: fewer heads, narrower feed-forward
-    layers, part of the vocabulary; experts are not cut."""
+def tensor_parallel_config(architecture: Any, slices: int) -> Any:
+    """The config of one rank's part of a model with tensor parallelism over `slices` ranks.
+
+    Fewer heads, narrower feed-forward layers, part of the vocabulary; experts are not split.
+    """
     shape = deepcopy(architecture)
     inner = shape.get_text_config()
     inner.head_dim = getattr(inner, "head_dim", None) or inner.hidden_size // inner.num_attention_heads
@@ -147,7 +149,7 @@ def sliced(architecture: Any, slices: int) -> Any:
     return shape
 
 
-def of_experts(architecture: Any, ranks: int) -> Any:
+def expert_parallel_config(architecture: Any, ranks: int) -> Any:
     """The shape of what one of `ranks` has over which experts lie; no fewer experts than a token takes."""
     shape = deepcopy(architecture)
     inner = shape.get_text_config()
@@ -157,14 +159,14 @@ def of_experts(architecture: Any, ranks: int) -> Any:
 
 
 @contextmanager
-def unmixed() -> Iterator[None]:
-    """While automatic mixed precision may be asked of the meta device, where torch knows none; peft asks for none."""
+def allow_meta_autocast() -> Iterator[None]:
+    """Allow autocast on the meta device inside the block: torch has none, and peft enters it."""
     known = torch.autocast
 
-    def asked(device_type: str, *more: Any, **named: Any) -> AbstractContextManager[Any]:
+    def autocast_or_null(device_type: str, *more: Any, **named: Any) -> AbstractContextManager[Any]:
         return nullcontext() if device_type == META.type else known(device_type, *more, **named)
 
-    torch.autocast = asked  # type: ignore[assignment, misc]
+    torch.autocast = autocast_or_null  # type: ignore[assignment, misc]
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""The work of one rank in a step where every row is as long as can be: tokens, arithmetic, and bytes sent.
+"""The work of one rank in a step of maximum-length rows: tokens, arithmetic, and bytes sent.
 
 Bytes are the textbook's: an all-reduce of n bytes over p ranks sends 2·n·(p−1)/p from each, an all-gather, a
 reduce-scatter and an all-to-all n·(p−1)/p.
@@ -15,18 +15,20 @@ from typing import Any
 import torch
 
 from runner.device.cards import Card
-from runner.model.build import DTYPES
 from runner.model.flops import attention_pairs, head_size
+from runner.model.initial_weights import DTYPES
 from runner.spec.job import JobSpec
-from runner.tools.plan.measure import longest
-from runner.tools.plan.spread import Spread, Stage, Weights
+from runner.tools.plan.measure import longest_row_tokens
+from runner.tools.plan.rank_layout import ModelWeights, RankLayout, StageLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Of one rank and step: tokens (of which cp ranks each have their share), floating-point operations of the update
-    (see `model.flops`), those that are done again, micro-batches, and bytes sent, by what for. bubble: the share of the
-    step for which a stage waits."""
+class RankWork:
+    """Work of one rank in a step.
+
+    Tokens (of which cp ranks each have a part), floating-point operations of the update (see `model.flops`), recomputed
+    ones, micro-batches, and bytes sent, by purpose. bubble: the share of the step for which a stage waits.
+    """
 
     tokens: int
     flops: float
@@ -36,24 +38,29 @@ class Work:
     bubble: float
 
     @property
-    def sent(self) -> int:
+    def sent_bytes(self) -> int:
         """All bytes sent."""
         return sum(self.sending.values())
 
 
-def work_of(
-    spec: JobSpec, shape: Any, whole: Mapping[str, Weights], own: Mapping[str, Weights], spread: Spread, stage: Stage
-) -> Work:
+def rank_work(
+    spec: JobSpec,
+    shape: Any,
+    whole: Mapping[str, ModelWeights],
+    own: Mapping[str, ModelWeights],
+    spread: RankLayout,
+    stage: StageLayout,
+) -> RankWork:
     """The work of a rank of this stage. whole, own: by role, the models, and what slices have of them."""
     mesh = spread.mesh
     rows = spec.algorithm.batch_size * spec.algorithm.samples_per_prompt
-    rows *= 2 if spec.algorithm.items == "pairs" else 1
-    tokens = ceil(rows * longest(spec) / mesh.data)
+    rows *= 2 if spec.algorithm.item_kind == "pairs" else 1
+    tokens = ceil(rows * longest_row_tokens(spec) / mesh.dp_size)
     cuts = ceil(tokens / spec.algorithm.micro_batch_tokens)
     traffic = Traffic(spec, shape, spread, stage, tokens, cuts, len(whole))
     together = mesh.tp * mesh.cp * mesh.pp
-    flops, again = (count / together for count in flops_of(spec, whole.values(), tokens))
-    return Work(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
+    flops, again = (count / together for count in update_flops(spec, whole.values(), tokens))
+    return RankWork(tokens, flops, again, cuts, traffic.sending(own), spread.bubble(cuts))
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,13 @@ class Traffic:
 
     spec: JobSpec
     shape: Any
-    spread: Spread
-    stage: Stage
+    spread: RankLayout
+    stage: StageLayout
     tokens: int
     cuts: int
     models: int
 
-    def sending(self, own: Mapping[str, Weights]) -> dict[str, int]:
+    def sending(self, own: Mapping[str, ModelWeights]) -> dict[str, int]:
         """Bytes by what they are for; without what takes none."""
         found = {
             "weights and gradients": sum(self._for_data(one) for one in own.values()),
@@ -95,27 +102,27 @@ class Traffic:
 
     @property
     def _passes(self) -> int:
-        """How often layers exchange what they do in a forward pass: forward, backward, and where recomputed again."""
+        """Number of passes in which layers exchange data: forward, backward, and recomputed forward."""
         return 3 if self.spec.model.gradient_checkpointing else 2
 
     @property
     def _layers(self) -> int:
         return len(self.stage.layers)
 
-    def _for_data(self, model: Weights) -> int:
+    def _for_data(self, model: ModelWeights) -> int:
         """Layers in pieces are gathered for the forward and, if freed, again for the backward pass, in each
         micro-batch; gradients are summed into pieces, and between copies once."""
-        spread, r = self.spread, self.spread.copies
-        part = spread.part(model, self.stage)
+        spread, r = self.spread, self.spread.num_replicas
+        part = spread.stage_parts(model, self.stage)
         plain = part.plain
-        gathered = (2 if spread.resharded else 1) * plain.gathered(self._size)
+        gathered = (2 if spread.resharded else 1) * plain.gathered_bytes(self._size)
         sharding = self.cuts * (gathered + plain.trained_bytes) * (spread.pieces - 1) // spread.pieces
-        alike = max(1, spread.mesh.copies // spread.experts)
+        alike = max(1, spread.mesh.dp_cp_size // spread.experts)
         experts = part.experts.trained_bytes // spread.experts
         return (
             sharding
             + 2 * (plain.trained_bytes // spread.pieces) * (r - 1) // r
-            + self._of_experts(part.experts.gathered(self._size), part.experts.trained_bytes)
+            + self._of_experts(part.experts.gathered_bytes(self._size), part.experts.trained_bytes)
             + 2 * experts * (alike - 1) // alike
         )
 
@@ -126,18 +133,23 @@ class Traffic:
         return self.cuts * moved // self.spread.mesh.ep * (further - 1) // further
 
     def _for_slices(self) -> int:
-        """Each layer's attention and feed-forward part end in an all-reduce of the hidden states, forward and backward,
-        and once more where they are recomputed (Shoeybi et al., 1909.08053, section 3)."""
+        """All-reduces of tensor parallelism (Shoeybi et al., 1909.08053, section 3).
+
+        Each layer's attention and feed-forward part end in one, forward and backward, and once more where recomputed.
+        """
         tp = self.spread.mesh.tp
         return self._layers * 2 * self._passes * 2 * self._hidden * (tp - 1) // tp
 
     def _for_rows(self) -> int:
-        """Ulysses: queries, keys, values and what attention gives, all to all, each way (2309.14509, section 3); ring:
-        keys and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889)."""
+        """Bytes of context parallelism.
+
+        Ulysses: queries, keys, values and attention outputs, all-to-all, each way (2309.14509, section 3); ring: keys
+        and values to every other rank, in the backward pass again, and their gradients in float32 (2310.01889).
+        """
         mesh = self.spread.mesh
         if mesh.cp == 1:
             return 0
-        heads, kv = attending(self._inner, self.spread)
+        heads, kv = local_heads(self._inner, self.spread)
         numbers = self.tokens // mesh.cp * head_size(self._inner)
         if self.spread.ring:
             return self._layers * 2 * kv * numbers * (self._passes * self._size + 4) * (mesh.cp - 1)
@@ -157,17 +169,19 @@ class Traffic:
         return self._layers * 2 * self._passes * taken * self._hidden * (ep - 1) // ep
 
 
-def attending(inner: Any, spread: Spread) -> tuple[int, int]:
+def local_heads(inner: Any, spread: RankLayout) -> tuple[int, int]:
     """The heads and key-value heads of a slice; the latter repeated until Ulysses' ranks divide them."""
     heads, kv = inner.num_attention_heads // spread.mesh.tp, inner.num_key_value_heads // spread.mesh.tp
     return heads, kv if spread.ring else lcm(kv, spread.mesh.cp)
 
 
-def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[float, float]:
-    """Operations of the update for so many tokens in rows of the greatest length, all but each row's first of them
-    predicted; and those of what is computed again."""
-    row = longest(spec)
-    products, attending = _recomputed(spec)
+def update_flops(spec: JobSpec, models: Iterable[ModelWeights], tokens: int) -> tuple[float, float]:
+    """Operations of the update for `tokens` tokens in rows of maximum length; and those recomputed.
+
+    All tokens but each row's first are predicted.
+    """
+    row = longest_row_tokens(spec)
+    products, attending = _recomputed_shares(spec)
     update = again = 0.0
 
     def pairs(window: int | None) -> float:
@@ -181,7 +195,7 @@ def flops_of(spec: JobSpec, models: Iterable[Weights], tokens: int) -> tuple[flo
     return update, again
 
 
-def _recomputed(spec: JobSpec) -> tuple[float, float]:
+def _recomputed_shares(spec: JobSpec) -> tuple[float, float]:
     """The shares of matrix products and of attention that are computed once more."""
     way = spec.model.gradient_checkpointing
     if way == "selective":
@@ -190,8 +204,7 @@ def _recomputed(spec: JobSpec) -> tuple[float, float]:
 
 
 def peak_flops(spec: JobSpec, card: Card | None) -> float | None:
-    """The most that a card computes per second in what the job's products are computed in; None where no figure is
-    known."""
+    """Peak operations per second of a card in the job's precision; None where no figure is known."""
     return None if card is None else card.flops.get(matmul_precision(spec))
 
 

@@ -12,8 +12,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from runner.tools.report.facts import Series
-from runner.tracker.text import number
+from runner.tools.report.run_facts import Series
+from runner.tracker.text import format_number
 
 WIDTH, HEIGHT = 720, 300
 LEFT, RIGHT, TOP, BOTTOM = 84, 16, 14, 40  # margins
@@ -25,12 +25,16 @@ POINTS = 6000  # of all curves of a chart, where they are many
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named series; `key` ties it to a row of a table, `hue` is an angle of the colour circle."""
+    """A named series; `key` ties it to a row of a table, `hue` is an angle of the colour circle.
+
+    bounds: lower and upper bound of an interval around it, if it has one
+    """
 
     name: str
     key: str
     hue: int
     series: Series
+    bounds: tuple[Series, Series] | None = None
 
 
 def hues(count: int) -> list[int]:
@@ -41,13 +45,16 @@ def hues(count: int) -> list[int]:
 def svg(curves: Sequence[Curve], label: str) -> str:
     """A chart of the curves over the step. `label` says what it shows, for those who hear it."""
     most = min(max(POINTS // max(len(curves), 1), FEWEST_POINTS), MOST_POINTS)
-    thin = [(curve, curve.series.thinned(most).points) for curve in curves if curve.series.points]
+    thin = [(curve, curve.series.downsample(most).points) for curve in curves if curve.series.points]
     xs = [step for _, points in thin for step, _ in points]
     ys = [value for _, points in thin for _, value in points]
+    ys += [value for curve, _ in thin for bound in curve.bounds or () for _, value in bound.points]
     if not xs:
         return "<p>no values yet</p>"
     across, up = axis_of(min(0, *xs), max(xs)), axis_of(min(ys), max(ys))
-    return _drawing(label, across, up, "step", [_line(curve, points, across, up) for curve, points in thin])
+    bands = [_band(curve, curve.bounds, most, across, up) for curve, _ in thin if curve.bounds]
+    lines = [_line(curve, points, across, up) for curve, points in thin]
+    return _drawing(label, across, up, "step", [*bands, *lines])
 
 
 def _drawing(label: str, across: Axis, up: Axis, below: str, marks: Sequence[str]) -> str:
@@ -116,6 +123,13 @@ def _line(curve: Curve, points: Sequence[tuple[int, float]], across: Axis, up: A
     return _mark("polyline", curve, f'points="{" ".join(map(",".join, places))}"')
 
 
+def _band(curve: Curve, bounds: tuple[Series, Series], most: int, across: Axis, up: Axis) -> str:
+    """The interval around a curve as an area; a vertical line where it has one point."""
+    low, high = (bound.downsample(most).points for bound in bounds)
+    places = [f"{x_of(across, step):.1f},{y_of(up, value):.1f}" for step, value in (*low, *reversed(high))]
+    return f'<polygon class="band" style="--hue:{curve.hue}" points="{" ".join(places)}"/>'
+
+
 def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
     """A shape in its colour, tied to its row, with its name on hover."""
     shared = f'class="{kind}" data-key="{html.escape(of.key, quote=True)}" style="--hue:{of.hue}"'
@@ -123,7 +137,7 @@ def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
 
 
 def _tick(value: float) -> str:
-    return number(float(f"{value:.10g}"))
+    return format_number(float(f"{value:.10g}"))
 
 
 def _stride(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Two runs side by side: only what differs in their config, code, versions and data, and the curves of both."""
+"""Compare two runs: differences of config, code, versions and data, and the curves of both."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.run_dir.folder import RunFolder, shown
-from runner.spec.base import leaves
+from runner.run_dir.folder import RunFolder, display_path
+from runner.spec.base import iter_leaves
 from runner.tools.report.chart import Curve, hues
-from runner.tools.report.facts import Run, Series, read_run
-from runner.tools.report.page import Page, Row, ordered
-from runner.tracker.text import columns, number, sparkline, visible
+from runner.tools.report.page import Page, TableRow, order_metrics
+from runner.tools.report.run_facts import RunFacts, Series, read_run
+from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import align_columns, escape_for_terminal, format_number, sparkline
 
 ABSENT = "–"
 SHORT = 12  # digits of a fingerprint
 SPARKS = 24  # columns of a curve on the screen
-OWN = ("perf/", "time/", "device/")  # what no two runs share; not compared on the screen
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +30,9 @@ class Difference:
     second: str
 
 
-def differences(a: Run, b: Run) -> list[Difference]:
+def differences(a: RunFacts, b: RunFacts) -> list[Difference]:
     """What is not the same of two runs; empty where all that is known of them agrees."""
-    found = _between("config", dict(leaves(a.spec)), dict(leaves(b.spec)))
+    found = _between("config", dict(iter_leaves(a.spec)), dict(iter_leaves(b.spec)))
     code = [run.manifest.get("code", {}) for run in (a, b)]
     found += _between("code", *({k: c[k] for k in ("commit", "branch", "dirty", "diff") if k in c} for c in code))
     found += _between("version", a.manifest.get("packages", {}), b.manifest.get("packages", {}))
@@ -42,25 +42,33 @@ def differences(a: Run, b: Run) -> list[Difference]:
     return found + _between("data", *({"fingerprint": run.data[:SHORT] or None} for run in (a, b)))
 
 
-def lines(first: RunFolder, second: RunFolder) -> list[str]:
+def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
     """The comparison for a terminal."""
     a, b = read_run(first), read_run(second)
-    out = [f"A  {shown(first.root)}", f"B  {shown(second.root)}", ""]
+    out = [f"A  {display_path(first.root)}", f"B  {display_path(second.root)}", ""]
     found = differences(a, b)
     rows = [[d.where, d.name, d.first, d.second] for d in found]
     out += (
-        columns([["what", "key", "A", "B"], *rows])
+        align_columns([["what", "key", "A", "B"], *rows])
         if rows
         else ["config, code, versions, device and data are the same"]
     )
-    metrics = [name for name in ordered([*a.series], None) if name in b.series and not name.startswith(OWN)]
+    metrics = [
+        name for name in order_metrics([*a.series], None) if name in b.series and not name.startswith(MACHINE_METRICS)
+    ]
     if metrics:
         out += [
             "",
-            *columns([["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]),
+            *align_columns(
+                [["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]
+            ),
         ]
     for name, mine, other in (("A", a, b), ("B", b, a)):
-        alone = [n for n in ordered([*mine.series], None) if n not in other.series and not n.startswith(OWN)]
+        alone = [
+            n
+            for n in order_metrics([*mine.series], None)
+            if n not in other.series and not n.startswith(MACHINE_METRICS)
+        ]
         out += [f"only {name}: {', '.join(alone)}"] if alone else []
     return out
 
@@ -68,9 +76,15 @@ def lines(first: RunFolder, second: RunFolder) -> list[str]:
 def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
     """The comparison as a page. Raises StorageError."""
     a, b = read_run(first), read_run(second)
-    page = Page(f"{a.spec.get('name')} and {b.spec.get('name')}", f"A {shown(first.root)} · B {shown(second.root)}")
+    page = Page(
+        f"{a.spec.get('name')} and {b.spec.get('name')}",
+        f"A {display_path(first.root)} · B {display_path(second.root)}",
+    )
     colours = dict(zip("AB", hues(2), strict=True))
-    page.table(["run", "folder"], [Row([n, shown(r.folder.root)], n, "", colours[n]) for n, r in (("A", a), ("B", b))])
+    page.table(
+        ["run", "folder"],
+        [TableRow([n, display_path(r.folder.root)], n, "", colours[n]) for n, r in (("A", a), ("B", b))],
+    )
     page.head("Curves")
     curves: dict[str, list[Curve]] = {}
     for name, run in (("A", a), ("B", b)):
@@ -80,7 +94,9 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
     page.head("What differs")
     found = differences(a, b)
     if found:
-        page.table(["what", "key", "A", "B"], [Row([d.where, d.name, d.first, d.second]) for d in found], wrap=True)
+        page.table(
+            ["what", "key", "A", "B"], [TableRow([d.where, d.name, d.first, d.second]) for d in found], wrap=True
+        )
     else:
         page.text("config, code, versions, device and data are the same")
     page.write(path)
@@ -89,19 +105,19 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
 def _between(where: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
     keys = dict.fromkeys([*a, *b])
     different = [k for k in keys if (k in a) != (k in b) or a.get(k) != b.get(k)]
-    return [Difference(where, k, *(_said(k, values) for values in (a, b))) for k in different]
+    return [Difference(where, k, *(_value_text(k, values) for values in (a, b))) for k in different]
 
 
-def _said(key: str, values: Mapping[str, Any]) -> str:
+def _value_text(key: str, values: Mapping[str, Any]) -> str:
     if values.get(key) is None:
         return ABSENT if key not in values else "null"
     if key == "diff":
         text = str(values[key])
         return f"{text.count(chr(10))} lines changed since the commit" if text else "none"
-    return visible(str(values[key]))
+    return escape_for_terminal(str(values[key]))
 
 
 def _metric(name: str, a: Series, b: Series) -> list[str]:
     (_, mine), (_, other) = a.last, b.last
     sparks = [sparkline([value for _, value in s.points], SPARKS) for s in (a, b)]
-    return [name, number(mine), sparks[0], number(other), sparks[1], f"{other - mine:+.4g}"]
+    return [name, format_number(mine), sparks[0], format_number(other), sparks[1], f"{other - mine:+.4g}"]

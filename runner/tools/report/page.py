@@ -1,4 +1,4 @@
-"""The report of one run as one HTML page: its numbers, curves, samples, automatic choices, settings and environment.
+"""One run's HTML report: numbers, curves, samples, automatic choices, settings, environment.
 
 The page needs nothing but itself: style, script and charts are in it, and it may fetch nothing. Everything that a user,
 a model or a log wrote is escaped.
@@ -9,8 +9,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,21 +16,23 @@ from typing import Any
 
 import yaml
 
-from runner.run_dir.folder import RunFolder, shown, write_atomic
+from runner.run_dir.folder import RunFolder, display_path, write_atomic
 from runner.run_dir.manifest import redact
-from runner.spec.base import leaves
+from runner.spec.base import iter_leaves
+from runner.spec.evaluation import HIGH, LOW
 from runner.tools.report.chart import Curve, Point, scatter_svg, svg
-from runner.tools.report.facts import PREFERRED, Run, read_run, whole_lines
-from runner.tracker.text import duration, number
+from runner.tools.report.run_facts import PREFERRED, RunFacts, read_run, whole_lines
+from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
+from runner.tracker.text import format_duration, format_number
 
 HERE = Path(__file__).parent
 MOST_CHARTS = 24
-UNSHOWN = ("perf/", "time/")  # behind the others, in a report that compares
+UNSHOWN = ("perf/", "time/", "weight_sync/")  # behind the others, in a report that compares
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """A row of a table; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot of the curve's colour."""
+class TableRow:
+    """A table row; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot in that colour."""
 
     cells: Sequence[str]
     key: str = ""
@@ -66,7 +66,7 @@ class Page:
         inner += f"<pre>{html.escape(command)}</pre>" if command else ""
         self.parts.append(f'<div class="card">{inner}</div>')
 
-    def table(self, head: Sequence[str], rows: Sequence[Row], wrap: bool = False) -> None:
+    def table(self, head: Sequence[str], rows: Sequence[TableRow], wrap: bool = False) -> None:
         """A table; `wrap` lets the last column break its lines."""
         names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
         body = "".join(_row(row, wrap) for row in rows)
@@ -75,7 +75,7 @@ class Page:
 
     def charts(self, curves: Mapping[str, Sequence[Curve]], first: str | None = None) -> None:
         """A chart per metric, of which one is shown at a time; without scripts, all of them."""
-        names = ordered(list(curves), first)
+        names = order_metrics(list(curves), first)
         shown = names[:MOST_CHARTS]
         if not shown:
             self.text("no metric was measured yet")
@@ -114,7 +114,7 @@ class Page:
         write_atomic(path, self.render().encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
-def ordered(names: Sequence[str], first: str | None) -> list[str]:
+def order_metrics(names: Sequence[str], first: str | None) -> list[str]:
     """Metrics in the order in which they are worth a look."""
 
     def rank(name: str) -> tuple[bool, int, bool, str]:
@@ -124,7 +124,7 @@ def ordered(names: Sequence[str], first: str | None) -> list[str]:
     return sorted(names, key=rank)
 
 
-def _row(row: Row, wrap: bool) -> str:
+def _row(row: TableRow, wrap: bool) -> str:
     dot = "" if row.hue is None else f'<span class="dot" style="--hue:{row.hue}"></span>'
     cells = []
     for position, cell in enumerate(row.cells):
@@ -143,8 +143,6 @@ def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
-log = logging.getLogger("runner")
-
 HUE = 210
 MOST_SAMPLES = 8
 FILES = ("job", "spec.yaml")  # who set what nobody chose
@@ -156,96 +154,103 @@ def write_page(folder: RunFolder, path: Path) -> None:
     state = str(run.status.get("state", "unknown"))
     steps = max((series.last[0] for series in run.series.values()), default=0)
     page = Page(
-        str(run.spec.get("name", "run")), f"{state} · step {steps}/{run.spec.get('steps')} · {shown(folder.root)}"
+        str(run.spec.get("name", "run")),
+        f"{state} · step {steps}/{run.spec.get('steps')} · {display_path(folder.root)}",
     )
-    page.card(_headlines(run), redact(f"run --spec {shown(folder.spec)}"))
+    page.card(_headlines(run), redact(f"run --spec {display_path(folder.spec)}"))
     if run.status.get("error"):
         page.head("What went wrong")
         page.code(redact(str(run.status["error"])))
     page.head("Curves")
-    page.charts({name: [Curve(name, "", HUE, series)] for name, series in run.series.items()}, _first(run))
+    page.charts(_curves(run), _first(run))
+    page.parts += samples_grid(evaluated_samples(whole_lines(folder.samples), folder.samples))
     _times(page, run)
     _samples(page, folder)
     _decisions(page, run)
     _settings(page, run)
     page.head("Environment")
-    page.table(["", "what"], [Row([name, value]) for name, value in run.environment.items()], wrap=True)
+    page.table(["", "what"], [TableRow([name, value]) for name, value in run.environment.items()], wrap=True)
     page.write(path)
 
 
-def _first(run: Run) -> str | None:
+def _curves(run: RunFacts) -> dict[str, list[Curve]]:
+    """A curve per metric, with its interval; the bounds are no curves of their own."""
+    names = [name for name in run.series if not name.endswith((LOW, HIGH))]
+    bounds = {name: (run.series.get(name + LOW), run.series.get(name + HIGH)) for name in names}
+    return {
+        name: [Curve(name, "", HUE, run.series[name], None if low is None or high is None else (low, high))]
+        for name, (low, high) in bounds.items()
+    }
+
+
+def _first(run: RunFacts) -> str | None:
     best = run.spec.get("checkpoint", {}).get("best")
     return str(best) if best else None
 
 
-def _headlines(run: Run) -> list[str]:
+def _headlines(run: RunFacts) -> list[str]:
     """First and last value of the metrics that matter, and their best."""
     lines = []
-    for name in ordered([n for n in run.series if n in (*PREFERRED, _first(run))], _first(run)):
+    for name in order_metrics([n for n in run.series if n in (*PREFERRED, _first(run))], _first(run)):
         series = run.series[name]
         (_, begin), (_, end) = series.points[0], series.last
-        lines.append(f"{name}  {number(begin)} → {number(end)}")
+        lines.append(f"{name}  {format_number(begin)} → {format_number(end)}")
     return lines or ["no metric was measured yet"]
 
 
-def _times(page: Page, run: Run) -> None:
+def _times(page: Page, run: RunFacts) -> None:
     """Where the time went, by the sums over all steps."""
     sums = {name: sum(v for _, v in s.points) for name, s in run.series.items() if name.startswith("time/")}
     if not sums:
         return
     page.head("Where the time went")
     total = sum(sums.values()) or 1.0
-    rows = [Row([name, duration(s), f"{s / total:.0%}"]) for name, s in sorted(sums.items(), key=lambda x: -x[1])]
+    rows = [
+        TableRow([name, format_duration(s), f"{s / total:.0%}"])
+        for name, s in sorted(sums.items(), key=lambda x: -x[1])
+    ]
     page.table(["part", "time", "share"], rows)
 
 
 def _samples(page: Page, folder: RunFolder) -> None:
     path = folder.samples
-    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := _sample(line, path))]
+    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := sample_row(line, path))]
     if not rows:
         return
     page.head("Newest samples")
     names = list(dict.fromkeys(name for row in rows for name in row))
     names.sort(key=lambda name: name in ("prompt", "answer"))
-    cells = [Row([_text(row.get(name)) for name in names]) for row in rows]
+    cells = [TableRow([_text(row.get(name)) for name in names]) for row in rows]
     page.table(names, cells, wrap=True)
-
-
-def _sample(line: str, path: Path) -> dict[str, Any]:
-    try:
-        return dict(json.loads(line))
-    except (ValueError, TypeError) as error:
-        log.warning("%s: a line is damaged and left out (%s)", path, error)
-        return {}
 
 
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return redact(number(value) if isinstance(value, float) else str(value))
+    return redact(format_number(value) if isinstance(value, float) else str(value))
 
 
-def _decisions(page: Page, run: Run) -> None:
+def _decisions(page: Page, run: RunFacts) -> None:
     made = run.manifest.get("decisions", [])
     facts = run.manifest.get("facts", [])
     if not made and not facts:
         return
     page.head("Decided and found")
-    rows = [Row([d["feature"], d["got"], f"instead of {d['wanted']}: {d['reason']}"]) for d in made]
-    rows += [Row([f["feature"], f["value"], f["reason"]]) for f in facts]
+    rows = [TableRow([d["feature"], d["got"], f"instead of {d['wanted']}: {d['reason']}"]) for d in made]
+    rows += [TableRow([f["feature"], f["value"], f["reason"]]) for f in facts]
     page.table(["feature", "value", "why"], rows, wrap=True)
 
 
-def _settings(page: Page, run: Run) -> None:
+def _settings(page: Page, run: RunFacts) -> None:
     """What the command line and recipes set; the whole spec is in spec.yaml."""
-    values = dict(leaves(run.spec))
+    values = dict(iter_leaves(run.spec))
     chosen = {key: who for key, who in run.set_by.items() if key in values and who not in FILES and "/" not in who}
     chosen |= {key: who for key, who in run.set_by.items() if key in values and who.startswith("recipe")}
     if not run.typed and not chosen:
         return  # a whole spec was run as it was
     page.head("What was set")
     page.code(redact("run " + " ".join(run.typed)))
-    rows = [Row([key, _flow(values[key]), who]) for key, who in chosen.items()]
+    rows = [TableRow([key, _flow(values[key]), who]) for key, who in chosen.items()]
     if rows:
         page.table(["key", "value", "set by"], rows)
 

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from runner.core.device_kinds import Kind
 from runner.device.config import NpuConfig
-from runner.device.kinds import CPU, listed
+from runner.device.device_kinds import CPU, listed_cards
 
 
 class NpuSimConfig(NpuConfig):
@@ -29,7 +29,7 @@ class NpuSimConfig(NpuConfig):
 
     def visible(self) -> tuple[str, ...]:
         there = tuple(map(str, range(self.cards)))
-        asked = listed(self.kind)
+        asked = listed_cards(self.kind)
         return there if asked is None else tuple(card for card in asked if card in there)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:

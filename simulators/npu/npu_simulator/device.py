@@ -11,8 +11,8 @@ import torch
 from npu_simulator import process, register
 from npu_simulator.config import NpuSimConfig
 from runner.core.errors import EnvironmentProblem
-from runner.device.activity import Reading, own_process
 from runner.device.base import refuse_hidden
+from runner.device.device_stats import StatsReader, process_stats_reader
 from runner.device.npu import Npu
 from runner.interfaces import Decide
 
@@ -32,16 +32,16 @@ class NpuSim(Npu):
         super().__init__(config, decide=decide)
         card = torch.npu.get_device_name()  # type: ignore[attr-defined]
         memory = f"{config.cards} x {card}, {config.memory_gib:g} GiB each"
-        decide.state("device", "npu_sim", f"torch_npu without a card: {memory}; {replaced} kernels are the CPU's")
+        decide.record_fact("device", "npu_sim", f"torch_npu without a card: {memory}; {replaced} kernels are the CPU's")
 
     def prepare(self) -> None:
         """Determinism as on a card; and one thread, on which the bits depend, and which is fastest at toy size."""
         super().prepare()
         torch.set_num_threads(1)
 
-    def readings(self) -> Sequence[Reading]:
+    def stats_readers(self) -> Sequence[StatsReader]:
         """Of this process, which does the work, and of the allocator of the simulated card."""
-        return own_process(), self.allocator
+        return process_stats_reader(), self.allocator
 
     def describe(self) -> dict[str, Any]:
         """What exactness depends on: the CPU's kernels, too."""

@@ -6,37 +6,37 @@ import re
 
 from npu_simulator.prepare import COMMAND, TOOLS, parts
 from npu_simulator.process import OPERATORS
-from runner.tools.doctor.examine import NPU_VARIABLES, Check
-from runner.tools.doctor.finding import Finding, ok, problem, skipped, warning
-from runner.tools.doctor.machine import Machine
+from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, warning
+from runner.tools.doctor.run_checks import NPU_VARIABLES, Check
+from runner.tools.doctor.system_info import SystemInfo
 
 OLDEST_GCC = 11
 
 
-def compiler(machine: Machine) -> Finding:
+def compiler(machine: SystemInfo) -> CheckResult:
     """It is built once, with g++ and binutils."""
     if is_built(machine):
-        return skipped("built already")
-    if missing := [tool for tool in TOOLS if machine.ask(tool, "--version").code != 0]:
+        return skip("built already")
+    if missing := [tool for tool in TOOLS if machine.command_result(tool, "--version").code != 0]:
         return problem(f"no {', '.join(missing)}", f"install g++ {OLDEST_GCC} or newer, and binutils; then: {COMMAND}")
-    said = machine.ask("g++", "-dumpfullversion").out.strip()
+    said = machine.command_result("g++", "-dumpfullversion").out.strip()
     version = re.match(r"\d+", said)
     if version and int(version[0]) < OLDEST_GCC:
         return problem(f"g++ {said}: C++20 needs {OLDEST_GCC}", f"install g++ {OLDEST_GCC} or newer; then: {COMMAND}")
     return ok(f"g++ {said}, binutils")
 
 
-def parts_made(machine: Machine) -> Finding:
+def parts_made(machine: SystemInfo) -> CheckResult:
     """The wheel of torch_npu and the libraries, in the cache."""
     torch = machine.version("torch")
     if torch is None:
-        return skipped("torch is not installed")
+        return skip("torch is not installed")
     if not is_built(machine):
         return warning(f"not built for torch {torch} yet: 45 MB are fetched with pip, and g++ takes a minute", COMMAND)
     return ok(f"built for torch {torch}: {parts().built}")
 
 
-def no_cann(machine: Machine) -> Finding:
+def no_cann(machine: SystemInfo) -> CheckResult:
     """The real operators of CANN would be found beside the simulated runtime, and end the process."""
     folders = machine.environment.get("LD_LIBRARY_PATH", "").split(":")
     if found := next((folder for folder in folders if folder and machine.exists(f"{folder}/{OPERATORS}")), None):
@@ -44,7 +44,7 @@ def no_cann(machine: Machine) -> Finding:
     return ok("none is loaded in this shell")
 
 
-def is_built(machine: Machine) -> bool:
+def is_built(machine: SystemInfo) -> bool:
     """Whether its parts for the installed torch are there."""
     return machine.version("torch") is not None and parts().whole
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from npu_simulator.prepare import Parts
 from npu_simulator.stub import HOME, SONAMES
 from runner.core.errors import EnvironmentProblem
-from runner.device.kinds import VARIABLES, parse
+from runner.device.device_kinds import VARIABLES, parse_visible
 
 OPERATORS = "libopapi.so"
 CANN_VERSION = "8.5.0"  # what the stub says it is
@@ -66,7 +66,7 @@ def _pretend(library: ctypes.CDLL, pretence: Pretence) -> None:
 def _visible(cards: int) -> int:
     """How many of the cards the process may see: like the driver, leave out numbers that there are not."""
     text = os.environ.get(VARIABLES["npu"])
-    return cards if text is None else len({n for n in parse(text).ids if isinstance(n, int) and n < cards})
+    return cards if text is None else len({n for n in parse_visible(text).ids if isinstance(n, int) and n < cards})
 
 
 def _need_no_cann() -> None:

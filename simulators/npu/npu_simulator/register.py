@@ -21,7 +21,7 @@ from npu_simulator.draw import STEP
 from npu_simulator.operators import OPERATORS
 from npu_simulator.schema import bound
 from npu_simulator.strict import need
-from runner.device.base import starting
+from runner.device.base import translate_startup_errors
 
 PADDING = "32 padding size"  # torch_npu's remark, at the first memory, on every card of this kind
 _LIBRARIES: list[torch.library.Library] = []  # a registration lives as long as its library
@@ -40,7 +40,7 @@ def _install(built: Path) -> int:
     torch.ops.load_library(path)
     library = ctypes.CDLL(path)
     replaced: int = library.npu_sim_install()
-    with _without(PADDING), starting("npu_sim"):
+    with _without(PADDING), translate_startup_errors("npu_sim"):
         torch.empty(1, device="npu")
     own = torch.library.Library("npu", "IMPL")
     _LIBRARIES.append(own)

@@ -40,12 +40,18 @@ DEVICE.prepare()
 
 def made(how: dict[str, Any]) -> Any:
     config = TinyConfig(hidden_size=HIDDEN, intermediate_size=3 * HIDDEN, layers=LAYERS, **how)
-    given: dict[str, Any] = {"head": "lm", "init_from": None, "longest": ROW, "fit": DEVICE.fuse, "admit": None}
+    given: dict[str, Any] = {
+        "head": "lm",
+        "init_from": None,
+        "longest": ROW,
+        "fit": DEVICE.apply_fused_ops,
+        "admit": None,
+    }
     device, said = DEVICE.torch_device, Decisions()
     model: Any = build(config, tokenizer=tokenizer(config), device=device, seed=0, decide=said, **given)
-    kernel = DEVICE.attention(model.compute_type)
+    kernel = DEVICE.varlen_attention(model.compute_dtype)
     assert kernel is not None
-    model.attend_with(kernel, decide=said)
+    model.set_varlen_kernel(kernel, decide=said)
     return model
 
 
@@ -62,7 +68,7 @@ def taken(how: dict[str, Any]) -> tuple[int, dict[str, torch.Tensor]]:
     gc.collect()  # the model before this one
     torch.npu.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()
-    model.linear(batch, weights)[0].backward()
+    model.linear_loss(batch, weights)[0].backward()
     peak = torch.accelerator.max_memory_allocated() - before
     return peak, {name: p.grad.cpu() for name, p in model.trainable().items()}
 

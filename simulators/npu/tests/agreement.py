@@ -70,14 +70,14 @@ class Wrong(NpuSim):
 
     what = "right"
 
-    def fuse(self, module: nn.Module) -> None:
-        super().fuse(module)
+    def apply_fused_ops(self, module: nn.Module) -> None:
+        super().apply_fused_ops(module)
         if self.what in OPERATORS:
             endings = {"rms_norm": "post_attention_layernorm", "rotary": "self_attn", "swiglu": "mlp"}
             part = module.get_submodule(f"model.layers.1.{endings[self.what]}")
-            part.forward = npu_fused.KINDS[self.what].forward(part, OPERATORS[self.what]).__get__(part)
+            part.forward = npu_fused.FUSED_MODULES[self.what].forward(part, OPERATORS[self.what]).__get__(part)
 
-    def attention(self, dtype: torch.dtype) -> Any:
+    def varlen_attention(self, dtype: torch.dtype) -> Any:
         change = ARGUMENTS.get(self.what)
 
         def operator(query: torch.Tensor, *tensors: torch.Tensor, **options: Any) -> Any:

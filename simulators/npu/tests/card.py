@@ -22,8 +22,8 @@ import torch.nn.functional as F  # noqa: E402
 from npu_simulator.device import NpuSim  # noqa: E402
 from npu_simulator.operators import OPERATORS  # noqa: E402
 from runner.core.auto_choices import Decisions  # noqa: E402
-from runner.device.base import allocator  # noqa: E402
-from runner.tools.doctor import trial  # noqa: E402
+from runner.device.base import allocator_stats  # noqa: E402
+from runner.tools.doctor import smoke_test  # noqa: E402
 
 DEVICE = NpuSim(CONFIG, decide=Decisions())
 DEVICE.prepare()
@@ -160,7 +160,7 @@ def experts() -> Any:
     fused = copy.deepcopy(own).npu()
     said = Decisions()
     register = NpuSim(CONFIG, decide=said)
-    register.fuse(fused)
+    register.apply_fused_ops(fused)
     ids = torch.randint(50, (2, 9))
     found = []
     for model, where in ((own, "cpu"), (fused, "npu")):
@@ -169,7 +169,7 @@ def experts() -> Any:
         layer = model.model.layers[0].mlp
         found.append((loss.detach().cpu(), layer.gate.weight.grad.cpu(), layer.experts.down_proj.grad.cpu()))
     gaps = [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
-    return {"gaps": gaps, "decided": [f"{d.feature}: {d.got} ({d.reason})" for d in said.made]}
+    return {"gaps": gaps, "decided": [f"{d.feature}: {d.got} ({d.reason})" for d in said.entries]}
 
 
 def strictness() -> Any:
@@ -201,7 +201,7 @@ def counted() -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("memory_stats", "memory_allocated", "memory_reserved", "max_memory_allocated"):
             patch.setattr(torch.accelerator, name, without_torch_accelerator)
-        return {**allocator(DEVICE.torch_device), "peak_bytes": float(DEVICE.peak_memory_bytes())}
+        return {**allocator_stats(DEVICE.torch_device), "peak_bytes": float(DEVICE.peak_memory_bytes())}
 
 
 def memory() -> Any:
@@ -278,7 +278,7 @@ def doctor() -> Any:
     """The trial of kernels that `run doctor` makes on each card."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        trial.main(["kernels", "npu"])
+        smoke_test.main(["kernels", "npu"])
     return [json.loads(line) for line in said.getvalue().splitlines()]
 
 

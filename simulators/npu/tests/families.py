@@ -17,10 +17,10 @@ import torch  # noqa: E402
 from npu_simulator.device import NpuSim  # noqa: E402
 from runner.core.auto_choices import Decisions  # noqa: E402
 from runner.core.prefix_tree import pack_trees  # noqa: E402
-from runner.model import dense  # noqa: E402
-from runner.model.causal import CausalLM  # noqa: E402
+from runner.model import padded_attention  # noqa: E402
+from runner.model.capability_probe import dense_objection  # noqa: E402
+from runner.model.causal_lm import CausalLM  # noqa: E402
 from runner.model.config import TinyConfig  # noqa: E402
-from runner.model.probe import dense_objection  # noqa: E402
 from runner.model.tiny import byte_tokenizer  # noqa: E402
 from tests.device.cases import FAMILIES, family, trees  # noqa: E402
 
@@ -34,7 +34,9 @@ def outcome(model: CausalLM, share: bool) -> dict[str, torch.Tensor]:
     """Log-probabilities, and the gradients of their weighted sum, on the CPU."""
     data = pack_trees(trees(), share=share)
     model.module.zero_grad()
-    total, outputs = model.linear(data.to(model.device), data.tokens["weight"] * torch.linspace(-1, 1, data.num_tokens))
+    total, outputs = model.linear_loss(
+        data.to(model.device), data.tokens["weight"] * torch.linspace(-1, 1, data.num_tokens)
+    )
     total.backward()
     gradients = {name: p.grad.cpu() for name, p in model.trainable().items() if p.grad is not None}
     return {"logprobs": outputs["logprobs"].cpu(), **gradients}
@@ -48,20 +50,20 @@ def gap(kind: str, share: bool, fused: bool = True, **how: Any) -> Any:
     for device in ("cpu", "npu"):
         module = family(kind).to(device)
         if device == "npu":
-            (DEVICE if fused else PLAIN).fuse(module)
+            (DEVICE if fused else PLAIN).apply_fused_ops(module)
             pad_batch = DEVICE.dense_attention()
             assert pad_batch is not None
-            dense.attend(module, pad_batch, said)
+            padded_attention.install_dense_attention(module, pad_batch, said)
         models.append(CausalLM(module, byte_tokenizer(512), TinyConfig(**how), seed=0, decide=said))
-    if not models[1].padded:
-        kernel = DEVICE.attention(models[1].compute_type)
+    if not models[1].is_padded:
+        kernel = DEVICE.varlen_attention(models[1].compute_dtype)
         assert kernel is not None
-        models[1].attend_with(kernel, decide=said)
+        models[1].set_varlen_kernel(kernel, decide=said)
     plain, on_card = (outcome(model, share) for model in models)
     assert plain.keys() == on_card.keys()
     gaps = [float((plain[k] - on_card[k]).abs().max() / plain[k].abs().max().clamp_min(1e-3)) for k in plain]
     written, there = (model.generate(PROMPTS, 6, rows=2) for model in models)
-    return {"gap": max(gaps), "facts": [str(d) for d in said.made], "answers": written == there}
+    return {"gap": max(gaps), "facts": [str(d) for d in said.entries], "answers": written == there}
 
 
 def kernels() -> dict[str, str | None]:

@@ -51,12 +51,12 @@ def learnt(model: Any, batch: Batch) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
     model.train()
     for _ in range(3):
-        model.linear(batch.to(model.device), -batch.tokens["weight"] / 20)[0].backward()
+        model.linear_loss(batch.to(model.device), -batch.tokens["weight"] / 20)[0].backward()
         norm = dtensor_utils.total_norm([p.grad for p in parameters.values() if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(parameters.values(), 1.0, norm)
         optimizer.step()
         optimizer.zero_grad()
-    return {name: dtensor_utils.whole(p).cpu() for name, p in parameters.items()}
+    return {name: dtensor_utils.full_tensor(p).cpu() for name, p in parameters.items()}
 
 
 def apart(rank: int, device: NpuSim, kind: str, offload: bool) -> float:

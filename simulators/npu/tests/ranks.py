@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from npu_simulator.device import NpuSim  # noqa: E402
 from runner.core.auto_choices import Decisions  # noqa: E402
-from runner.core.rank_info import Place  # noqa: E402
+from runner.core.rank_info import RankInfo  # noqa: E402
 
 
 def collectives(rank: int) -> dict[str, Any]:
@@ -134,5 +134,5 @@ def work(device: NpuSim, rank: int, meeting: Path) -> None:
 
 if __name__ == "__main__":
     mine = int(sys.argv[1])
-    os.environ |= Place(mine, 2, mine, 2).variables()
+    os.environ |= RankInfo(mine, 2, mine, 2).to_environment()
     work(NpuSim(CONFIG, decide=Decisions()), mine, Path(sys.argv[2]))

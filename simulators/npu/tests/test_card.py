@@ -47,7 +47,7 @@ def test_transformers_own_npu_attention_agrees_with_eager_attention(found: dict[
 def test_a_mixture_of_experts_with_every_fused_operator_agrees_with_transformers_own(found: dict[str, Any]) -> None:
     assert max(found["experts"]["gaps"]) < 1e-6
     said = " ".join(found["experts"]["decided"])
-    assert all(f"device.fused.{name}: " in said for name in ("rms_norm", "rotary", "grouped_matmul"))
+    assert all(f"device.fused_ops.{name}: " in said for name in ("rms_norm", "rotary", "grouped_matmul"))
 
 
 def test_it_is_strict_where_a_card_is(found: dict[str, Any]) -> None:

@@ -9,11 +9,11 @@ import pytest
 
 import npu_simulator
 from npu_simulator.config import NpuSimConfig
-from runner.cli.compose import compose_job
 from runner.cli.conf import main as check_conf
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.device.kinds import NPU
-from runner.launch.need import Need
+from runner.device.device_kinds import NPU
+from runner.launch.resources import ResourceRequest
 from runner.spec.registry import default_registry
 
 PACKAGE = Path(npu_simulator.__file__).parent
@@ -31,7 +31,7 @@ def test_its_cards_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_job_on_it_occupies_cores(workdir: Path) -> None:
-    assert str(Need.of(compose_job(["+recipe=sft_demo", "device=npu_sim"]).spec)) == "1 core"
+    assert str(ResourceRequest.of_spec(compose_job(["+recipe=sft_demo", "device=npu_sim"]).spec)) == "1 core"
 
 
 def test_more_processes_than_cards_are_refused(workdir: Path) -> None:

@@ -26,5 +26,5 @@ def test_models_on_the_card_are_those_on_the_processor(child: Any) -> None:
         text = "\n".join(one["facts"])
         kinds = ("rms_norm", "rotary", "swiglu", *["grouped_matmul"] * moe)
         for kind in kinds:
-            assert f"device.fused.{kind}: " in text and "instead of" not in text
+            assert f"device.fused_ops.{kind}: " in text and "instead of" not in text
         assert "attention: fused (npu_fusion_attention" in text or name.startswith("padded")

@@ -21,7 +21,7 @@ from npu_simulator.operators import OPERATORS
 from npu_simulator.schema import bound
 from runner.device import npu_attention, npu_experts, npu_fused
 from runner.device.npu_attention import FusionAttention
-from runner.device.npu_experts import mixed
+from runner.device.npu_experts import grouped_experts_forward
 
 SCHEMAS = json.loads((Path(__file__).parent / "npu_schemas.json").read_text())
 
@@ -76,7 +76,9 @@ def test_the_experts_call_fits_and_means_a_product_for_each_expert() -> None:
     weights = torch.rand(5, 2, generator=random)
     swiglu = strict("npu_swiglu", OPERATORS["npu_swiglu"])
     grouped = strict("npu_grouped_matmul", OPERATORS["npu_grouped_matmul"])
-    got = mixed(experts, hidden, chosen, weights, grouped_matmul=grouped, swiglu=lambda x: swiglu(x, dim=-1))
+    got = grouped_experts_forward(
+        experts, hidden, chosen, weights, grouped_matmul=grouped, swiglu=lambda x: swiglu(x, dim=-1)
+    )
     want = torch.zeros_like(hidden)
     for token in range(5):
         for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):

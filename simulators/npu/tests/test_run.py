@@ -50,7 +50,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path) -> list[dict[str, float]]:
-    """What was learnt in each step, without times and memory."""
+    """What was trained on in each step, without times and memory."""
     kept = ("train/", "reward/", "critic/", "eval/")
     return [{name: value for name, value in line.items() if name.startswith(kept)} for line in lines(folder)]
 
@@ -82,7 +82,7 @@ def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_p
     said = json.loads((whole / "manifest.json").read_text())
     assert said["device"]["name"] == "npu_sim" and said["environment"]["HCCL_DETERMINISTIC"] == "strict"
     facts = {fact["feature"] for fact in said["facts"]}
-    assert {"device.fused.rms_norm", "device.fused.rotary", "device.fused.swiglu", "attention"} <= facts
+    assert {"device.fused_ops.rms_norm", "device.fused_ops.rotary", "device.fused_ops.swiglu", "attention"} <= facts
     peaks = [line["perf/peak_memory_bytes"] for line in lines(whole)]
     assert all(1e6 < peak < 100e6 for peak in peaks), "what tensors held on the card, not this process's memory"
 
@@ -97,7 +97,7 @@ def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "parallelism", ["ddp", "fsdp", "tp", "pp", "cp", "cp parallelism.cp_style=ring", "fsdp parallelism.cp=2"]
+    "parallelism", ["ddp", "fsdp", "tp", "pp", "cp", "cp parallelism.cp_backend=ring", "fsdp parallelism.cp=2"]
 )
 def test_a_job_on_two_cards_gives_the_processors_curve(child: Any, tmp_path: Path, parallelism: str) -> None:
     words = ("+recipe=sft_npu", *SMALL, "steps=2")
@@ -119,7 +119,7 @@ def test_experts_on_two_cards_give_the_processors_curve(child: Any, tmp_path: Pa
     cpu, sim = jobs(child, tmp_path, (*words, *cards, "name=sim"), (*words, *ONE, "device=cpu", "name=cpu"))
     assert_close(sim, cpu)
     facts = {fact["feature"] for fact in json.loads((sim / "manifest.json").read_text())["facts"]}
-    assert {"device.fused.grouped_matmul", "parallelism.ep"} <= facts
+    assert {"device.fused_ops.grouped_matmul", "parallelism.ep"} <= facts
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_a_trained_reward_model_has_the_cards_operators(child: Any, tmp_path: Pa
     cpu, sim = jobs(child, tmp_path, *((*grpo, "steps=2", f"device={d}", f"name={d}") for d in ("npu_sim", "cpu")))
     assert_close(sim, cpu)
     facts = json.loads((sim / "manifest.json").read_text())["facts"]
-    assert len([fact for fact in facts if fact["feature"] == "device.fused.rms_norm"]) >= 1
+    assert len([fact for fact in facts if fact["feature"] == "device.fused_ops.rms_norm"]) >= 1
     assert any(line["reward/mean"] for line in lines(sim)), "the model of random weights has an opinion"
 
 

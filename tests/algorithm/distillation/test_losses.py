@@ -63,7 +63,7 @@ def test_at_one_half_jsd_is_symmetric_and_bounded() -> None:
 
 def test_equal_distributions_have_none_and_no_gradient() -> None:
     raw = torch.randn(4, 7, dtype=torch.float64, requires_grad=True)
-    student = losses.tempered(raw, 2.0)
+    student = losses.scaled_log_softmax(raw, 2.0)
     for found in (
         divergences.forward_kl(student.detach(), student),
         divergences.reverse_kl(student.detach(), student),
@@ -78,7 +78,7 @@ def test_equal_distributions_have_none_and_no_gradient() -> None:
 @settings(max_examples=40, deadline=None)
 def test_the_teachers_likeliest_tokens_and_the_others_as_one(drawn: tuple[int, int, int, float], k: int) -> None:
     teacher, student = logprobs(*drawn)
-    few, same = losses.coarse(teacher, student, k)
+    few, same = losses.top_k_with_rest(teacher, student, k)
     torch.testing.assert_close(few.exp().sum(-1), torch.ones(len(few), dtype=torch.float64))
     torch.testing.assert_close(same.exp().sum(-1), torch.ones(len(few), dtype=torch.float64))
     for t in range(len(teacher)):
@@ -93,9 +93,9 @@ def test_the_teachers_likeliest_tokens_and_the_others_as_one(drawn: tuple[int, i
 
 def test_the_gradient_is_finite_where_the_teacher_is_certain() -> None:
     raw = torch.tensor([[0.0, -3.0, 4.0]], requires_grad=True)
-    teacher = losses.tempered(torch.tensor([[200.0, -200.0, -200.0]]), 1.0)
+    teacher = losses.scaled_log_softmax(torch.tensor([[200.0, -200.0, -200.0]]), 1.0)
     for k in (1, 2, 3):
-        pair = losses.coarse(teacher, losses.tempered(raw, 1.0), k)
+        pair = losses.top_k_with_rest(teacher, losses.scaled_log_softmax(raw, 1.0), k)
         for found in (divergences.forward_kl(*pair), divergences.reverse_kl(*pair), divergences.jsd(*pair, beta=0.5)):
             (gradient,) = torch.autograd.grad(found.sum(), raw, retain_graph=True)
             assert bool(torch.isfinite(gradient).all()) and float(gradient.abs().max()) > 0
@@ -103,6 +103,6 @@ def test_the_gradient_is_finite_where_the_teacher_is_certain() -> None:
 
 def test_log_probabilities_are_float32_or_better_and_tempered() -> None:
     logits = torch.randn(3, 5, dtype=torch.bfloat16)
-    assert losses.tempered(logits, 1.0).dtype == torch.float32
+    assert losses.scaled_log_softmax(logits, 1.0).dtype == torch.float32
     wanted = torch.log_softmax(logits.double() / 3, -1).float()
-    torch.testing.assert_close(losses.tempered(logits, 3.0), wanted)
+    torch.testing.assert_close(losses.scaled_log_softmax(logits, 3.0), wanted)

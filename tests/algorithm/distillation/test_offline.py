@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
-from runner.algorithm.distillation import Distill, build, common
-from runner.algorithm.parts import Parts
+from runner.algorithm.distillation import Distillation, build, common_vocab_logits
+from runner.build.components import build_data, build_tokenizer
 from runner.build.evaluation import build_evaluation
-from runner.build.parts import build_data, build_tokenizer
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import SpecError
-from runner.interfaces import Item, Outputs, Question
-from runner.model.causal import CausalLM
+from runner.interfaces import EvalQuestion, Outputs, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.harness import silent
-from tests.model.test_head import Largest
+from tests.model.test_chunked_lm_head import Largest
 from tests.model.zoo import CPU, module
 from tests.parallelism.worlds import alone
 
@@ -35,10 +35,10 @@ TEACHER = "a/teacher"  # the tests hand over a model; nothing is loaded by this 
 WORD = (3, 9, 27, 81, 243, 5, 25, 125)
 
 
-def row(length: int, shift: int, learnt: float = 1.0) -> Item:
-    """Tokens of which the last two thirds are learnt."""
+def row(length: int, shift: int, learnt: float = 1.0) -> TokenizedExample:
+    """Tokens of which the last two thirds are trained on."""
     ids = tuple(WORD[(t + shift) % len(WORD)] + shift for t in range(length))
-    return Item(ids, tuple(learnt * (t > length // 3) for t in range(length)))
+    return TokenizedExample(ids, tuple(learnt * (t > length // 3) for t in range(length)))
 
 
 ITEMS = [row(7, 0), row(12, 3), row(2, 5), row(9, 1, 0.5), row(17, 2), row(4, 4)]
@@ -52,13 +52,13 @@ class Rows:
     def __len__(self) -> int:
         return len(ITEMS)
 
-    def take(self, step: int, count: int, round: int = 0) -> Sequence[Item]:
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[TokenizedExample]:
         return [ITEMS[(step * count + i) % len(ITEMS)] for i in range(count)]
 
-    def held_out(self) -> Sequence[Question]:
+    def held_out_questions(self) -> Sequence[EvalQuestion]:
         return ()
 
-    def held_out_items(self) -> Sequence[Item]:
+    def held_out_items(self) -> Sequence[TokenizedExample]:
         return ()
 
 
@@ -68,8 +68,8 @@ class Counted(FrozenModel):
     most = states = 0
     types: frozenset[torch.dtype] = frozenset()
 
-    def alone(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        found = super().alone(batch, needs)
+    def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs:
+        found = super().forward_local(batch, needs)
         self.states, self.types = max(self.states, batch.num_tokens), self.types | {found["hidden"].dtype}
         return found
 
@@ -85,7 +85,7 @@ class Counted(FrozenModel):
 
 def model_of(kind: str, seed: int, chunk: int, **architecture: Any) -> CausalLM:
     made = module(kind, seed, **architecture)
-    config = TinyConfig(head_chunk_tokens=chunk)
+    config = TinyConfig(lm_head_chunk_tokens=chunk)
     return CausalLM(made, byte_tokenizer(512), config, seed=seed, decide=Decisions())
 
 
@@ -105,8 +105,8 @@ def learner_of(model: CausalLM, budget: int = WHOLE) -> LocalLearner:
     return LocalLearner(model, optimizer, budget=budget, **options)
 
 
-def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> Distill:
-    return build(config, Parts(Rows(), byte_tokenizer(512), 0, silent, frozen={"teacher": teacher}))
+def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> Distillation:
+    return build(config, AlgorithmInputs(Rows(), byte_tokenizer(512), 0, silent, frozen_models={"teacher": teacher}))
 
 
 def gradients(
@@ -195,7 +195,7 @@ def test_mini_batches_each_divide_by_their_own_tokens() -> None:
     batches = list(algorithm.prepare(algorithm.collect(0), {"teacher": teacher}))
     learnt = [sum(w > 0 for item in part for w in item.weights[1:]) for part in (ITEMS[:3], ITEMS[3:])]
     assert [batch.totals["tokens"] for batch in batches] == learnt
-    assert teacher.states == 0, "the teacher is asked when a micro-batch is learnt"
+    assert teacher.states == 0, "the teacher is asked when a micro-batch is trained on"
 
 
 def test_hidden_states_of_one_micro_batch_exist_at_once_in_the_teachers_data_type() -> None:
@@ -256,7 +256,7 @@ def test_a_top_k_that_leaves_nothing_out_is_refused() -> None:
 def test_ids_that_only_one_of_the_two_has_do_not_count() -> None:
     wide, narrow = torch.randn(3, 9), torch.randn(3, 7)
     for one, other in ((wide, narrow), (narrow, wide)):
-        left, right = common(one, other)
+        left, right = common_vocab_logits(one, other)
         assert torch.equal(left, one[:, :7]) and torch.equal(right, other[:, :7])
 
 
@@ -270,7 +270,9 @@ def test_a_student_that_is_its_teacher_has_nothing_to_learn() -> None:
 
 
 def test_a_step_without_a_learnt_token_has_a_gradient_of_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.algorithm.distillation.test_offline.ITEMS", [Item((1, 2, 3), (0.0, 0.0, 0.0))])
+    monkeypatch.setattr(
+        "tests.algorithm.distillation.test_offline.ITEMS", [TokenizedExample((1, 2, 3), (0.0, 0.0, 0.0))]
+    )
     found, _ = gradients(DistillConfig(teacher=TEACHER, batch_size=1), student_of(), teacher_of())
     assert found and all(not gradient.any() for gradient in found.values())
 
@@ -282,12 +284,14 @@ def test_held_out_answers_have_a_divergence_beside_the_numbers_of_every_policy(w
     student, teacher = student_of(), teacher_of()
     subject = learner_of(student, budget=100)
     config: Any = spec.algorithm
-    algorithm: Any = build(config, Parts(data, student.tokenizer, 0, silent, frozen={"teacher": teacher}))
+    algorithm: Any = build(
+        config, AlgorithmInputs(data, student.tokenizer, 0, silent, frozen_models={"teacher": teacher})
+    )
     models = {"policy": subject, "teacher": teacher}
     evaluate = build_evaluation(spec, data, subject, student, algorithm, models, alone(), None, Decisions())
     assert evaluate is not None
     report = evaluate()
-    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out()]), models)
+    [batch] = algorithm.prepare(algorithm.experience([q.item for q in data.held_out_questions()]), models)
     wanted, _ = subject.forward_backward(batch, algorithm.losses["policy"])
     for name in ("divergence", "nll"):
         assert report.values[f"eval/{name}"] == pytest.approx(wanted.result()[f"distill/{name}"], rel=1e-5)

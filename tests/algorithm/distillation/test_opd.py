@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.policy.config import OpdConfig
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.spec.registry import default_registry
-from runner.trainer.callbacks import Record
-from runner.trainer.loop import Job, run
-from tests.algorithm.harness import job_of, model_of
-from tests.algorithm.policy.test_optimisation import Stop, assert_near, curve_and_weights, first_gradients
+from runner.trainer.callbacks import LogStep
+from runner.trainer.loop import TrainingJob, run_loop
+from tests.algorithm.harness import job_of, make_model
+from tests.algorithm.policy.test_optimization import Stop, assert_near, curve_and_weights, first_gradients
 
 SMALL: dict[str, Any] = {"teacher": "a/teacher", "batch_size": 4, "micro_batch_tokens": 10**6}
 BASE = ("algorithm=opd", "algorithm.teacher=some/where", "sampler=torch", "model=tiny", "data=demo")
@@ -41,7 +41,7 @@ def test_the_gradient_is_that_of_the_formula_written_out(temperature: float) -> 
     got = first_gradients(config, temperature=temperature)
     job = job_of(config, temperature=temperature)
     job.publish(0)
-    experience, learner, teacher = job.algorithm.collect(0), job.learners["policy"], model_of(7)
+    experience, learner, teacher = job.algorithm.collect(0), job.learners["policy"], make_model(7)
     student: Any = learner.model  # type: ignore[attr-defined]
     total, tokens = torch.zeros(()), 0
     for group in experience.groups:
@@ -59,8 +59,15 @@ def test_the_gradient_is_that_of_the_formula_written_out(temperature: float) -> 
     "config",
     [
         OpdConfig(**SMALL, group_size=3),
-        OpdConfig(**SMALL, mini_batches=2, objective="cispo", aggregation="prompt_mean"),
-        OpdConfig(**SMALL, kl="k3", kl_coef=0.2, entropy_coef=0.1, ratio="sequence", aggregation="seq_mean_token_mean"),
+        OpdConfig(**SMALL, mini_batches=2, policy_loss="cispo", loss_aggregation="prompt_mean"),
+        OpdConfig(
+            **SMALL,
+            kl_estimator="k3",
+            kl_coef=0.2,
+            entropy_coef=0.1,
+            importance_sampling_level="sequence",
+            loss_aggregation="seq_mean_token_mean",
+        ),
         OpdConfig(**SMALL, lag=1, correction="decoupled"),
     ],
     ids=["plain", "cispo", "kl", "decoupled"],
@@ -74,11 +81,11 @@ def test_sharing_prompts_and_cutting_micro_batches_change_no_gradient(config: Op
 def test_the_reverse_kl_falls_and_no_reward_is_spoken_of() -> None:
     seen: list[Mapping[str, float]] = []
     config = OpdConfig(**SMALL | {"batch_size": 32})
-    job = job_of(config, steps=12, lr=1e-2, callbacks=[Record([lambda step, values: seen.append(values)])])
+    job = job_of(config, steps=12, lr=1e-2, callbacks=[LogStep([lambda step, values: seen.append(values)])])
     wanted: Any = job.models["teacher"]._model.causal  # type: ignore[attr-defined]
     wanted.lm_head.weight.data.mul_(15)  # decided, and the same whatever stands before
     wanted.model.embed_tokens.weight.data[:] = wanted.model.embed_tokens.weight.data[0]
-    run(job, 0)
+    run_loop(job, 0)
     curve = [values["distill/reverse_kl"] for values in seen]
     assert sum(curve[-3:]) < 0.8 * sum(curve[:3]), curve
     assert not [name for values in seen for name in values if name.startswith("reward/")]
@@ -90,7 +97,7 @@ def test_the_reverse_kl_falls_and_no_reward_is_spoken_of() -> None:
 
 
 def test_the_reverse_kl_is_measured_where_it_is_learnt() -> None:
-    job = job_of(OpdConfig(**SMALL, overlong="mask"))
+    job = job_of(OpdConfig(**SMALL, mask_truncated=True))
     job.publish(0)
     experience = job.algorithm.collect(0)
     [batch] = job.algorithm.prepare(experience, job.models)
@@ -128,14 +135,14 @@ def test_the_gradient_is_the_same_whether_old_is_scored_beforehand_or_not() -> N
     assert_near(once, twice, 1e-5)
 
 
-def resumed(config: OpdConfig) -> tuple[Job, Any]:
-    """A job that goes on after three steps of another one, and the numbers of one left in peace."""
+def resumed(config: OpdConfig) -> tuple[TrainingJob, Any]:
+    """A job that continues after three steps of another one, and the numbers of one left in peace."""
     wanted = curve_and_weights(job_of(config, steps=6, callbacks=[]), 0)
     job = job_of(config, steps=6, callbacks=[])
     stop = Stop(job, 3)
     job.callbacks.append(stop)  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
-        run(job, 0)
+        run_loop(job, 0)
     again = job_of(config, steps=6, callbacks=[])
     parts: dict[str, Any] = {**again.learners, "algorithm": again.algorithm, "feed": again.feed}
     for name, part in parts.items():
@@ -156,10 +163,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
     [
         (["reward=exact"], "reward: algorithm=opd learns without a reward; type reward=none"),
         (["sampler=none"], "sampler: algorithm=opd needs one; type sampler=torch"),
-        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl=none"),
-        (["algorithm.kl=k3", "algorithm.kl_place=reward"], "algorithm.kl_place:"),
+        (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl_estimator=none"),
+        (["algorithm.kl_estimator=k3", "algorithm.kl_in=reward"], "algorithm.kl_in:"),
         (["algorithm.zero_variance=drop"], "algorithm.zero_variance:"),
-        (["algorithm.resample_rounds=2"], "algorithm.resample_rounds:"),
+        (["algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds:"),
         (["algorithm.lag=2"], "algorithm.lag: 2 needs algorithm.correction=decoupled"),
         (["algorithm=distill"], "sampler: algorithm=distill learns from given data"),
     ],
@@ -213,5 +220,5 @@ def test_the_loss_is_explained(
 
 def test_both_have_a_teacher_beside_what_else_is_frozen() -> None:
     made = default_registry().classes("algorithm")
-    assert made["distill"](teacher="x", teacher_revision="main").frozen()["teacher"].revision == "main"  # type: ignore[attr-defined]
-    assert list(OpdConfig(**SMALL, kl="k3").frozen()) == ["reference", "teacher"]
+    assert made["distill"](teacher="x", teacher_revision="main").frozen_models()["teacher"].revision == "main"  # type: ignore[attr-defined]
+    assert list(OpdConfig(**SMALL, kl_estimator="k3").frozen_models()) == ["reference", "teacher"]

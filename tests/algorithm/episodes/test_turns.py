@@ -1,21 +1,36 @@
-"""Episodes of several turns: what is learnt, what is context, and that no token is made twice."""
+"""Episodes of several turns: what is trained on, what is context, and that no token is made twice."""
 
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import Player, Turns
-from runner.algorithm.episodes.rollouts import Collector, Experience, Group
+from runner.algorithm.episodes.episode import EpisodeRunner
+from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector
 from runner.algorithm.policy.config import GrpoConfig
+from runner.build.conversations import build_extend
+from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
+from runner.data.chat import Renderer
+from runner.data.config import ChatConfig
 from runner.environment import calculator
 from runner.environment.config import CalculatorConfig
-from runner.interfaces import Completion, Environments, Item, Observation, Prompt, Question, Request, Rollout, Written
+from runner.interfaces import (
+    Completion,
+    EnvironmentFactory,
+    EvalQuestion,
+    GreedyOutput,
+    Observation,
+    Prompt,
+    Request,
+    Rollout,
+    TokenizedExample,
+)
 from runner.model.tiny import byte_tokenizer
 from runner.trainer.evaluator import Evaluator
 from tests.algorithm import harness
@@ -33,12 +48,12 @@ class Script:
 
     temperature = 1.0
     max_new_tokens = 32
-    longest: int | None = None
+    max_model_len: int | None = None
 
     def __init__(self, *turns: str) -> None:
         self.lines, self.asked, self.at = turns, list[list[Request]](), 0
 
-    def load(self, tensors: Any, version: int) -> None:
+    def load_weights(self, tensors: Any, version: int) -> None:
         raise AssertionError("nothing is loaded here")
 
     def sample(self, requests: Any) -> list[Rollout]:
@@ -70,13 +85,13 @@ PROMPT = Prompt(ids_of(PROMPT_TEXT), "12+34", ({"role": "user", "content": "12+3
 
 
 def play(
-    *turns: str, environments: Environments | None = None, longest: int | None = None
+    *turns: str, environments: EnvironmentFactory | None = None, longest: int | None = None
 ) -> tuple[Any, Script, Keeps]:
     sampler, reward = Script(*turns), Keeps()
-    sampler.longest = longest
+    sampler.max_model_len = longest
     made = environments or calculator.build(CalculatorConfig())
-    collector = Collector(sampler, reward, TOKENIZER, 0, 1, made, Turns(TOKENIZER))
-    [group] = collector.groups([PROMPT], 0, 0)
+    collector = RolloutCollector(sampler, reward, TOKENIZER, 0, 1, made, Renderer(TOKENIZER).extend)
+    [group] = collector.collect_groups([PROMPT], 0, 0)
     return group.samples[0], sampler, reward
 
 
@@ -133,21 +148,25 @@ def test_an_episode_ends_where_the_model_has_no_room_for_another_turn(room: int)
 
 def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(harness, "CONFIG", harness.CONFIG.model_copy(update={"max_positions": 64}))
-    environments, often = Environments(harness.Nods, 8), range(0, 512, 2)
-    job = harness.job_of(GrpoConfig(batch_size=4, group_size=2), environments=environments, stop_tokens=often)
+    environments, often = EnvironmentFactory(harness.Nods, 8), range(0, 512, 2)
+    job = harness.job_of(GrpoConfig(batch_size=4, group_size=2), environments=environments, stop_token_ids=often)
     job.publish(0)
     experience: Any = job.algorithm.collect(0)
     samples = [(len(group.prompt.ids) + len(one.ids), one) for group in experience.groups for one in group.samples]
     assert all(one.finish == "length" and size <= 64 for size, one in samples), "eight turns do not fit"
-    assert any(one.before for _, one in samples), "or no episode went on"
-    assert job.algorithm.describe(0, experience)[0]["rollout/cut_off"] == 1
+    assert any(one.history for _, one in samples), "or no episode went on"
+    assert job.algorithm.describe(0, experience)[0]["rollout/truncated_frac"] == 1
     list(job.algorithm.prepare(experience, job.models))
 
 
 def test_a_greedy_episode_ends_where_a_sampled_one_does() -> None:
     call, longest = "calc 1+1", len(PROMPT.ids) + 50
-    player = Player(TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), Turns(TOKENIZER), longest)
-    [episode] = player.greedy([PROMPT], lambda prompts: [Written((*ids_of(call), END), "stop") for _ in prompts])
+    player = EpisodeRunner(
+        TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), Renderer(TOKENIZER).extend, longest
+    )
+    [episode] = player.run_greedy(
+        [PROMPT], lambda prompts: [GreedyOutput((*ids_of(call), END), "stop") for _ in prompts]
+    )
     sample, _, _ = play(*[call] * 8, environments=calculator.build(CalculatorConfig(max_turns=8)), longest=longest)
     assert (tuple(episode.ids), episode.text, episode.finish) == (sample.ids, sample.text, "length")
 
@@ -171,13 +190,15 @@ def test_the_calculator_answers_calls_and_nothing_else(call: str, answer: str) -
 
 def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() -> None:
     sample, _, _ = play("calc 12+34", "46")
-    assert sample.before == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
+    assert sample.history == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
     experience = Experience(0, (Group(PROMPT, (sample,)),), 1)
-    again = rollouts.decode(json.loads(json.dumps(rollouts.encode(experience), default=list_of), object_hook=tensor_of))
+    again = rollouts.decode_experience(
+        json.loads(json.dumps(rollouts.encode_experience(experience), default=list_of), object_hook=tensor_of)
+    )
     assert again == experience
-    [row] = rollouts.samples(experience, rewarded=True)
-    assert (row["turns"], row["answer"]) == (list(sample.before), "46")
-    [alone] = rollouts.samples(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True)
+    [row] = rollouts.sample_records(experience, rewarded=True)
+    assert (row["turns"], row["answer"]) == (list(sample.history), "46")
+    [alone] = rollouts.sample_records(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True)
     assert "turns" not in alone and alone["answer"] == "46"
 
 
@@ -189,17 +210,21 @@ def tensor_of(value: dict[str, Any]) -> Any:
     return torch.tensor(value["values"], dtype=getattr(torch, value["is"])) if "is" in value else value
 
 
+def job_spec() -> Any:
+    return SimpleNamespace(chat=ChatConfig())
+
+
 def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
     """The greedy episode of a model that says these turns, and what it was asked."""
     asked: list[tuple[int, ...]] = []
 
-    def generate(prompts: Any) -> list[Written]:
+    def generate(prompts: Any) -> list[GreedyOutput]:
         asked.extend(map(tuple, prompts))
         ids = tuple(ids_of(turns[len(asked) - 1]))
-        return [Written(ids, "length" if len(ids) == limit else "stop")]
+        return [GreedyOutput(ids, "length" if len(ids) == limit else "stop")]
 
-    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
-    [episode] = player.greedy([PROMPT], generate)
+    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
+    [episode] = player.run_greedy([PROMPT], generate)
     return episode, asked
 
 
@@ -208,48 +233,62 @@ def test_a_greedy_episode_is_asked_the_very_tokens_of_a_sampled_one() -> None:
     episode, asked = answers("calc 12+34", "46")
     sample, sampler, _ = play("calc 12+34", "46")
     assert asked == [request.prompt for requests in sampler.asked for request in requests]
-    assert (episode.text, episode.before, episode.finish) == (sample.text, sample.before, "stop")
+    assert (episode.text, episode.history, episode.finish) == (sample.text, sample.history, "stop")
 
 
 def test_a_greedy_turn_that_was_cut_off_ends_the_episode() -> None:
     call = "calc 12+34"
     episode, asked = answers(call, "46", limit=len(ids_of(call)))
-    assert (episode.text, episode.before, episode.finish, len(asked)) == (call, (), "length", 1)
+    assert (episode.text, episode.history, episode.finish, len(asked)) == (call, (), "length", 1)
     whole, _ = answers(call, "46", limit=len(ids_of(call)) + 1)
     assert (whole.text, whole.finish) == ("46", "stop")
 
 
 def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
-    questions = [Question(Item(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right) for right in ("46", "47")]
+    questions = [
+        EvalQuestion(TokenizedExample(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right)
+        for right in ("46", "47")
+    ]
 
     class Knows:
         tokenizer = TOKENIZER
 
-        def generate(self, prompts: Any, max_new_tokens: int, **limits: Any) -> list[Written]:
+        def generate(self, prompts: Any, max_new_tokens: int, **limits: Any) -> list[GreedyOutput]:
             said = ["calc 12+34" if tuple(p) == PROMPT.ids else "46" for p in prompts]
-            return [Written(tuple(ids_of(text)), "stop") for text in said]
+            return [GreedyOutput(tuple(ids_of(text)), "stop") for text in said]
 
-    player = Player(TOKENIZER, calculator.build(CalculatorConfig()), Turns(TOKENIZER))
+    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
     model: Any = None  # nothing is scored
-    report = Evaluator((), questions, 8, 16, player.greedy).evaluate(model, Knows())
+    report = Evaluator((), questions, 8, 16, player.run_greedy).evaluate(model, Knows())
     assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values
     assert [s["turns"][1]["content"] for s in report.samples] == ["46", "46"]
     assert Evaluator((), questions, 8, 16).evaluate(model, Knows()).values["eval/exact_match"] == 0
 
 
 def test_a_turn_without_its_end_token_is_closed() -> None:
-    turns = Turns(TOKENIZER)
-    open_turn, closed = ids_of("4"), (*ids_of("4"), END)
-    assert turns.observation("tool", "x", open_turn) == [END, *turns.observation("tool", "x", closed)]
+    extend = Renderer(TOKENIZER).extend
+    message = {"role": "tool", "content": "x"}
+    assert extend(ids_of("4"), message) == [END, *extend((*ids_of("4"), END), message)]
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
+def test_a_template_that_rewrites_earlier_turns_is_continued() -> None:
     tokenizer = byte_tokenizer(512)
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] if loop.last or m['role'] != 'assistant' else '' }};{% endfor %}"
+        "{% for m in messages %}<|im_start|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
+        "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    with pytest.raises(EnvironmentProblem, match="writes earlier turns differently"):
-        Turns(tokenizer).observation("tool", "x", (1,))
+    found = Renderer(tokenizer).extend((*ids_of("<think></think>calc 1"), END), {"role": "tool", "content": "x"})
+    assert tokenizer.decode(found) == "<|im_start|>x<|im_end|><|im_start|>"
+
+
+def test_a_template_that_writes_nothing_of_an_observation_is_refused() -> None:
+    tokenizer = byte_tokenizer(512)
+    tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}"
+    with pytest.raises(EnvironmentProblem, match="writes nothing of an environment's message of role tool: 'x'"):
+        Renderer(tokenizer).extend((1,), {"role": "tool", "content": "x"})
+    with pytest.raises(EnvironmentProblem, match=r"writes nothing(?s:.)*environment\.role=user"):
+        build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())
+    assert build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig(role="user")), Decisions())
     tokenizer.chat_template = None
     with pytest.raises(EnvironmentProblem, match="needs a chat template"):
-        Turns(tokenizer)
+        build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())

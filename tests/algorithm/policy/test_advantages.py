@@ -21,11 +21,11 @@ Samples = list[tuple[float, int]]
 
 
 def batch_std(rewards: Tensor, group: Tensor) -> Tensor:
-    return advantages.batch_std(rewards, group, eps=EPS)
+    return advantages.batch_std(rewards, group, advantage_eps=EPS)
 
 
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "group_mean_std": lambda r, g: advantages.group_mean_std(r, g, eps=EPS),
+    "group_mean_std": lambda r, g: advantages.group_mean_std(r, g, advantage_eps=EPS),
     "group_mean": advantages.group_mean,
     "leave_one_out": advantages.leave_one_out,
     "batch_std": batch_std,
@@ -77,8 +77,8 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(name: str, s
 def test_a_normalised_advantage_ignores_shift_and_scale(samples: Samples, shift: float, scale: float) -> None:
     rewards, group = tensors(samples)
     apart = [_spread(samples, g) > 1e-3 for _, g in samples]  # nearer ones drown in the rounding of the shift
-    moved = advantages.group_mean_std(scale * rewards + shift, group, eps=0.0)
-    original = advantages.group_mean_std(rewards, group, eps=0.0)
+    moved = advantages.group_mean_std(scale * rewards + shift, group, advantage_eps=0.0)
+    original = advantages.group_mean_std(rewards, group, advantage_eps=0.0)
     torch.testing.assert_close(moved[apart], original[apart], rtol=1e-6, atol=1e-6)
 
 

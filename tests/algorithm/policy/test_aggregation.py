@@ -33,7 +33,7 @@ def mean(values: list[float]) -> float:
 
 
 def reference(name: str, losses: list[list[float]], prompts: list[list[list[float]]]) -> float:
-    """losses: of the learnt tokens of each row; prompts: the same, gathered by prompt."""
+    """losses: of the trained tokens of each row; prompts: the same, gathered by prompt."""
     filled = [row for row in losses if row]
     if name == "token_mean":
         return mean([x for row in losses for x in row])

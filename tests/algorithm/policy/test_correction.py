@@ -11,29 +11,29 @@ from hypothesis import given
 from torch import Tensor
 
 from runner.algorithm.policy import importance as correction
-from runner.algorithm.policy.importance import Level, behaviour_log_ratio
-from runner.interfaces.losses import Correction
+from runner.algorithm.policy.importance import Level, behavior_log_ratio
+from runner.interfaces.losses import ImportanceWeights
 from tests.algorithm.ragged import Rows, rows
 
 LOW, HIGH = 0.6, 1.8
-Rule = Callable[[Tensor], Correction]
+Rule = Callable[[Tensor], ImportanceWeights]
 
 RULES: dict[str, tuple[Rule, Callable[[float], tuple[float, bool]]]] = {
-    "tis": (lambda x: correction.tis(x, correction_high=HIGH), lambda rho: (min(rho, HIGH), rho > HIGH)),
+    "tis": (lambda x: correction.tis_weights(x, correction_max=HIGH), lambda rho: (min(rho, HIGH), rho > HIGH)),
     "mis": (
-        lambda x: correction.mis(x, correction_low=LOW, correction_high=HIGH),
+        lambda x: correction.mis_weights(x, correction_min=LOW, correction_max=HIGH),
         lambda rho: (rho, False) if LOW <= rho <= HIGH else (0.0, True),
     ),
     "decoupled": (
-        lambda x: correction.decoupled(x, correction_high=HIGH),
+        lambda x: correction.decoupled_weights(x, correction_max=HIGH),
         lambda rho: (0.0, True) if rho > HIGH else (rho, False),
     ),
-    "uncapped": (lambda x: correction.decoupled(x), lambda rho: (rho, False)),
+    "uncapped": (lambda x: correction.decoupled_weights(x), lambda rho: (rho, False)),
 }
 
 
 def rho_of(ragged: Rows, old: Tensor, sampled: Tensor, level: Level) -> list[float]:
-    """The ratio of each token, 1 where nothing is learnt."""
+    """The ratio of each token, 1 where nothing is trained."""
     out = [1.0] * len(old)
     for learnt in ragged.learnt:
         ratios = {t: math.exp(old[t].item()) / math.exp(sampled[t].item()) for t in learnt}
@@ -48,7 +48,7 @@ def rho_of(ragged: Rows, old: Tensor, sampled: Tensor, level: Level) -> list[flo
 def test_weights_and_what_the_bounds_took(name: str, level: Level, ragged: Rows) -> None:
     old, sampled = ragged.normal(2, scale=0.5)
     rule, expected = RULES[name]
-    got = rule(behaviour_log_ratio(old, sampled, ragged.mask, ragged.row, level))
+    got = rule(behavior_log_ratio(old, sampled, ragged.mask, ragged.row, level))
     pairs = [expected(rho) for rho in rho_of(ragged, old, sampled, level)]
     torch.testing.assert_close(got.weights, torch.tensor([w for w, _ in pairs], dtype=torch.float64))
     assert got.affected.tolist() == [hit for _, hit in pairs]
@@ -59,40 +59,40 @@ def test_weights_and_what_the_bounds_took(name: str, level: Level, ragged: Rows)
 def test_weights_are_constants(name: str, level: Level) -> None:
     old, sampled = torch.zeros(3, requires_grad=True), torch.zeros(3, requires_grad=True)
     mask, row = torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64)
-    assert not RULES[name][0](behaviour_log_ratio(old, sampled, mask, row, level)).weights.requires_grad
+    assert not RULES[name][0](behavior_log_ratio(old, sampled, mask, row, level)).weights.requires_grad
 
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_without_drift_every_weight_is_one(name: str, level: Level) -> None:
     logprobs, row = torch.tensor([-0.3, -2.0, float("-inf")]), torch.zeros(3, dtype=torch.int64)
-    got = RULES[name][0](behaviour_log_ratio(logprobs, logprobs, torch.arange(3) < 2, row, level))
+    got = RULES[name][0](behavior_log_ratio(logprobs, logprobs, torch.arange(3) < 2, row, level))
     assert got.weights.tolist() == [1, 1, 1] and not got.affected.any()
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_log_ratios_are_clamped_after_the_sum(level: Level) -> None:
     old, sampled = torch.tensor([30.0, -25.0]), torch.zeros(2)
-    got = behaviour_log_ratio(old, sampled, torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), level)
+    got = behavior_log_ratio(old, sampled, torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64), level)
     assert got.tolist() == ([20, -20] if level == "token" else [5, 5])
 
 
 @given(rows())
 def test_drift_counts_learnt_tokens(ragged: Rows) -> None:
     old, sampled = ragged.normal(2)
-    got = correction.drift(old, sampled, ragged.mask)
+    got = correction.sampler_mismatch(old, sampled, ragged.mask)
     pairs = [(old[t].item(), sampled[t].item()) for learnt in ragged.learnt for t in learnt]
     expected = {
-        "abs_logprob_diff": sum(abs(o - mu) for o, mu in pairs),
-        "abs_prob_diff": sum(abs(math.exp(o) - math.exp(mu)) for o, mu in pairs),
+        "logprob_diff": sum(abs(o - mu) for o, mu in pairs),
+        "prob_diff": sum(abs(math.exp(o) - math.exp(mu)) for o, mu in pairs),
     }
     assert {k: total.item() for k, (total, _) in got.items()} == pytest.approx(expected)
     assert {count.item() for _, count in got.values()} == {len(pairs)}
 
 
 def test_the_affected_share_counts_learnt_tokens_only() -> None:
-    affected = Correction(torch.ones(4), torch.tensor([True, True, False, False]))
-    share = correction.affected_share(affected, torch.tensor([True, False, True, True]))
+    affected = ImportanceWeights(torch.ones(4), torch.tensor([True, True, False, False]))
+    share = correction.affected_counts(affected, torch.tensor([True, False, True, True]))
     assert [x.item() for x in share] == [1, 3]
 
 

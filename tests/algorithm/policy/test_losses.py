@@ -82,7 +82,7 @@ def test_diagnostics_are_masks(name: str) -> None:
     new = torch.zeros(2, requires_grad=True)
     loss, diagnostics = LOSSES[name](new, torch.zeros(2), torch.ones(2))
     assert loss.shape == (2,)
-    assert set(diagnostics) <= {"clipped_dual", "clipped_high", "clipped_low"}
+    assert set(diagnostics) <= {"clip_frac_dual", "clip_frac_high", "clip_frac_low"}
     assert all(values.dtype == torch.bool and values.shape == (2,) for values in diagnostics.values())
 
 
@@ -90,9 +90,9 @@ def test_the_masks_of_ppo_are_where_a_bound_took_effect() -> None:
     ratio = torch.tensor([0.5, 0.5, 1.0, 2.0, 2.0, 12.0])
     advantages = torch.tensor([-1.0, 1.0, 1.0, 1.0, -1.0, -1.0])
     _, got = policy_losses.ppo_clip(ratio, advantages, clip_low=LOW, clip_high=HIGH, dual_clip=DUAL)
-    assert got["clipped_low"].tolist() == [True, False, False, False, False, False]
-    assert got["clipped_high"].tolist() == [False, False, False, True, False, False]
-    assert got["clipped_dual"].tolist() == [False, False, False, False, False, True]
+    assert got["clip_frac_low"].tolist() == [True, False, False, False, False, False]
+    assert got["clip_frac_high"].tolist() == [False, False, False, True, False, False]
+    assert got["clip_frac_dual"].tolist() == [False, False, False, False, False, True]
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -109,7 +109,7 @@ def test_extreme_ratios_stay_finite(name: str, log_ratio: float, advantage: floa
 def test_the_value_loss(value: float, old: float, target: float, width: float | None) -> None:
     v = torch.tensor([value], dtype=torch.float64, requires_grad=True)
     o, r = (torch.tensor([x], dtype=torch.float64) for x in (old, target))
-    loss, diagnostics = policy_losses.value_clip(v, o, r, clip=width)
+    loss, diagnostics = policy_losses.clipped_value_loss(v, o, r, clip=width)
     loss.backward()
     plain = (value - target) ** 2
     bounded = plain if width is None else (old + clip(value - old, -width, width) - target) ** 2

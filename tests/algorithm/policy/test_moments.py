@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.policy.advantages import mean_and_variance, whiten
+from runner.algorithm.policy.advantages import masked_mean_and_variance, whiten
 from tests.algorithm.ragged import Rows, rows
 
 
@@ -35,7 +35,7 @@ def test_whitening_is_by_the_mean_and_variance_of_what_counts(ragged: Rows, ddof
 @pytest.mark.parametrize(("ddof", "reference"), [(0, statistics.pvariance), (1, statistics.variance)])
 def test_the_variance_is_the_populations_or_bessel_corrected(ddof: int, reference) -> None:  # type: ignore[no-untyped-def]
     values = torch.tensor([3.0, 4.5, -1.0, 0.25], dtype=torch.float64)
-    mean, got = mean_and_variance(values, torch.ones(4, dtype=torch.bool), ddof=ddof)
+    mean, got = masked_mean_and_variance(values, torch.ones(4, dtype=torch.bool), ddof=ddof)
     assert got.item() == pytest.approx(reference(values.tolist()), rel=1e-12)
     assert mean.item() == pytest.approx(statistics.fmean(values.tolist()), rel=1e-12)
 
@@ -43,7 +43,7 @@ def test_the_variance_is_the_populations_or_bessel_corrected(ddof: int, referenc
 def test_what_is_masked_out_is_never_read() -> None:
     values = torch.tensor([1.0, float("nan"), 3.0, float("inf")], dtype=torch.float64)
     mask = torch.tensor([True, False, True, False])
-    assert [x.item() for x in mean_and_variance(values, mask, ddof=1)] == [2.0, 2.0]
+    assert [x.item() for x in masked_mean_and_variance(values, mask, ddof=1)] == [2.0, 2.0]
     torch.testing.assert_close(whiten(values, mask), torch.tensor([-1.0, 0, 1.0, 0], dtype=torch.float64))
 
 

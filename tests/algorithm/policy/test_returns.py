@@ -8,14 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.algorithm.policy.advantages import discounted_returns, gae, penalised_rewards, place_rewards, scored_tokens
+from runner.algorithm.policy.advantages import (
+    discounted_returns,
+    gae,
+    kl_penalized_rewards,
+    scored_mask,
+    token_level_rewards,
+)
 from tests.algorithm.ragged import NAN, Rows, rows
 
 FACTOR = st.sampled_from([0.0, 0.5, 0.95, 1.0])
 
 
 def gae_by_hand(ragged: Rows, rewards: Tensor, values: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-    """Backwards over each row's learnt tokens, as if the others were not there."""
+    """Backwards over each row's trained tokens, as if the others were not there."""
     advantages, returns = torch.zeros_like(values), torch.zeros_like(values)
     for learnt in ragged.learnt:
         next_value = advantage = 0.0
@@ -94,16 +100,16 @@ def test_place_rewards_place_the_reward_last_and_the_penalty_everywhere(
     for n, learnt in enumerate(ragged.learnt):
         for t in learnt if not rewards[n].isnan() else []:
             expected[t] = -beta * kl[t] + (rewards[n] if t == learnt[-1] else 0)
-    torch.testing.assert_close(place_rewards(rewards, kl, ragged.mask, ragged.row, beta), expected)
+    torch.testing.assert_close(token_level_rewards(rewards, kl, ragged.mask, ragged.row, beta), expected)
 
 
 @given(rows(min_rows=1), st.floats(0, 2))
 def test_both_placements_of_the_penalty_agree_on_the_rows_total(ragged: Rows, beta: float) -> None:
     kl, per_row = ragged.normal(2)
     rewards = torch.cat([per_row, per_row.new_zeros(5)])[: len(ragged.masks)]
-    inside = penalised_rewards(rewards, kl, ragged.mask, ragged.row, beta)
+    inside = kl_penalized_rewards(rewards, kl, ragged.mask, ragged.row, beta)
     placed = discounted_returns(
-        place_rewards(rewards, kl, ragged.mask, ragged.row, beta), ragged.mask, ragged.row, gamma=1.0
+        token_level_rewards(rewards, kl, ragged.mask, ragged.row, beta), ragged.mask, ragged.row, gamma=1.0
     )
     for n, learnt in enumerate(ragged.learnt):
         expected = placed[learnt[0]] if learnt else rewards[n]
@@ -113,13 +119,13 @@ def test_both_placements_of_the_penalty_agree_on_the_rows_total(ragged: Rows, be
 def test_an_unscored_row_stays_unscored_and_leaves_the_mask() -> None:
     rewards, row = torch.tensor([NAN, 1.0]), torch.tensor([0, 0, 1, 1])
     mask, kl = torch.tensor([True, True, False, True]), torch.ones(4)
-    assert scored_tokens(mask, rewards, row).tolist() == [False, False, False, True]
-    assert penalised_rewards(rewards, kl, mask, row, 0.5).isnan().tolist() == [True, False]
+    assert scored_mask(mask, rewards, row).tolist() == [False, False, False, True]
+    assert kl_penalized_rewards(rewards, kl, mask, row, 0.5).isnan().tolist() == [True, False]
 
 
 @pytest.mark.parametrize("size", [0, 1])
 def test_nothing_to_learn(size: int) -> None:
     nothing = torch.zeros(size, dtype=torch.bool)
     row, x = torch.zeros(size, dtype=torch.int64), torch.ones(size)
-    assert place_rewards(torch.ones(1), x, nothing, row, 0.1).tolist() == [0] * size
+    assert token_level_rewards(torch.ones(1), x, nothing, row, 0.1).tolist() == [0] * size
     assert [part.tolist() for part in gae(x, x, nothing, row, gamma=1.0, lam=1.0)] == [[0] * size] * 2

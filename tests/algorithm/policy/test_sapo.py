@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.loss_registry import chosen, options_in_force
+from runner.algorithm.loss_registry import resolved_options, selected_function
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.policy.losses import sapo
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from tests.algorithm.harness import job_of
-from tests.algorithm.policy.test_optimisation import SMALL
+from tests.algorithm.policy.test_optimization import SMALL
 
 
 def gate(ratio: float, tau: float) -> float:
@@ -43,15 +43,18 @@ def test_value_and_gradient(log_ratio: float, advantage: float, positive: float,
 
 
 def test_the_defaults_are_the_papers_and_what_is_set_wins() -> None:
-    assert options_in_force(GrpoConfig(objective="sapo"), "objective") == {"tau_positive": 1.0, "tau_negative": 1.05}
-    config = GrpoConfig(objective="sapo", tau_negative=2.0)
-    assert options_in_force(config, "objective") == {"tau_positive": 1.0, "tau_negative": 2.0}
-    assert chosen(config, "objective").paper == "SAPO 2511.20347"
+    assert resolved_options(GrpoConfig(policy_loss="sapo"), "policy_loss") == {
+        "tau_positive": 1.0,
+        "tau_negative": 1.05,
+    }
+    config = GrpoConfig(policy_loss="sapo", tau_negative=2.0)
+    assert resolved_options(config, "policy_loss") == {"tau_positive": 1.0, "tau_negative": 2.0}
+    assert selected_function(config, "policy_loss").paper == "SAPO 2511.20347"
 
 
 def test_a_job_trains_with_it() -> None:
     """At ratio 1 the gate is 2/τ, so the first loss of a step is −Σ weight·A·2/τ."""
-    job = job_of(GrpoConfig(**SMALL, objective="sapo", tau_positive=2.0, tau_negative=4.0))
+    job = job_of(GrpoConfig(**SMALL, policy_loss="sapo", tau_positive=2.0, tau_negative=4.0))
     job.publish(0)
     batch = next(iter(job.algorithm.prepare(job.algorithm.collect(0), job.models)))
     advantages, weight = batch.tokens["advantages"], batch.tokens["weight"].double()
@@ -60,7 +63,7 @@ def test_a_job_trains_with_it() -> None:
     tau = torch.where(advantages > 0, 2.0, 4.0)
     expected = torch.where(weight != 0, weight * -advantages * 2 / tau, 0).sum()
     torch.testing.assert_close(got.total.double(), expected.double())
-    assert got.metrics.result()["policy/clipped_low"] == 0
+    assert got.metrics.result()["policy/clip_frac_low"] == 0
 
 
 def test_it_is_listed_explained_and_its_options_are_its_own(
@@ -68,8 +71,8 @@ def test_it_is_listed_explained_and_its_options_are_its_own(
 ) -> None:
     assert main(["explain", "loss", "algorithm=sapo", "algorithm.tau_negative=1.2"]) == 0
     printed = capsys.readouterr().out
-    assert "(objective=sapo; SAPO 2511.20347)" in printed and "algorithm.tau_negative=1.2 " in printed
-    assert main(["explain", "algorithm.objective", "algorithm=grpo"]) == 0
-    assert "objective=sapo   −A·(4/τ)·sigmoid(τ·(r − 1))" in capsys.readouterr().out
-    with pytest.raises(SpecError, match="not used with objective=clip; it belongs to objective=sapo"):
+    assert "(policy_loss=sapo; SAPO 2511.20347)" in printed and "algorithm.tau_negative=1.2 " in printed
+    assert main(["explain", "algorithm.policy_loss", "algorithm=grpo"]) == 0
+    assert "policy_loss=sapo   −A·(4/τ)·sigmoid(τ·(r − 1))" in capsys.readouterr().out
+    with pytest.raises(SpecError, match="not used with policy_loss=clip; it belongs to policy_loss=sapo"):
         compose_job(["+recipe=grpo_demo", "algorithm.tau_positive=1.0"])

@@ -12,8 +12,8 @@ from torch import Tensor
 from runner.algorithm.policy.config import PpoConfig
 from runner.core.batch import Batch
 from runner.interfaces import Outputs
-from runner.trainer.callbacks import Record
-from runner.trainer.loop import Job, run
+from runner.trainer.callbacks import LogStep
+from runner.trainer.loop import TrainingJob, run_loop
 from tests.algorithm.harness import even_bytes, job_of
 
 CONFIG = PpoConfig(
@@ -21,7 +21,7 @@ CONFIG = PpoConfig(
 )
 
 
-def job_with_values(config: PpoConfig = CONFIG, **options: Any) -> Job:
+def job_with_values(config: PpoConfig = CONFIG, **options: Any) -> TrainingJob:
     """A job whose value head is not zero."""
     job = job_of(config, **options)
     head = model(job).value_head
@@ -29,7 +29,7 @@ def job_with_values(config: PpoConfig = CONFIG, **options: Any) -> Job:
     return job
 
 
-def model(job: Job) -> Any:
+def model(job: TrainingJob) -> Any:
     learner: Any = job.learners["policy"]
     return learner.model
 
@@ -43,7 +43,7 @@ def gae(rewards: list[float], values: list[float], gamma: float, lam: float) -> 
     return found
 
 
-def written_out(job: Job, config: PpoConfig) -> Tensor:
+def written_out(job: TrainingJob, config: PpoConfig) -> Tensor:
     """The first mini-batch's loss from plain passes over single answers."""
     experience = job.algorithm.collect(0)
     made = model(job)
@@ -105,8 +105,8 @@ def test_a_run_learns_its_values_ahead_of_the_trainer_too() -> None:
     """At lag 1 the sampler's copy takes the weights, the value head included, and the value error falls."""
     seen: list[Mapping[str, float]] = []
     config = PpoConfig(batch_size=16, group_size=2, lag=1, critic="shared", value_coef=1.0, value_clip=None)
-    callbacks = [Record([lambda step, values: seen.append(values)])]
-    run(job_of(config, steps=12, rate=lambda c: 1 + even_bytes(c), callbacks=callbacks, lr=3e-3), 0)
+    callbacks = [LogStep([lambda step, values: seen.append(values)])]
+    run_loop(job_of(config, steps=12, rate=lambda c: 1 + even_bytes(c), callbacks=callbacks, lr=3e-3), 0)
     assert seen[-1]["critic/loss"] < seen[0]["critic/loss"] / 4
     assert not any(name in seen[0] for name in ("critic/lr", "critic/grad_norm"))
 

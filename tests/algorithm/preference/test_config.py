@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from runner.algorithm.base import Frozen
-from runner.algorithm.loss_registry import options_in_force
+from runner.algorithm.base import FrozenModelSpec
+from runner.algorithm.loss_registry import resolved_options
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.core.errors import SpecError
 from runner.spec.decode import decode
@@ -59,20 +59,20 @@ def test_the_reference_under_an_adapter(reference: Any) -> None:
     for name in ("dpo", "kto"):
         assert problems(adapter="lora", name=name, reference=reference) == {}
     for config in (DpoConfig(reference=reference), KtoConfig(reference=reference)):
-        assert config.frozen() == {"reference": Frozen(reference)}
+        assert config.frozen_models() == {"reference": FrozenModelSpec(reference)}
 
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_loss_gets_its_own_defaults_or_what_was_set(loss: str) -> None:
     defaults = {name: option.default for name, option in LOSSES[loss].options.items()}
-    assert defaults and options_in_force(DpoConfig(loss=loss), "loss") == defaults
-    assert options_in_force(DpoConfig(loss=loss, **options_of(loss)), "loss") == options_of(loss)
+    assert defaults and resolved_options(DpoConfig(loss=loss), "loss") == defaults
+    assert resolved_options(DpoConfig(loss=loss, **options_of(loss)), "loss") == options_of(loss)
 
 
 def test_what_a_job_builds_for_a_reward_model() -> None:
     config = RmConfig()
-    assert config.learners() == {"reward_model": "scalar"}
-    assert config.frozen() == {} and config.items == "pairs"
+    assert config.trained_models() == {"reward_model": "scalar"}
+    assert config.frozen_models() == {} and config.item_kind == "pairs"
 
 
 @pytest.mark.parametrize("algorithm", [{"name": "dpo"}, {"name": "dpo", "loss": "simpo"}, {"name": "kto"}])
@@ -85,7 +85,11 @@ def test_dropout_of_an_adapter_is_refused_unless_it_is_wanted(algorithm: dict[st
 
 def test_dropout_can_be_kept_and_reward_models_have_it() -> None:
     kept, switched_off = DpoConfig(dropout=True), DpoConfig()
-    assert (kept.drops_out(), switched_off.drops_out(), RmConfig().drops_out()) == (True, False, True)
+    assert (kept.is_dropout_enabled(), switched_off.is_dropout_enabled(), RmConfig().is_dropout_enabled()) == (
+        True,
+        False,
+        True,
+    )
     adapter = {"name": "lora", "dropout": 0.1}
     decode({**JOB, "adapter": adapter, "algorithm": {"name": "dpo", "dropout": True}}, {})
     decode({**JOB, "adapter": adapter, "algorithm": {"name": "rm"}}, {})

@@ -1,4 +1,4 @@
-"""dpo, its kin and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
+"""dpo, its variants and kto: against plain Hugging Face passes and formulas in floats, and however a batch is cut."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from runner.algorithm.loss_registry import functions
-from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
-from runner.algorithm.preference.learning import build_dpo, build_kto, mismatched
-from runner.interfaces import Judged, Pair
+from runner.algorithm.preference.learning import build_dpo, build_kto, mismatch_completions
+from runner.interfaces import LabeledCompletion, PreferencePair
+from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
 from tests.algorithm.preferences import (
@@ -44,14 +44,14 @@ PAIRS = pairs(5)
 JUDGED = judged(6)
 
 
-def dpo(items: list[Pair], **options: Any) -> Any:
+def dpo(items: list[PreferencePair], **options: Any) -> Any:
     config = DpoConfig(**{"batch_size": len(items), **options})
-    return build_dpo(config, Parts(Given(items), TOKENIZER, 0, refuse))
+    return build_dpo(config, AlgorithmInputs(Given(items), TOKENIZER, 0, refuse))
 
 
-def kto(items: list[Judged], **options: Any) -> Any:
+def kto(items: list[LabeledCompletion], **options: Any) -> Any:
     config = KtoConfig(**{"batch_size": len(items), **options})
-    return build_kto(config, Parts(Given(items), TOKENIZER, 0, refuse))
+    return build_kto(config, AlgorithmInputs(Given(items), TOKENIZER, 0, refuse))
 
 
 def options_of(loss: str) -> dict[str, float]:
@@ -140,6 +140,21 @@ def test_the_gradient_is_that_of_plain_passes() -> None:
         policy.module.zero_grad()
 
 
+@pytest.mark.parametrize("share", [True, False])
+def test_the_cross_entropy_of_the_chosen_answer_may_stand_beside_the_loss(share: bool) -> None:
+    policy, reference = policy_and_reference()
+    twin, other = plain_policy_and_reference()
+    nll = [-plain_logprob(twin, pair.prompt, pair.chosen) / len(pair.chosen) for pair in PAIRS]
+    total = dpo_total(twin, other) + 0.4 * torch.stack(nll).mean()
+    expected = plain_gradients(total, twin)
+    subject = learner(policy, budget=1)
+    algorithm = dpo(PAIRS, beta=BETA, sft_coef=0.4, share_prompts=share)
+    _, metrics = backward(subject, algorithm, {"policy": subject, "reference": frozen(reference)})
+    assert_close(gradients(subject), expected, 1e-6)
+    assert metrics.result()["train/loss"] == pytest.approx(float(total.detach()), rel=1e-6)
+    policy.module.zero_grad()
+
+
 @pytest.mark.parametrize("loss", ["sigmoid", "orpo"])
 def test_gradients_do_not_depend_on_cuts_sharing_layout_or_order(loss: str) -> None:
     found = []
@@ -186,7 +201,7 @@ def test_equal_models_start_at_log_2_and_no_margin() -> None:
 
 
 def test_a_loss_without_reference_asks_for_none() -> None:
-    assert [loss for loss in LOSSES if not DpoConfig(loss=loss).frozen()] == list(WITHOUT_REFERENCE)
+    assert [loss for loss in LOSSES if not DpoConfig(loss=loss).frozen_models()] == list(WITHOUT_REFERENCE)
     subject = learner(model(5))
     backward(subject, dpo(PAIRS, loss="simpo"), {"policy": subject})
 
@@ -236,7 +251,7 @@ def test_no_loss_reads_a_value_back_from_the_device(algorithm: Any) -> None:
 # --- kto --------------------------------------------------------------------------------------------------------------
 
 
-def kto_z(policy: Any, reference: Any, items: list[Judged]) -> float:
+def kto_z(policy: Any, reference: Any, items: list[LabeledCompletion]) -> float:
     """z from plain passes: the prompt of each answer before the next one's completion."""
     policy, reference, total = plain(policy), plain(reference), 0.0
     for at, item in enumerate(items):
@@ -301,7 +316,7 @@ def test_the_metrics_of_kto() -> None:
     expected = {
         "train/loss": sum(1 - sig((1 if g else -1) * BETA * (d - z)) for g in sides for _, d, _ in sides[g]) / 6,
         "train/accuracy": sum((d > z) == g for g in sides for _, d, _ in sides[g]) / 6,
-        "train/z": z,
+        "train/kl_baseline": z,
     }
     for good, name in ((True, "chosen"), (False, "rejected")):
         own, ratios, sizes = (sum(column) for column in zip(*sides[good], strict=True))
@@ -332,8 +347,12 @@ def test_a_single_answer_has_nothing_to_be_swapped_with() -> None:
 
 
 def test_mismatched_answers() -> None:
-    items = [Judged((n,), (10 + n,), True) for n in range(3)]
-    assert [(i.prompt, i.completion) for i in mismatched(items)] == [((0,), (11,)), ((1,), (12,)), ((2,), (10,))]
+    items = [LabeledCompletion((n,), (10 + n,), True) for n in range(3)]
+    assert [(i.prompt, i.completion) for i in mismatch_completions(items)] == [
+        ((0,), (11,)),
+        ((1,), (12,)),
+        ((2,), (10,)),
+    ]
 
 
 def test_a_few_steps_of_kto_tell_good_from_bad() -> None:

@@ -106,7 +106,7 @@ CASES: dict[str, Case] = {
         lambda x, n: BETA * x,
     ),
     "bradley_terry": (
-        lambda c, r, n, m: losses.bradley_terry(c, r, margin=GAMMA, centring=0.01),
+        lambda c, r, n, m: losses.bradley_terry(c, r, margin=GAMMA, center_rewards_coef=0.01),
         lambda c, r, n, m: nll(c - r - GAMMA) + 0.01 * (c + r) ** 2,
         lambda x, n: x,
     ),

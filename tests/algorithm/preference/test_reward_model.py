@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.parts import Parts
 from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.learning import build
-from runner.interfaces import Pair
+from runner.interfaces import PreferencePair
+from runner.interfaces.learning import AlgorithmInputs
 from tests.algorithm.preferences import (
     TOKENIZER,
     WHOLE,
@@ -33,9 +33,9 @@ from tests.algorithm.preferences import (
 PAIRS = pairs(5)
 
 
-def rm(items: list[Pair], **options: Any) -> Any:
+def rm(items: list[PreferencePair], **options: Any) -> Any:
     config = RmConfig(**{"batch_size": len(items), **options})
-    return build(config, Parts(Given(items), TOKENIZER, 0, refuse))
+    return build(config, AlgorithmInputs(Given(items), TOKENIZER, 0, refuse))
 
 
 def plain_scores(twin: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -43,13 +43,14 @@ def plain_scores(twin: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("use_margin", [True, False])
-@pytest.mark.parametrize("centring", [0.0, 0.01])
-def test_the_loss_is_that_of_plain_passes(use_margin: bool, centring: float) -> None:
+@pytest.mark.parametrize("center_rewards_coef", [0.0, 0.01])
+def test_the_loss_is_that_of_plain_passes(use_margin: bool, center_rewards_coef: float) -> None:
     made = model(5, head="scalar", double=True)
     scores = [(c.item(), r.item()) for c, r in plain_scores(plain(made))]
     margins = [(p.margin or 0.0) if use_margin else 0.0 for p in PAIRS]
     losses = [
-        math.log1p(math.exp(-(c - r - m))) + centring * (c + r) ** 2 for (c, r), m in zip(scores, margins, strict=True)
+        math.log1p(math.exp(-(c - r - m))) + center_rewards_coef * (c + r) ** 2
+        for (c, r), m in zip(scores, margins, strict=True)
     ]
     expected = {
         "train/loss": sum(losses) / 5,
@@ -60,7 +61,7 @@ def test_the_loss_is_that_of_plain_passes(use_margin: bool, centring: float) -> 
     }
     for share in (True, False):
         subject = learner(made, budget=1)
-        algorithm = rm(PAIRS, use_margin=use_margin, centring=centring, share_prompts=share)
+        algorithm = rm(PAIRS, use_margin=use_margin, center_rewards_coef=center_rewards_coef, share_prompts=share)
         batch, metrics = backward(subject, algorithm, {"reward_model": subject})
         assert metrics.result() == pytest.approx(expected, rel=1e-5)
         assert batch.num_rows == (3 if share else 2) * len(PAIRS)
@@ -87,7 +88,7 @@ def test_gradients_do_not_depend_on_cuts_sharing_layout_or_order() -> None:
         (1, False, "padded", 0),
     ]:
         subject = learner(model(5, head="scalar", layout=layout), budget=budget)
-        algorithm = rm(PAIRS[turn:] + PAIRS[:turn], share_prompts=share, centring=0.01)
+        algorithm = rm(PAIRS[turn:] + PAIRS[:turn], share_prompts=share, center_rewards_coef=0.01)
         _, metrics = backward(subject, algorithm, {"reward_model": subject})
         found.append((gradients(subject), metrics.result()))
     for gradient, values in found[1:]:

@@ -19,19 +19,19 @@ import torch
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.build.samplers import _room
-from runner.cli.compose import compose_job
+from runner.build.samplers import _shared_memory_bytes
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SamplerFault
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.server import client as client_module
+from runner.core.errors import SamplerError
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.client import Client
-from runner.sampler.server.sampler import ServerSampler
-from runner.sampler.server.wire import Mark
+from runner.sampler.server.openai_client import OpenAiClient
+from runner.sampler.server.openai_protocol import ServerFingerprint
+from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.tools.plan.estimate import Estimate, estimate
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal
 from tests.sampler.server.standin import V32, StandIn, served
 from tests.sampler.server.test_server import asked, check, made, moved, sampling, stand_in, whole
@@ -46,8 +46,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
@@ -85,24 +85,24 @@ def coming_back(server: StandIn, url: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", ["load", "sleep", "wake"])
-def test_a_server_that_is_just_being_started_is_waited_for(what: str, tmp_path: Path, shelf: Shelf) -> None:
+def test_a_server_that_is_just_being_started_is_waited_for(what: str, tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = lora(), stand_in()
     with served(server) as url:
-        sampler = made(url, tmp_path / "own", policy, sync="adapter", sleep=True, retries=10)
+        sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", sleep=True, retries=10)
         moved(policy, 0.2)
-        version = shelf.put(1, policy.published("adapter"))
+        version = shelf.put(1, policy.hf_tensors("adapter"))
         if what != "load":
-            sampler.load(version, 1)
+            sampler.load_weights(version, 1)
         if what == "wake":
-            sampler.release()
+            sampler.release_memory()
     with coming_back(server, url):
         if what == "load":
-            sampler.load(version, 1)
+            sampler.load_weights(version, 1)
         elif what == "sleep":
-            sampler.release()
+            sampler.release_memory()
             assert server.asleep
         check(whole(policy), asked(1), sampler.sample(asked(1)), temperature=1.0)
-        assert sampler.measured()["retries"] > 0
+        assert sampler.pop_metrics()["retries"] > 0
         sampler.close()
 
 
@@ -120,8 +120,8 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        client = Client(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
-        with pytest.raises(SamplerFault, match=f"asked {times} times"):
+        client = OpenAiClient(f"http://127.0.0.1:{listening.getsockname()[1]}", None, 3)
+        with pytest.raises(SamplerError, match=f"asked {times} times"):
             client.post("/collective_rpc", {}, time.monotonic() + 20, again=again)
         listening.shutdown(socket.SHUT_RDWR)
         thread.join()
@@ -133,17 +133,17 @@ def test_what_may_have_been_delivered_is_sent_once_more_only_where_it_may_be(aga
     ("what", "kind"), [("/metrics", "cut"), ("/metrics", "503"), ("/metrics", "404"), ("score", "garbled")]
 )
 def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
-    what: str, kind: str, at: str, tmp_path: Path, shelf: Shelf
+    what: str, kind: str, at: str, tmp_path: Path, shelf: WeightStore
 ) -> None:
     policy, server = causal("qwen3"), stand_in()
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         moved(policy, NEARLY)
         server.broken = {what: [kind]} if at == "load" else {}
-        sampler.load(shelf.put(1, policy.published("all")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)
         server.start()
         server.broken = {what: [kind]} if at == "check" else {}
         sampler.sample(asked(1))
-        assert sampler.measured()["resyncs"] == 1
+        assert sampler.pop_metrics()["resyncs"] == 1
         trained, held = policy.inner.lm_head.weight, server.model.lm_head.weight
         assert not server.broken.get(what) and torch.equal(held, trained)
 
@@ -151,52 +151,52 @@ def test_no_answer_to_who_it_is_hides_that_it_was_started_anew(
 def test_a_server_that_never_says_when_it_began_is_asked_once_and_that_is_said(tmp_path: Path) -> None:
     server, decide = stand_in(version=replace(V32, metrics=False)), Decisions()
     with served(server) as url:
-        config = VllmServerConfig(url=url, batch_size=4, max_new_tokens=16)
+        config = ServerSamplerConfig(url=url, max_num_seqs=4, max_new_tokens=16)
         sampler = build(config, model=causal("qwen3"), decide=decide, folder=tmp_path / "own", recomputed=False)
         assert len(sampler.sample(asked(1))) == 3
         sampler.close()
     assert server.calls.count("/metrics") == 1
-    assert [one.got for one in decide.made if one.feature == "sampler restarts"] == [
+    assert [one.got for one in decide.entries if one.feature == "sampler restarts"] == [
         "known by what it says of fixed tokens alone"
     ]
 
 
 def test_a_server_that_does_not_wake_at_the_end_keeps_neither_adapter_nor_folder(
-    tmp_path: Path, shelf: Shelf, disk: Path
+    tmp_path: Path, shelf: WeightStore, disk: Path
 ) -> None:
     policy, server = lora(), stand_in()
     with served(server) as url:
-        sampler = made(url, tmp_path / "own", policy, sync="adapter", folder=str(disk), sleep=True)
-        sampler.load(shelf.put(1, policy.published("adapter")), 1)
-        sampler.release()
+        sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", folder=str(disk), sleep=True)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("adapter")), 1)
+        sampler.release_memory()
         server.broken = {"/wake_up": ["500"]}
-        with pytest.raises(SamplerFault, match="refuses /wake_up"):
+        with pytest.raises(SamplerError, match="refuses /wake_up"):
             sampler.close()
     assert not server.adapters and not [*disk.iterdir()]
 
 
-def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: Shelf, disk: Path) -> None:
+def test_a_server_that_is_gone_is_said_goodbye_to_once(tmp_path: Path, shelf: WeightStore, disk: Path) -> None:
     policy = lora()
     with served(stand_in()) as url:
-        sampler = made(url, tmp_path / "own", policy, sync="adapter", folder=str(disk), sleep=True)
-        sampler.load(shelf.put(1, policy.published("adapter")), 1)
-        sampler.release()
-    with pytest.raises(SamplerFault, match="asked 1 times"):
+        sampler = made(url, tmp_path / "own", policy, weight_sync="adapter", folder=str(disk), sleep=True)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("adapter")), 1)
+        sampler.release_memory()
+    with pytest.raises(SamplerError, match="asked 1 times"):
         sampler.close()
     assert not [*disk.iterdir()] and not (tmp_path / "own").exists()
 
 
 @pytest.mark.parametrize("sync", ["adapter", "reload"])
 def test_a_run_that_goes_on_removes_what_it_left_when_it_was_killed(
-    sync: str, tmp_path: Path, shelf: Shelf, disk: Path
+    sync: str, tmp_path: Path, shelf: WeightStore, disk: Path
 ) -> None:
     policy = lora()
-    version = shelf.put(1, policy.published("adapter" if sync == "adapter" else "all"))
+    version = shelf.put(1, policy.hf_tensors("adapter" if sync == "adapter" else "all"))
     with served(stand_in()) as url:
-        killed, resumed = (made(url, tmp_path / "own", policy, sync=sync, folder=str(disk)) for _ in range(2))
-        killed.load(version, 1)
+        killed, resumed = (made(url, tmp_path / "own", policy, weight_sync=sync, folder=str(disk)) for _ in range(2))
+        killed.load_weights(version, 1)
         left = {path.name for path in disk.glob("run-*/*")}
-        resumed.load(version, 1)
+        resumed.load_weights(version, 1)
         now = {path.name for path in disk.glob("run-*/*")}
         assert len(left) == len(now) == len([*disk.iterdir()]) == 1 and left != now
         resumed.close()
@@ -206,7 +206,7 @@ def test_a_run_that_goes_on_removes_what_it_left_when_it_was_killed(
 
 @pytest.mark.parametrize(("sync", "sent"), [("adapter", ["adapter"]), ("reload", ["changed", "fixed"])])
 def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
-    sync: str, sent: list[str], tmp_path: Path, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+    sync: str, sent: list[str], tmp_path: Path, shelf: WeightStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy, most = lora(64), 0
 
@@ -215,23 +215,28 @@ def test_there_is_room_for_what_the_server_has_beside_the_newest_version(
         held = {path.stat().st_ino: path.stat().st_size for path in shelf.folder.rglob("*.safetensors")}
         most = max(most, sum(held.values()))
 
-    monkeypatch.setattr(ServerSampler, "_now", lambda *_: Mark("", None))
-    with sampling(stand_in(), tmp_path / "own", policy, sync=sync) as sampler:
+    monkeypatch.setattr(OpenAiSampler, "_now", lambda *_: ServerFingerprint("", None))
+    with sampling(stand_in(), tmp_path / "own", policy, weight_sync=sync) as sampler:
         told = "load_adapter" if sync == "adapter" else "reload"
         monkeypatch.setattr(sampler._server, told, look)
         for way in sent[1:]:
-            shelf.keep(policy.published(way))
+            shelf.keep(policy.hf_tensors(way))
         for step in (1, 2, 3):
             shelf.drop_below(step)
-            version = shelf.put(step, policy.published(sent[0]))
+            version = shelf.put(step, policy.hf_tensors(sent[0]))
             look()
-            sampler.load(version, step)
-    sizes = [policy.published_bytes(way) for way in sent]
-    words = ["+recipe=grpo_demo", "sampler=vllm_server", "sampler.url=http://localhost:1", f"sampler.sync={sync}"]
+            sampler.load_weights(version, step)
+    sizes = [policy.hf_tensor_bytes(way) for way in sent]
+    words = [
+        "+recipe=grpo_demo",
+        "sampler=server",
+        "sampler.url=http://localhost:1",
+        f"sampler.weight_sync={sync}",
+    ]
     spec = compose_job([*words, "adapter=lora"]).spec
-    assert _room(spec, (sizes[0], sum(sizes[1:]))) == pytest.approx(most, rel=0.1)
+    assert _shared_memory_bytes(spec, (sizes[0], sum(sizes[1:]))) == pytest.approx(most, rel=0.1)
     elsewhere = compose_job([*words, "adapter=lora", "sampler.folder=/shared/weights"]).spec
-    assert _room(elsewhere, (3, 4)) == 3 + 4
+    assert _shared_memory_bytes(elsewhere, (3, 4)) == 3 + 4
     here, there = estimate(spec), estimate(elsewhere)
     assert here.shelf[0].bytes - there.shelf[0].bytes == _planned(here, sync)
 

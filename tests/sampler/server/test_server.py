@@ -21,16 +21,16 @@ import torch
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, EnvironmentProblem, SamplerFault, StorageError
+from runner.core.errors import DataError, EnvironmentProblem, SamplerError, StorageError
 from runner.interfaces import Request, Rollout
 from runner.model.tiny import byte_tokenizer
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.probed import Probe
-from runner.sampler.server import client as client_module
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.server import openai_client as client_module
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.sampler.server.openai_sampler import OpenAiSampler
+from runner.sampler.sync_probe import SyncProbe
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import causal, module, rows
 from tests.sampler.server.standin import OTHER, V10, V11, V14, V23, V32, Fault, StandIn, Version, served
 
@@ -55,19 +55,19 @@ def stand_in(**options: Any) -> StandIn:
 def whole(policy: Any) -> Any:
     """The policy as a plain model, its adapter merged."""
     made = module("qwen3")
-    made.load_state_dict(dict(policy.published("all")))
+    made.load_state_dict(dict(policy.hf_tensors("all")))
     return made
 
 
-def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> ServerSampler:
-    defaults = {"batch_size": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
-    config = VllmServerConfig(url=url, **defaults | options)
+def made(url: str, own: Path, policy: Any = None, recomputed: bool = False, **options: Any) -> OpenAiSampler:
+    defaults = {"max_num_seqs": 4, "max_new_tokens": 16, "retries": 3, "timeout_s": 20.0}
+    config = ServerSamplerConfig(url=url, **defaults | options)
     own.mkdir(parents=True, exist_ok=True)
     return build(config, model=policy or causal("qwen3"), decide=Decisions(), folder=own, recomputed=recomputed)
 
 
 @contextmanager
-def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[ServerSampler]:
+def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> Iterator[OpenAiSampler]:
     with served(server) as url:
         sampler = made(url, own, policy, **options)
         try:
@@ -79,8 +79,8 @@ def sampling(server: StandIn, own: Path, policy: Any = None, **options: Any) -> 
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
@@ -107,15 +107,14 @@ def check(model: Any, requests: Sequence[Request], got: Sequence[Rollout], **rul
 @pytest.mark.parametrize("version", [pytest.param(V10, marks=pytest.mark.slow), V32], ids=str)
 def test_draws_with_a_seed_per_answer_and_reports_what_was_drawn_from(version: Version, tmp_path: Path) -> None:
     server = stand_in(version=version)
-    with sampling(server, tmp_path, **RULE) as sampler:
+    with sampling(server, tmp_path, recomputed=True, **RULE) as sampler:
         got = sampler.sample(asked(raw=True))
         check(server.base, asked(), got, **RULE)
         assert sampler.sample(asked()[::-1])[0].ids == got[-1].ids
         assert server.most <= 4 < len(got) and len({one.ids for one in got}) == len(got)
         assert {one["seed"] for one in server.bodies} == {one.seed for one in asked()}
-        for request, rollout in zip(asked(), got, strict=True):
-            np.testing.assert_allclose(rollout.raw_logprobs, plain(server.base, request, rollout, 1.0), atol=ATOL)
-        assert sampler.measured()["tokens_per_s"] > 0 and sampler.longest == 128
+        assert all(one.raw_logprobs is None for one in got)  # neither answers nor scores are at this temperature
+        assert sampler.pop_metrics()["tokens_per_s"] > 0 and sampler.max_model_len == 128
     assert all(one["ignore_eos"] and one["stop_token_ids"] == [258] for one in server.bodies)
 
 
@@ -135,7 +134,7 @@ def test_an_answer_ends_where_we_end_it(tmp_path: Path) -> None:
     with sampling(server, tmp_path) as sampler:
         whole = sampler.sample(asked(1, 12))[0]
     text = sampler._stops._tokenizer.decode(list(whole.ids[2:4]))
-    for options, size in (({"stop_tokens": (whole.ids[4],)}, 5), ({"stop": (text,)}, 4)):
+    for options, size in (({"stop_token_ids": (whole.ids[4],)}, 5), ({"stop": (text,)}, 4)):
         with sampling(server, tmp_path / "other", **options) as sampler:
             found = sampler.sample(asked(1, 12))[0]
         assert found.finish == "stop" and len(found.ids) <= size and found.ids == whole.ids[: len(found.ids)]
@@ -145,11 +144,12 @@ def test_an_answer_ends_where_we_end_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "rule", "fits"),
     [
-        ("processed", RULE, True),
-        ("raw", {}, True),
+        ("processed", {"temperature": 0.7}, True),
+        ("processed", {"top_k": 5}, True),
+        ("processed", {"temperature": 0.7, "top_k": 5}, False),
+        ("raw", {"top_p": 0.6}, True),
         ("raw", {"temperature": 0.7}, False),
-        ("tempered", {"temperature": 0.7}, True),
-        ("tempered", {"top_k": 5}, False),
+        ("tempered", {"temperature": 0.7, "top_k": 5}, True),
     ],
 )
 def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fits: bool, tmp_path: Path) -> None:
@@ -158,7 +158,11 @@ def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fit
         assert len(sampler.sample(asked(1))) == len(PROMPTS)
     with served(server) as url:
         if fits:
-            made(url, tmp_path, **rule).close()
+            sampler = made(url, tmp_path, **rule)
+            for request, rollout in zip(asked(raw=True), sampler.sample(asked(raw=True)), strict=True):
+                wanted = plain(server.base, request, rollout, rule.get("temperature", 1.0))
+                np.testing.assert_allclose(rollout.raw_logprobs, wanted, atol=ATOL)
+            sampler.close()
             return
         with pytest.raises(EnvironmentProblem, match="--logprobs-mode processed_logprobs"):
             made(url, tmp_path, **rule)
@@ -166,10 +170,10 @@ def test_learns_what_log_probabilities_mean(mode: str, rule: dict[str, Any], fit
 
 REFUSED = {
     "no token ids": ({"version": OTHER}, {}, "no token ids"),
-    "a wrong key": ({"key": "secret"}, {}, "sampler.key_variable"),
+    "a wrong key": ({"key": "secret"}, {}, "sampler.api_key_env"),
     "another model": ({}, {"model": "qwen"}, "has the models policy; type sampler.model"),
-    "no adapters": ({"adapters_on": False}, {"sync": "adapter"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
-    "no development": ({"development_on": False}, {"sync": "reload"}, "VLLM_SERVER_DEV_MODE=1"),
+    "no adapters": ({"adapters_on": False}, {"weight_sync": "adapter"}, "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"),
+    "no development": ({"development_on": False}, {"weight_sync": "reload"}, "VLLM_SERVER_DEV_MODE=1"),
 }
 
 
@@ -187,12 +191,12 @@ def test_a_key_comes_from_the_environment_and_a_closing_v1_is_read_over(
 ) -> None:
     monkeypatch.setenv("SERVER_KEY", "secret")
     with served(stand_in(key="secret")) as url:
-        sampler = made(f"{url}/v1/", tmp_path, key_variable="SERVER_KEY")
+        sampler = made(f"{url}/v1/", tmp_path, api_key_env="SERVER_KEY")
         assert len(sampler.sample(asked(1))) == len(PROMPTS)
         sampler.close()
         monkeypatch.delenv("SERVER_KEY")
         with pytest.raises(EnvironmentProblem, match="SERVER_KEY is not set"):
-            made(url, tmp_path / "b", key_variable="SERVER_KEY")
+            made(url, tmp_path / "b", api_key_env="SERVER_KEY")
 
 
 def moved(model: Any, by: float) -> None:
@@ -202,11 +206,11 @@ def moved(model: Any, by: float) -> None:
             parameter.add_(noise, alpha=by)
 
 
-def probe(model: Any) -> Probe:
-    return Probe([list(row) for row in rows((9, 12))], 1e-4)
+def probe(model: Any) -> SyncProbe:
+    return SyncProbe([list(row) for row in rows((9, 12))], 1e-4)
 
 
-def expected(model: Any, probed: Probe, version: int) -> None:
+def expected(model: Any, probed: SyncProbe, version: int) -> None:
     scores = []
     for row in probed.rows:
         rest = Rollout(tuple(row[1:]), (), None, 0, "stop")
@@ -217,15 +221,15 @@ def expected(model: Any, probed: Probe, version: int) -> None:
 @pytest.mark.parametrize(
     "version", [V11, *(pytest.param(one, marks=pytest.mark.slow) for one in (V14, V23)), V32], ids=str
 )
-def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: Shelf) -> None:
+def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(version=version)
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
-        shelf.keep(policy.published("fixed"))
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
+        shelf.keep(policy.hf_tensors("fixed"))
         probed = probe(policy)
         for step in (1, 2):
             moved(policy, 0.05)
             expected(policy, probed, step)
-            probed.load(sampler, shelf.put(step, policy.published("changed")), step)
+            probed.load(sampler, shelf.put(step, policy.hf_tensors("changed")), step)
             got = sampler.sample(asked())
             check(whole(policy), asked(), got, temperature=1.0)
             assert {one.version for one in got} == {step}
@@ -236,31 +240,31 @@ def test_reloads_all_weights_by_what_the_version_knows(version: Version, tmp_pat
 
 @pytest.mark.parametrize("version", [pytest.param(V11, marks=pytest.mark.slow), V32], ids=str)
 def test_loads_an_adapter_under_a_new_name_and_unloads_the_old_one(
-    version: Version, tmp_path: Path, shelf: Shelf
+    version: Version, tmp_path: Path, shelf: WeightStore
 ) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server = stand_in(version=version)
-    with sampling(server, tmp_path / "own", policy, sync="adapter") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="adapter") as sampler:
         probed = probe(policy)
         for step in (1, 2):
             moved(policy, 0.2)
             expected(policy, probed, step)
-            probed.load(sampler, shelf.put(step, policy.published("adapter")), step)
+            probed.load(sampler, shelf.put(step, policy.hf_tensors("adapter")), step)
             check(whole(policy), asked(), sampler.sample(asked()), temperature=1.0)
             assert list(server.adapters) == [server.bodies[-1]["model"]] and f"-v{step}-" in next(iter(server.adapters))
     assert not server.adapters
 
 
 @pytest.mark.slow
-def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: Shelf) -> None:
+def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, shelf: WeightStore) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), causal("qwen3"), decide=Decisions())
     server, disk = stand_in(), Path(tempfile.mkdtemp(dir="/dev/shm"))
-    with sampling(server, tmp_path / "own", policy, sync="reload", folder=str(disk)) as sampler:
-        shelf.keep(policy.published("fixed"))
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload", folder=str(disk)) as sampler:
+        shelf.keep(policy.hf_tensors("fixed"))
         places = []
         for step in (1, 2):
             moved(policy, 0.2)
-            sampler.load(shelf.put(step, policy.published("changed")), step)
+            sampler.load_weights(shelf.put(step, policy.hf_tensors("changed")), step)
             check(whole(policy), asked(), sampler.sample(asked()), temperature=1.0)
             places += [next(disk.rglob("fixed-0000.safetensors")).stat().st_ino]
         assert places[0] == places[1] != (shelf.folder / "fixed-0000.safetensors").stat().st_ino
@@ -269,42 +273,42 @@ def test_on_a_shared_disk_what_does_not_change_is_copied_once(tmp_path: Path, sh
 
 
 @pytest.mark.slow
-def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: Shelf) -> None:
+def test_weights_that_were_not_taken_are_noticed(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in(keeps_old_weights=True)
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         probed = probe(policy)
         moved(policy, 0.05)
         expected(policy, probed, 1)
-        with pytest.raises(SamplerFault, match="off the trainer"):
-            probed.load(sampler, shelf.put(1, policy.published("all")), 1)
+        with pytest.raises(SamplerError, match="off the trainer"):
+            probed.load(sampler, shelf.put(1, policy.hf_tensors("all")), 1)
 
 
 @pytest.mark.parametrize("sync", ["reload", "adapter"])
 def test_a_server_that_was_started_anew_is_loaded_again_and_its_answers_are_not_used(
-    sync: str, tmp_path: Path, shelf: Shelf, caplog: pytest.LogCaptureFixture
+    sync: str, tmp_path: Path, shelf: WeightStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy: Any = causal("qwen3")
     if sync == "adapter":
         policy = attach(LoraConfig(rank=4, alpha=16.0), policy, decide=Decisions())
     server = stand_in()
-    with sampling(server, tmp_path / "own", policy, sync=sync) as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync=sync) as sampler:
         moved(policy, 0.2)
-        sampler.load(shelf.put(1, policy.published("all" if sync == "reload" else "adapter")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("all" if sync == "reload" else "adapter")), 1)
         server.faults = [Fault("none-yet", 0), Fault("restart")]
         with caplog.at_level(logging.WARNING, "runner"):
             got = sampler.sample(asked())
         check(whole(policy), asked(), got, temperature=1.0)
-        assert "has lost version 1" in caplog.text and sampler.measured()["resyncs"] == 1
+        assert "has lost version 1" in caplog.text and sampler.pop_metrics()["resyncs"] == 1
 
 
 @pytest.mark.slow
-def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: Path, shelf: WeightStore) -> None:
     policy, server = causal("qwen3"), stand_in()
-    with sampling(server, tmp_path / "own", policy, sync="reload") as sampler:
+    with sampling(server, tmp_path / "own", policy, weight_sync="reload") as sampler:
         moved(policy, 0.2)
-        sampler.load(shelf.put(1, policy.published("all")), 1)
+        sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)
         server.faults, server.keeps_old_weights = [Fault("restart")], True
-        with pytest.raises(SamplerFault, match="does not say what it said with them before"):
+        with pytest.raises(SamplerError, match="does not say what it said with them before"):
             sampler.sample(asked())
 
 
@@ -312,11 +316,11 @@ def test_a_server_that_was_started_anew_and_takes_nothing_is_given_up(tmp_path: 
 def test_a_server_that_gets_nothing_must_stay_as_it_is(tmp_path: Path) -> None:
     server = stand_in()
     with sampling(server, tmp_path) as sampler:
-        sampler.load(None, 7)
+        sampler.load_weights(None, 7)
         assert {one.version for one in sampler.sample(asked(1))} == {0}
         with torch.no_grad():
             server.model.lm_head.weight.mul_(1.5)
-        with pytest.raises(SamplerFault, match="has other weights than when the run began"):
+        with pytest.raises(SamplerError, match="has other weights than when the run began"):
             sampler.sample(asked(1))
 
 
@@ -328,12 +332,12 @@ def test_what_passes_is_waited_for(tmp_path: Path) -> None:
         for kind in ("503", "reset", "cut"):
             server.faults = [Fault(kind, 3)]
             assert sampler.sample(asked()) == right
-            assert sampler.measured()["retries"] == 3
+            assert sampler.pop_metrics()["retries"] == 3
 
 
 WRONG = {
-    "empty": "is empty",
-    "long": "has 9 tokens, above 8",
+    "empty": "has 0 tokens",
+    "long": "has 9 tokens, not 1 to 8",
     "foreign": "has the id 1000000",
     "infinite": "has the log-probability None",
     "missing": "has the log-probability None",
@@ -351,11 +355,11 @@ def test_an_answer_that_cannot_be_right_is_asked_for_once_more(tmp_path: Path) -
         for kind, words in WRONG.items():
             server.faults = [Fault(kind, 1)]
             assert sampler.sample(request) == right
-            assert sampler.measured()["rejected"] == 1
+            assert sampler.pop_metrics()["rejected"] == 1
             server.faults = [Fault(kind, 2)]
-            with pytest.raises(SamplerFault, match=words):
+            with pytest.raises(SamplerError, match=words):
                 sampler.sample(request)
-            sampler.measured()
+            sampler.pop_metrics()
 
 
 @pytest.mark.slow
@@ -363,11 +367,11 @@ def test_what_the_server_refuses_is_said_at_once_and_a_slow_one_ends_at_the_dead
     server = stand_in()
     with sampling(server, tmp_path, timeout_s=1.5) as sampler:
         server.faults = [Fault("400")]
-        with pytest.raises(SamplerFault, match="refuses to sample: status 400: top_k must be an integer"):
+        with pytest.raises(SamplerError, match="refuses to sample: status 400: top_k must be an integer"):
             sampler.sample(asked())
         server.faults = [Fault("slow", 99)]
         begun = time.monotonic()
-        with pytest.raises(SamplerFault, match=r"does not answer.*sampler\.timeout_s"):
+        with pytest.raises(SamplerError, match=r"does not answer.*sampler\.timeout_s"):
             sampler.sample(asked(1))
         assert time.monotonic() - begun < 4
 
@@ -380,7 +384,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
         closing = threading.Timer(0.3, sampler.close)
         closing.start()
         begun = time.monotonic()
-        with pytest.raises(SamplerFault, match="closed"):
+        with pytest.raises(SamplerError, match="closed"):
             sampler.sample(asked())
         assert time.monotonic() - begun < 3
         closing.join()
@@ -390,14 +394,14 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(stand_in()) as url:
         pass
-    with pytest.raises(SamplerFault, match=r"does not answer, asked 4 times: .*refused"):
+    with pytest.raises(SamplerError, match=r"does not answer, asked 4 times: .*refused"):
         made(url, tmp_path)
     assert [one.message.split(" (")[0] for one in caplog.records] == [f"{url} does not answer"]  # once, not four times
 
 
 def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
     with served(stand_in()) as url:
-        config = VllmServerConfig(name="vllm_server", url=url)
+        config = ServerSamplerConfig(name="server", url=url)
         config.preflight_here()
     with pytest.raises(EnvironmentProblem, match=f"sampler.url: nobody listens at {url} .*refused"):
         config.preflight_here()
@@ -414,22 +418,24 @@ def test_sleeps_while_it_is_not_asked(tmp_path: Path) -> None:
     server = stand_in()
     with sampling(server, tmp_path, sleep=True) as sampler:
         right = sampler.sample(asked(1))
-        sampler.release()
+        sampler.release_memory()
         assert server.asleep
-        sampler.release()
+        sampler.release_memory()
         assert sampler.sample(asked(1)) == right and not server.asleep
-        sampler.release()
+        sampler.release_memory()
     assert not server.asleep
     assert [path for path in server.calls if "/sleep" in path] == ["/sleep?level=1"] * 2
 
 
 @pytest.mark.slow
-def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: Shelf) -> None:
+def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path, shelf: WeightStore) -> None:
     policy = causal("qwen3")
     taken = tmp_path / "taken"
     taken.write_text("a file")
-    with sampling(stand_in(max_model_len=20), tmp_path / "own", policy, sync="reload", folder=str(taken)) as sampler:
+    with sampling(
+        stand_in(max_model_len=20), tmp_path / "own", policy, weight_sync="reload", folder=str(taken)
+    ) as sampler:
         with pytest.raises(DataError, match="more than 20: the server's --max-model-len"):
             sampler.sample(asked())
         with pytest.raises(StorageError, match=r"set sampler\.folder"):
-            sampler.load(shelf.put(1, policy.published("all")), 1)
+            sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from runner.core.auto_choices import Decisions
-from runner.device.presets import resolve
+from runner.device.env_presets import resolve_presets
 from runner.interfaces import Request, Rollout
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import VllmSamplerConfig
@@ -49,9 +49,9 @@ def engine(policy: CausalLM, folder: Path, **options: Any) -> Iterator[Any]:
     from runner.device.config import CpuConfig
     from runner.sampler.vllm.build import build
 
-    config = VllmSamplerConfig(**{"cache_gib": 0.1, "batch_size": 16} | options)
+    config = VllmSamplerConfig(**{"kv_cache_memory_bytes": 2**30 // 10, "max_num_seqs": 16} | options)
     presets = CpuConfig().environment(_Job(config, policy.config))
-    os.environ.update({name: one.value for name, one in resolve(presets, dict(os.environ)).set.items()})
+    os.environ.update({name: one.value for name, one in resolve_presets(presets, dict(os.environ)).set.items()})
     os.environ["HF_HUB_OFFLINE"] = "1"
     sampler = build(config, model=policy, decide=Decisions(), folder=folder, longest=LENGTH)
     try:
@@ -80,7 +80,7 @@ def gap(policy: CausalLM, asked: Sequence[Request], got: Sequence[Rollout], temp
     found = []
     for request, rollout in zip(asked, got, strict=True):
         ids = torch.tensor([(*request.prompt, *rollout.ids)])
-        with policy._writing():
+        with policy._generation_mode():
             logits = policy.causal(input_ids=ids, use_cache=False).logits[0].double() / temperature
         wanted = logits[len(request.prompt) - 1 : -1].log_softmax(-1)
         wanted = wanted.gather(1, torch.tensor(rollout.ids)[:, None])[:, 0]

@@ -10,7 +10,7 @@ import pytest
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from tests.sampler.vllm.engines import MEAN, NEEDED, change, engine, gap, model, requests, score_gap
 
 pytestmark = NEEDED
@@ -27,8 +27,8 @@ class Parts(dict[str, Any]):
     """Complete weights that say which of them a step changed."""
 
     def __init__(self, policy: CausalLM, kept: Any, sent: Any) -> None:
-        changed = dict(policy.published(sent))
-        super().__init__({**dict(policy.published(kept)), **changed})
+        changed = dict(policy.hf_tensors(sent))
+        super().__init__({**dict(policy.hf_tensors(kept)), **changed})
         self.changed = frozenset(changed)
 
 
@@ -37,9 +37,9 @@ class Parts(dict[str, Any]):
 )
 def test_the_engine_follows_the_adapter(sync: str, kept: str, sent: str, tmp_path: Path) -> None:
     policy = adapted(targets=("q_proj", "v_proj", "down_proj"), rslora=True)
-    with engine(policy, tmp_path, sync=sync, temperature=0.8) as sampler:
+    with engine(policy, tmp_path, weight_sync=sync, temperature=0.8) as sampler:
         for version in range(3):
-            sampler.load(Parts(policy, kept, sent), version)
+            sampler.load_weights(Parts(policy, kept, sent), version)
             assert score_gap(policy, sampler) < MEAN
             asked = requests()
             got = sampler.sample(asked)

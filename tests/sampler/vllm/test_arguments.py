@@ -9,18 +9,18 @@ import pytest
 import torch
 from packaging.version import Version
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.device.presets import PRESETS
+from runner.device.env_presets import PRESETS
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
-from runner.sampler.vllm.arguments import Home, arguments, sleep_level
+from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, reports_raw_logprobs, sleep_level
 from runner.sampler.vllm.build import _has_experts
-from runner.sampler.vllm.packing import has_experts, reload
-from runner.sampler.vllm.sampler import of_adapter
-from runner.sampler.vllm.versions import LAYOUT, options
+from runner.sampler.vllm.packing import has_experts, reload_all_weights
+from runner.sampler.vllm.sampler import is_adapter_tensor
+from runner.sampler.vllm.versions import LAYOUT, npu_engine_options
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")
@@ -28,9 +28,9 @@ JOB = ("+recipe=grpo_demo", "sampler=vllm")
 
 def made(device: str = "cuda", beside: bool = True, environment: dict[str, str] | None = None, **given: Any) -> Any:
     home = {name: given.pop(name) for name in ("ranks", "rank", "experts") if name in given}
-    where = Home(Path("blueprint"), device, "bfloat16", 100, beside, **home)
+    where = EnginePlacement(Path("blueprint"), device, "bfloat16", 100, beside, **home)
     config = VllmSamplerConfig(**given)
-    return arguments(config, where, environment or {}), sleep_level(config, where)
+    return engine_arguments(config, where, environment or {}), sleep_level(config, where)
 
 
 def test_an_engine_beside_a_trainer_leaves_it_room_and_sleeps() -> None:
@@ -38,10 +38,38 @@ def test_an_engine_beside_a_trainer_leaves_it_room_and_sleeps() -> None:
     assert sleep == 1 and found["enable_sleep_mode"] and found["gpu_memory_utilization"] == 0.45
     assert found["logprobs_mode"] == "processed_logprobs" and not found["enforce_eager"]
     assert "distributed_executor_backend" not in found and "enable_lora" not in found
-    found, sleep = made(beside=False, tp=4, cache_gib=2)
+    found, sleep = made(beside=False, tensor_parallel_size=4, kv_cache_memory_bytes=2 * 2**30)
     assert sleep == 0 and "enable_sleep_mode" not in found and found["gpu_memory_utilization"] == 0.9
     assert found["tensor_parallel_size"] == 4 and found["kv_cache_memory_bytes"] == 2 * 2**30
     assert made(ranks=2)[0]["distributed_executor_backend"] == "external_launcher"
+
+
+@pytest.mark.parametrize(
+    ("rule", "mode", "known"),
+    [
+        ({"temperature": 0.7}, "processed_logprobs", True),
+        ({"top_p": 0.5}, "raw_logprobs", True),
+        ({"min_p": 0.1, "temperature": 0.7}, "processed_logprobs", False),
+    ],
+    ids=str,
+)
+def test_log_probabilities_are_those_before_truncation_where_vllm_has_them(
+    rule: dict[str, Any], mode: str, known: bool
+) -> None:
+    assert made(**rule)[0]["logprobs_mode"] == mode
+    assert reports_raw_logprobs(VllmSamplerConfig(**rule)) is known
+
+
+@pytest.mark.parametrize("given", [("algorithm.lag=1",), ("algorithm.correction=tis",), ()], ids=str)
+def test_a_rule_whose_log_probabilities_vllm_has_not_is_refused_where_they_are_learned_from(
+    given: tuple[str, ...],
+) -> None:
+    words = (*JOB, "sampler.temperature=0.7", "sampler.top_p=0.9", "launch.samplers=1", *given)
+    if not given:
+        compose_job(words)
+        return
+    with pytest.raises(SpecError, match=r"sampler\.temperature.*vLLM reports them before both or after both"):
+        compose_job(words)
 
 
 def test_the_processor_knows_no_share_of_a_card_no_sleep_and_no_part_of_a_prompt() -> None:
@@ -61,7 +89,7 @@ def test_an_npu_gets_plain_weights_and_segments_that_do_not_grow() -> None:
         made("npu", environment=alone)
     for environment in ({}, {LAYOUT: "1"}, {LAYOUT: ""}):
         with pytest.raises(EnvironmentProblem, match=f"export {LAYOUT}=0"):
-            options(environment, sleeps=False, experts=False)
+            npu_engine_options(environment, sleeps=False, experts=False)
 
 
 def test_experts_on_an_npu_do_not_sleep(tmp_path: Path) -> None:
@@ -73,32 +101,32 @@ def test_experts_on_an_npu_do_not_sleep(tmp_path: Path) -> None:
     assert made(experts=True)[1] == 1, "on CUDA they do"
     for kind, experts in (("qwen3_moe", True), ("gpt_oss", True), ("qwen3", False)):
         (tmp_path / kind).mkdir()
-        causal(kind).blueprint(tmp_path / kind)
+        causal(kind).save_configs(tmp_path / kind)
         assert _has_experts(tmp_path / kind) == experts
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (200, 256), (512, 512)])
 def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
-    found, _ = made(rank=rank, sync="adapter")
+    found, _ = made(rank=rank, weight_sync="adapter")
     assert (found["enable_lora"], found["max_lora_rank"], found["max_loras"]) == (True, room, 1)
-    with pytest.raises(EnvironmentProblem, match=r"sampler\.sync=merged"):
-        made(rank=513, sync="adapter")
+    with pytest.raises(EnvironmentProblem, match=r"sampler\.weight_sync=merged"):
+        made(rank=513, weight_sync="adapter")
 
 
 @pytest.mark.parametrize(
     ("words", "key", "said"),
     [
-        (("sampler.tp=2",), "sampler.tp", "set launch.samplers"),
-        (("sampler.tp=3", "launch.samplers=3"), "sampler.tp", "model.heads=4"),
+        (("sampler.tensor_parallel_size=2",), "sampler.tensor_parallel_size", "set launch.samplers"),
+        (("sampler.tensor_parallel_size=3", "launch.samplers=3"), "sampler.tensor_parallel_size", "model.heads=4"),
         (("algorithm.lag=1",), "algorithm.lag", "set launch.samplers, or 0"),
         (("sampler.sleep=1",), "sampler.sleep", "no sleep on the CPU"),
         (("sampler.sleep=1", "launch.samplers=1"), "sampler.sleep", "shares its device with nobody"),
-        (("sampler.memory=0.5",), "sampler.memory", "sampler.cache_gib"),
+        (("sampler.gpu_memory_utilization=0.5",), "sampler.gpu_memory_utilization", "sampler.kv_cache_memory_bytes"),
         (("sampler.timeout_s=9",), "sampler.timeout_s", "samplers of their own"),
-        (("sampler.sync=adapter",), "sampler.sync", "no adapter"),
-        (("sampler.sync=adapter", "adapter=lora", "adapter.dora=true"), "sampler.sync", "no DoRA"),
-        (("sampler.eager=false",), "sampler.eager", "no graphs"),
-        (("sampler.max_length=20",), "sampler.max_length", "come to"),
+        (("sampler.weight_sync=adapter",), "sampler.weight_sync", "no adapter"),
+        (("sampler.weight_sync=adapter", "adapter=lora", "adapter.dora=true"), "sampler.weight_sync", "no DoRA"),
+        (("sampler.enforce_eager=false",), "sampler.enforce_eager", "no graphs"),
+        (("sampler.max_model_len=20",), "sampler.max_model_len", "come to"),
         (("sampler.temperature=0.001",), "sampler.temperature", "at 0.01 to 2"),
         (("sampler.temperature=2.1",), "sampler.temperature", "at 0.01 to 2"),
         (("model.heads=8",), "model.heads", "of 16 numbers"),
@@ -121,9 +149,11 @@ def test_the_processor_is_told_what_vllm_would_do_otherwise() -> None:
 
 
 def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
-    """vLLM starts them anew by itself where CUDA is in use, but not where an NPU is."""
+    """vLLM starts them again by itself where CUDA is in use, but not where an NPU is."""
     for cards, method, level in ((1, None, "CRITICAL"), (2, "spawn", "ERROR")):
-        spec = compose_job([*JOB, f"sampler.tp={cards}", f"launch.samplers={cards}", "algorithm.lag=1"]).spec
+        spec = compose_job(
+            [*JOB, f"sampler.tensor_parallel_size={cards}", f"launch.samplers={cards}", "algorithm.lag=1"]
+        ).spec
         found = spec.device.environment(spec)[0].variables
         said = {name: one.value for name, one in found.items()}
         assert (said.get("VLLM_WORKER_MULTIPROC_METHOD"), said["VLLM_LOGGING_LEVEL"]) == (method, level)
@@ -132,13 +162,13 @@ def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
 def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, word in (("0.32.0", "known are"), ("0.23.0.post1", "known are"), ("0.40.1", "newer than")):
         decide = Decisions(strict=True)
-        versions.check(Version(text), decide)
-        assert decide.made[0].reason.startswith(word)
-    with pytest.raises(EnvironmentProblem, match="sampler=vllm_server"):
-        versions.check(Version("0.11.0"), Decisions())
+        versions.check_version(Version(text), decide)
+        assert decide.entries[0].reason.startswith(word)
+    with pytest.raises(EnvironmentProblem, match="sampler=server"):
+        versions.check_version(Version("0.11.0"), Decisions())
     monkeypatch.setattr(need.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"(?s)for CUDA: pip install vllm.*for Ascend"):
-        versions.installed()
+        versions.installed_version()
 
 
 def test_experts_are_known_and_taken_only_as_vllm_can() -> None:
@@ -152,14 +182,14 @@ def test_experts_are_known_and_taken_only_as_vllm_can() -> None:
 
     assert has_experts(torch.nn.Sequential(Better())) and not has_experts(torch.nn.Sequential(torch.nn.Linear(1, 1)))
     runner = Runner()
-    reload(runner, iter([("a", torch.ones(1))]), "cuda")
+    reload_all_weights(runner, iter([("a", torch.ones(1))]), "cuda")
     assert list(runner.taken) == ["a"]
     with pytest.raises(EnvironmentProblem, match="packs experts once"):
-        reload(runner, iter(()), "cpu")
+        reload_all_weights(runner, iter(()), "cpu")
     with pytest.raises(EnvironmentProblem, match="newer vLLM"):
-        reload(object(), iter(()), "cuda")
+        reload_all_weights(object(), iter(()), "cuda")
 
 
 def test_an_adapters_tensors_are_told_by_their_names() -> None:
-    assert of_adapter("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
-    assert not of_adapter("model.layers.0.self_attn.q_proj.weight")
+    assert is_adapter_tensor("base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight")
+    assert not is_adapter_tensor("model.layers.0.self_attn.q_proj.weight")

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.core.errors import EnvironmentProblem, SamplerFault
+from runner.core.errors import EnvironmentProblem, SamplerError
 from runner.sampler.vllm import engine as engines
-from runner.sampler.vllm.engine import Engine
-from runner.sampler.vllm.guest import moving_in
+from runner.sampler.vllm.engine import VllmEngine
+from runner.sampler.vllm.process_isolation import preserve_process_state
 
 WEIGHTS = {"a": torch.ones(1), "b": torch.ones(1)}
 
@@ -49,19 +49,19 @@ class Recorded:
         return True
 
 
-Made = Callable[..., tuple[Engine, Recorded, list[Any]]]
+Made = Callable[..., tuple[VllmEngine, Recorded, list[Any]]]
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
     """An engine, the LLM that it speaks to, and what it asked of that."""
 
-    def make(sleep: int = 1, experts: bool = False, cards: int = 1) -> tuple[Engine, Recorded, list[Any]]:
+    def make(sleep: int = 1, experts: bool = False, cards: int = 1) -> tuple[VllmEngine, Recorded, list[Any]]:
         calls: list[Any] = []
-        monkeypatch.setattr(engines, "make_room", lambda: calls.append("room"))
-        monkeypatch.setattr(engines, "_started", lambda arguments: Recorded(experts, calls))
+        monkeypatch.setattr(engines, "free_cached_memory", lambda: calls.append("room"))
+        monkeypatch.setattr(engines, "_start_llm", lambda arguments: Recorded(experts, calls))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        built = Engine({"tensor_parallel_size": cards}, sleep=sleep, timeout_s=5, scratch=tmp_path)
+        built = VllmEngine({"tensor_parallel_size": cards}, sleep=sleep, timeout_s=5, scratch=tmp_path)
         return built, built._llm, calls
 
     return make
@@ -74,10 +74,10 @@ def test_a_trainer_gives_its_spare_memory_back_before_an_engine_wakes(made: Made
     engine.release()
     del calls[:]
     engine.load(WEIGHTS, frozenset("a"))
-    engine.ask([[1]], None, None)
+    engine.generate([[1]], None, None)
     assert calls == ["room", ("wake", "weights"), ("load_tensors", ["a"], False), "room", ("wake", "kv_cache")]
     del calls[:]
-    engine.ask([[1]], None, None)
+    engine.generate([[1]], None, None)
     assert not calls
 
 
@@ -86,8 +86,8 @@ def test_an_engine_that_finds_no_room_is_no_bug_of_ours(made: Made) -> None:
     engine.load(WEIGHTS, None)
     engine.release()
     llm.fails = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
-    with pytest.raises(SamplerFault, match=r"take its memory back: CUDA Error.*sampler\.memory"):
-        engine.ask([[1]], None, None)
+    with pytest.raises(SamplerError, match=r"take its memory back: CUDA Error.*sampler\.gpu_memory_utilization"):
+        engine.generate([[1]], None, None)
 
 
 @pytest.mark.parametrize("experts", [False, True])
@@ -103,7 +103,7 @@ def test_a_base_whose_adapter_comes_by_itself_is_given_once(experts: bool, made:
 def test_a_worker_that_ended_is_the_engines_end_and_no_bug(made: Made) -> None:
     engine, llm, _ = made(cards=2)
     llm.fails = RuntimeError("cancelled")  # what is heard of a worker that was killed
-    with pytest.raises(SamplerFault, match="engine is gone: RuntimeError: cancelled"):
+    with pytest.raises(SamplerError, match="engine is gone: RuntimeError: cancelled"):
         engine.load(WEIGHTS, None)
     engine, llm, _ = made(cards=1)
     llm.fails = RuntimeError("a bug")
@@ -114,7 +114,7 @@ def test_a_worker_that_ended_is_the_engines_end_and_no_bug(made: Made) -> None:
 def test_what_an_engine_says_in_the_environment_stays_where_it_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"VLLM_OWN": "1", "TRITON_ALL_BLOCKS_PARALLEL": "1", "ASCEND_CUSTOM_OPP_PATH": "/vendor:/cann"}
     monkeypatch.setattr(os, "environ", {"LOCAL_RANK": "0", "ASCEND_CUSTOM_OPP_PATH": "/cann", "HOME": "/root"})
-    with moving_in():
+    with preserve_process_state():
         os.environ.update({**kept, "LOCAL_RANK": "7", "MASTER_PORT": "1"})
         del os.environ["HOME"]
     assert os.environ == {"LOCAL_RANK": "0", "HOME": "/root", **kept}
@@ -128,7 +128,7 @@ def test_workers_that_do_not_start_are_worded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(__import__("sys").modules, "vllm", module)  # type: ignore[arg-type]
     asked: Mapping[str, Any] = {"tensor_parallel_size": 2}
     with pytest.raises(EnvironmentProblem, match="WorkerProc initialization failed"):
-        engines._started(asked)
+        engines._start_llm(asked)
     with pytest.raises(Exception, match="WorkerProc") as caught:
-        engines._started({"tensor_parallel_size": 1})
+        engines._start_llm({"tensor_parallel_size": 1})
     assert not isinstance(caught.value, EnvironmentProblem)

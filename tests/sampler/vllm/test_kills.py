@@ -1,4 +1,4 @@
-"""`kill -9` of a job that samples with vLLM: it goes on with the answers that were drawn, and nothing of it is left.
+"""`kill -9` of a job that samples with vLLM: it continues the answers that were drawn, and nothing of it is left.
 
 killed:  start ──✗  resume ──✗  resume ─────────▶ step 6   ┐
               └─ every page of the journal, kept           ├ same bytes
@@ -28,7 +28,7 @@ pytestmark = [*NEEDED, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 6
 WORDS = (*(word for word in SHORT if not word.startswith("steps=")), f"steps={STEPS}", "checkpoint.every=2")
-OVER_TWO = ("launch.samplers=2", "sampler.tp=2")  # an engine whose workers share memory
+OVER_TWO = ("launch.samplers=2", "sampler.tensor_parallel_size=2")  # an engine whose workers share memory
 END_S = 600.0
 
 
@@ -73,7 +73,7 @@ def killed(job: Job, at: int, kept: Kept, trail: Traces, wait_s: float, process:
 
     def reached() -> bool:
         kept.look()
-        return page.exists()  # the step's answers are being drawn, or learnt from
+        return page.exists()  # the step's answers are being drawn, or trained on
 
     wait_until(reached, process)
     time.sleep(wait_s)
@@ -115,7 +115,7 @@ def test_a_killed_job_is_what_its_journal_says(words: tuple[str, ...], tmp_path:
     assert trail.left() == {}
     again = replayed(kept.folder, (*WORDS, *words), tmp_path / "again", trail)
     assert job.weights(STEPS) == again.weights(STEPS) and trail.left() == {}
-    own = ("sampler/", "sync/")
+    own = ("sampler/", "mismatch/", "correction/", "weight_sync/")
     mine, other = (
         [{k: v for k, v in row.items() if not k.startswith(own)} for row in one.curve()] for one in (job, again)
     )

@@ -14,9 +14,9 @@ pytestmark = NEEDED
 
 PLAIN = """
 with engine(policy, Path(sys.argv[1])) as sampler:
-    sampler.load(dict(policy.published("all")), 0)
+    sampler.load_weights(dict(policy.hf_tensors("all")), 0)
     change(policy)
-    sampler.load(dict(policy.published("all")), 1)
+    sampler.load_weights(dict(policy.hf_tensors("all")), 1)
     print("new" if score_gap(policy, sampler) < MEAN else "old")
 """
 PACKED = """

@@ -7,21 +7,21 @@ from pathlib import Path
 
 import pytest
 
-from runner.weight_sync.shelf_folder import places
+from runner.weight_sync.store_dir import store_dirs
 from tests.launch.several import Job
 from tests.sampler.vllm.engines import MEAN, NEEDED
 
 pytestmark = [*NEEDED, pytest.mark.slow, pytest.mark.timeout(1500)]
 
-DEMO = ("+recipe=grpo_demo", "sampler=vllm", "sampler.cache_gib=0.2", "tracker=none")
+DEMO = ("+recipe=grpo_demo", "sampler=vllm", "sampler.kv_cache_memory_bytes=214748364", "tracker=none")
 # random weights sort nothing, so that answers are rewarded for their length, of which one in five ids is the end
 SHORT = (
     *DEMO,
     "init_from=null",
     "reward=length",
-    "reward.max=8",
-    "reward.cache=7",
-    f"sampler.stop_tokens={list(range(64))}",
+    "reward.max_length=8",
+    "reward.overlong_buffer_len=7",
+    f"sampler.stop_token_ids={list(range(64))}",
     "algorithm.batch_size=8",
     "data.items=64",
     "data.held_out=8",
@@ -37,22 +37,22 @@ def job(tmp_path: Path) -> Iterator[Job]:
     """A job, of whose weights nothing is left."""
     made = Job(tmp_path)
     yield made
-    assert not any(place.exists() for place in places(made.latest.resolve()))
+    assert not any(place.exists() for place in store_dirs(made.latest.resolve()))
 
 
 @pytest.mark.parametrize("words", [(), ("launch.samplers=1", "algorithm.lag=1")], ids=["beside", "own"])
 def test_a_job_samples_what_its_policy_would(words: tuple[str, ...], job: Job) -> None:
     said = job.run(*SHORT, *words)
     curve = job.curve()
-    assert len(curve) == 3 and all(row["sync/probe"] < MEAN for row in curve), said
+    assert len(curve) == 3 and all(row["weight_sync/logprob_error"] < MEAN for row in curve), said
     if not words:
-        assert all(row["sampler/abs_logprob_diff"] < MEAN for row in curve)
+        assert all(row["mismatch/logprob_diff"] < MEAN for row in curve)
     assert "sampler.vllm: 0.32" in said + "".join(path.read_text() for path in (job.latest / "samplers").glob("*.log"))
 
 
 def test_an_adapter_that_is_sent_alone_is_sampled_from(job: Job) -> None:
-    job.run(*SHORT, "adapter=lora", "sampler.sync=adapter")
-    assert all(row["sampler/abs_logprob_diff"] < MEAN and row["sync/probe"] < MEAN for row in job.curve())
+    job.run(*SHORT, "adapter=lora", "sampler.weight_sync=adapter")
+    assert all(row["mismatch/logprob_diff"] < MEAN and row["weight_sync/logprob_error"] < MEAN for row in job.curve())
 
 
 def test_the_demo_learns(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.model.causal import CausalLM
+from runner.model.causal_lm import CausalLM
 from tests.sampler.vllm.engines import (
     HERE,
     LENGTH,
@@ -39,7 +39,7 @@ def pair(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
         pytest.skip("vLLM is not installed")
     policy = model(tie_word_embeddings=request.param)
     with engine(policy, tmp_path_factory.mktemp("engine"), max_new_tokens=30) as sampler:
-        sampler.load(dict(policy.published("all")), 7)
+        sampler.load_weights(dict(policy.hf_tensors("all")), 7)
         yield policy, sampler
 
 
@@ -65,17 +65,17 @@ def test_new_weights_are_seen_whole_and_as_what_changed(pair: tuple[CausalLM, An
     before = score_gap(policy, sampler)
     change(policy)
     old = score_gap(policy, sampler)
-    sampler.load(dict(policy.published("all")), 8)
+    sampler.load_weights(dict(policy.hf_tensors("all")), 8)
     assert before < MEAN < old and score_gap(policy, sampler) < MEAN
     change(policy, seed=6)
 
     class Complete(dict[str, torch.Tensor]):
         changed = frozenset({"model.layers.0.self_attn.q_proj.weight", "model.norm.weight"})
 
-    new = Complete(policy.published("all"))
-    sampler.load(new, 9)
+    new = Complete(policy.hf_tensors("all"))
+    sampler.load_weights(new, 9)
     partly = score_gap(policy, sampler)
-    sampler.load(new, 9)  # once more: then all of it
+    sampler.load_weights(new, 9)  # once more: then all of it
     assert partly > MEAN > score_gap(policy, sampler)
     asked = requests()
     got = sampler.sample(asked)
@@ -92,19 +92,19 @@ def test_what_cannot_be_asked_for_is_refused(pair: tuple[CausalLM, Any]) -> None
     with pytest.raises(ValueError, match="can be scored"):
         sampler.score([(5,) * LENGTH])
     with pytest.raises(ValueError, match="weights of its own"):
-        sampler.load(None, 1)
+        sampler.load_weights(None, 1)
 
 
 def test_a_tensor_that_is_not_sent_is_no_secret(pair: tuple[CausalLM, Any]) -> None:
     policy, sampler = pair
-    weights = dict(policy.published("all"))
+    weights = dict(policy.hf_tensors("all"))
     with pytest.raises(EnvironmentProblem, match=r"model\.norm\.weight"):
-        sampler.load({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, 1)
+        sampler.load_weights({name: tensor for name, tensor in weights.items() if name != "model.norm.weight"}, 1)
     with pytest.raises(RuntimeError, match="no weights"):
         sampler.sample(requests())
     with pytest.raises(EnvironmentProblem, match="does not take"):
-        sampler.load(weights | {"model.layers.9.mlp.up_proj.weight": torch.ones(2)}, 1)
-    sampler.load(weights, 11)
+        sampler.load_weights(weights | {"model.layers.9.mlp.up_proj.weight": torch.ones(2)}, 1)
+    sampler.load_weights(weights, 11)
     assert score_gap(policy, sampler) < MEAN
 
 
@@ -113,13 +113,13 @@ def test_an_engine_that_slept_is_woken_and_asks_for_what_it_forgot(pair: tuple[C
     policy, sampler = pair
     for level in (1, 2):
         sampler._engine._level = level
-        sampler.release()
-        sampler.release()
+        sampler.release_memory()
+        sampler.release_memory()
         if level == 2:
             with pytest.raises(RuntimeError, match="after sleep=2"):
                 sampler.sample(requests())
         change(policy, seed=level)
-        sampler.load(dict(policy.published("all")), level)
+        sampler.load_weights(dict(policy.hf_tensors("all")), level)
         assert score_gap(policy, sampler) < MEAN and len(sampler.sample(requests())) == len(requests())
     sampler._engine._level = 0
 
@@ -128,20 +128,22 @@ def test_an_engine_that_slept_is_woken_and_asks_for_what_it_forgot(pair: tuple[C
     "options",
     [
         {"temperature": 0.6},
-        pytest.param({"temperature": 1.7, "stop_tokens": tuple(range(100)), "batch_size": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"temperature": 1.7, "stop_token_ids": tuple(range(100)), "max_num_seqs": 3}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_logprobs_are_those_of_the_temperature(options: dict[str, Any], tmp_path: Path) -> None:
     policy = model("qwen3")
     with engine(policy, tmp_path, **options) as sampler:
-        sampler.load(dict(policy.published("all")), 0)
+        sampler.load_weights(dict(policy.hf_tensors("all")), 0)
         asked = requests()
         got = sampler.sample(asked)
         assert gap(policy, asked, got, options["temperature"]) < MEAN < gap(policy, asked, got)
         assert score_gap(policy, sampler) < MEAN
         with pytest.raises(ValueError, match="not those at temperature 1"):
             sampler.sample(requests(raw=True))
-        ends = {258, *options.get("stop_tokens", ())}
+        ends = {258, *options.get("stop_token_ids", ())}
         for one in got:
             assert not ends.intersection(one.ids[:-1]) and (one.finish == "stop") == (one.ids[-1] in ends)
     assert not tmp_path.exists()
@@ -160,7 +162,7 @@ def test_nothing_of_the_process_is_changed_and_a_string_ends_an_answer(tmp_path:
             assert {name: value for name, value in os.environ.items() if not name.startswith(ours)} == names
             assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
             assert (torch.set_num_threads, torch.get_num_threads()) == before[2:]
-            sampler.load(dict(policy.published("all")), 0)
+            sampler.load_weights(dict(policy.hf_tensors("all")), 0)
             got = sampler.sample(requests(each=8, length=40))
             assert torch.get_deterministic_debug_mode() == 2
         ends = {policy.tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "abcdefghijkl"}

@@ -24,14 +24,14 @@ import torch
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SamplerFault
+from runner.core.errors import SamplerError
 from runner.interfaces import Request, Rollout
-from runner.sampler.config import VllmServerConfig
-from runner.sampler.probed import Probe
+from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.server.build import build
-from runner.sampler.server.sampler import ServerSampler
-from runner.weight_sync.shelf import Shelf
-from runner.weight_sync.shelf_folder import claim
+from runner.sampler.server.openai_sampler import OpenAiSampler
+from runner.sampler.sync_probe import SyncProbe
+from runner.weight_sync.store_dir import reserve_dir
+from runner.weight_sync.weight_store import WeightStore
 from tests.model.zoo import module
 from tests.ports import free_port
 from tests.sampler.vllm.engines import LENGTH, MEAN, NEEDED, PROMPTS, SHAPE, model
@@ -126,20 +126,20 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    made = Shelf(claim(tmp_path / "run", 0, tmp_path))
+def shelf(tmp_path: Path) -> Iterator[WeightStore]:
+    made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path))
     yield made
     made.close()
 
 
 @pytest.fixture
 def asking(served: Served, tmp_path: Path) -> Iterator[Any]:
-    made: list[ServerSampler] = []
+    made: list[OpenAiSampler] = []
 
-    def ask(policy: Any, **options: Any) -> ServerSampler:
+    def ask(policy: Any, **options: Any) -> OpenAiSampler:
         own = tmp_path / str(len(made))
         own.mkdir()
-        config = VllmServerConfig(url=served.url, max_new_tokens=16, batch_size=8, timeout_s=120.0, **options)
+        config = ServerSamplerConfig(url=served.url, max_new_tokens=16, max_num_seqs=8, timeout_s=120.0, **options)
         made.append(build(config, model=policy, decide=Decisions(), folder=own, recomputed=False))
         return made[-1]
 
@@ -155,7 +155,7 @@ def asked() -> list[Request]:
 def whole(policy: Any) -> Any:
     """The policy as a plain model, its adapter merged."""
     made = module("qwen2", **SHAPE)
-    made.load_state_dict(dict(policy.published("all")))
+    made.load_state_dict(dict(policy.hf_tensors("all")))
     return made
 
 
@@ -186,11 +186,11 @@ def moved(policy: Any, by: float) -> None:
             parameter.add_(noise, alpha=by)
 
 
-def sent(sampler: ServerSampler, policy: Any, shelf: Shelf, version: int, way: str) -> None:
+def sent(sampler: OpenAiSampler, policy: Any, shelf: WeightStore, version: int, way: str) -> None:
     """Through the probe, as a run does it."""
-    probe = Probe.of(0, 256, 1e-4)
+    probe = SyncProbe.from_seed(0, 256, 1e-4)
     probe.expect(version, [plain(whole(policy), row).tolist() for row in probe.rows])
-    probe.load(sampler, shelf.put(version, policy.published(way)), version)
+    probe.load(sampler, shelf.put(version, policy.hf_tensors(way)), version)
 
 
 def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
@@ -198,7 +198,7 @@ def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
     sampler = asking(policy, **RULE)
     got = sampler.sample(asked())
     check(whole(policy), got, **RULE)
-    assert len({one.ids for one in got}) == len(got) and sampler.longest == LENGTH
+    assert len({one.ids for one in got}) == len(got) and sampler.max_model_len == LENGTH
     again = sampler.sample(asked()[::-1])[::-1]
     assert sum(a.ids == b.ids for a, b in zip(got, again, strict=True)) >= len(got) - 1  # rounding may move a draw
     [scores] = sampler.score(PROMPTS[2:])
@@ -206,18 +206,18 @@ def test_draws_by_the_rule_and_reports_what_was_drawn_from(asking: Any) -> None:
         np.testing.assert_allclose(found, plain(whole(policy), row), atol=WORST)
 
 
-def test_adapters_by_name(asking: Any, shelf: Shelf) -> None:
+def test_adapters_by_name(asking: Any, shelf: WeightStore) -> None:
     policy = attach(LoraConfig(rank=4, alpha=16.0), model(), decide=Decisions())
-    sampler = asking(policy, sync="adapter")
+    sampler = asking(policy, weight_sync="adapter")
     for version in (1, 2):
         moved(policy, 0.1)
         sent(sampler, policy, shelf, version, "adapter")
         check(whole(policy), sampler.sample(asked()))
 
 
-def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf: Shelf, served: Served) -> None:
+def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf: WeightStore, served: Served) -> None:
     policy = model()
-    sampler = asking(policy, sync="reload")
+    sampler = asking(policy, weight_sync="reload")
     for version in (1, 2):
         moved(policy, 0.02)
         sent(sampler, policy, shelf, version, "all")
@@ -225,10 +225,10 @@ def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf
     served.stop()
     served.start()
     check(whole(policy), sampler.sample(asked()))
-    assert sampler.measured()["resyncs"] == 1
+    assert sampler.pop_metrics()["resyncs"] == 1
 
 
-def test_what_it_refuses_is_said_in_its_words(asking: Any, shelf: Shelf) -> None:
+def test_what_it_refuses_is_said_in_its_words(asking: Any, shelf: WeightStore) -> None:
     policy = attach(LoraConfig(rank=16), model(), decide=Decisions())
-    with pytest.raises(SamplerFault, match=r"refuses /v1/load_lora_adapter.*rank"):
-        sent(asking(policy, sync="adapter"), policy, shelf, 1, "adapter")
+    with pytest.raises(SamplerError, match=r"refuses /v1/load_lora_adapter.*rank"):
+        sent(asking(policy, weight_sync="adapter"), policy, shelf, 1, "adapter")

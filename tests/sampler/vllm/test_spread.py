@@ -19,7 +19,7 @@ OVER_TWO = """
 import sys
 from pathlib import Path
 
-from runner.weight_sync.shelf import Shelved
+from runner.weight_sync.weight_store import StoredWeights
 from safetensors.torch import save_file
 from tests.sampler.vllm.engines import MEAN, change, engine, gap, model, requests, score_gap
 
@@ -27,11 +27,11 @@ if __name__ == "__main__":  # vLLM's workers import this file
     policy, folder = model("qwen3"), Path(sys.argv[1])
     (folder / "engine").mkdir()
     with engine(policy, folder / "engine", tp=2) as sampler:
-        sampler.load(dict(policy.published("all")), 0)
+        sampler.load_weights(dict(policy.hf_tensors("all")), 0)
         assert score_gap(policy, sampler) < MEAN
         change(policy)
-        save_file({name: tensor.contiguous() for name, tensor in policy.published("all")}, folder / "v1.safetensors")
-        sampler.load(Shelved([folder / "v1.safetensors"], 1), 1)
+        save_file({name: tensor.contiguous() for name, tensor in policy.hf_tensors("all")}, folder / "v1.safetensors")
+        sampler.load_weights(StoredWeights([folder / "v1.safetensors"], 1), 1)
         asked = requests()
         got = sampler.sample(asked)
         assert gap(policy, asked, got) < MEAN and score_gap(policy, sampler) < MEAN
@@ -51,7 +51,7 @@ folder = Path(sys.argv[1]) / str(rank)
 folder.mkdir()
 with engine(policy, folder) as sampler:
     for version in range(2):
-        sampler.load(dict(policy.published("all")), version)
+        sampler.load_weights(dict(policy.hf_tensors("all")), version)
         asked = requests()[: 3 + 5 * rank]  # ranks need not ask for as much
         got = sampler.sample(asked)
         assert gap(policy, asked, got) < MEAN and score_gap(policy, sampler) < MEAN

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.sampler.vllm.packing import as_wrapped, unwrapped
+from runner.sampler.vllm.packing import lora_wrapped_names, strip_lora_wrapper
 
 STACKED = (("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2))
 SIZE = 2
@@ -65,9 +65,9 @@ def weights() -> dict[str, Tensor]:
 @pytest.mark.parametrize("wrap", [lambda layer: layer, Wrapper], ids=["plain", "wrapped"])
 def test_every_tensor_arrives_in_its_place(wrap: Any) -> None:
     model, given = Model(wrap), weights()
-    taken = model.load_weights(as_wrapped(model, given.items()))
-    found = {unwrapped(name): tensor for name, tensor in model.named_parameters()}
-    assert set(map(unwrapped, taken)) == found.keys()
+    taken = model.load_weights(lora_wrapped_names(model, given.items()))
+    found = {strip_lora_wrapper(name): tensor for name, tensor in model.named_parameters()}
+    assert set(map(strip_lora_wrapper, taken)) == found.keys()
     for leaf in ("weight", "bias"):
         assert torch.equal(
             found[f"attn.qkv_proj.{leaf}"], torch.cat([given[f"attn.{one}_proj.{leaf}"] for one in "qkv"])
@@ -78,4 +78,4 @@ def test_every_tensor_arrives_in_its_place(wrap: Any) -> None:
 
 def test_layers_that_take_the_hubs_names_get_these() -> None:
     given = weights()
-    assert dict(as_wrapped(Model(Newer), given.items())).keys() == given.keys()
+    assert dict(lora_wrapped_names(Model(Newer), given.items())).keys() == given.keys()

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from runner.cli.args import parse
-from runner.cli.compose import compose_job
-from runner.core.errors import DataError, Disagreement, SpecError
+from runner.cli.job_builder import compose_job
+from runner.core.errors import DataError, ParityError, SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.tools.bench import measure, report, suite
 from runner.tools.bench.baseline import BaselineLoop, pad_batch
 from runner.tools.bench.report import BenchResult
-from runner.tools.bench.suite import Case, bench, cases, read_earlier
+from runner.tools.bench.suite import Case, cases, read_earlier, run_bench
 
 SHAPE = {
     "model_type": "qwen3",
@@ -52,7 +52,7 @@ def jobs(given: tuple[Case, ...], folder: Path, *words: str) -> list[Any]:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[BenchResult, list[str]]:
     said: list[str] = []
     saved: list[int] = []
-    result = bench(
+    result = run_bench(
         jobs(SMALL, tmp_path_factory.mktemp("bench")), said.append, lambda so_far: saved.append(len(so_far.cases))
     )
     assert saved == list(range(1, len(SMALL) + 1)), "what is measured is kept after each case"
@@ -101,7 +101,7 @@ def test_what_was_measured_is_compared_with_what_was_written(
 def test_a_bound_on_mfu(measured: tuple[BenchResult, list[str]]) -> None:
     result, _ = measured
     report.check_min_mfu(result, 0.0)
-    with pytest.raises(Disagreement, match=r"--min-mfu 99.0%: sft"):
+    with pytest.raises(ParityError, match=r"--min-mfu 99.0%: sft"):
         report.check_min_mfu(result, 0.99)
 
 
@@ -111,13 +111,13 @@ def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch
     card: Any = SimpleNamespace(torch_device=torch.device("cuda"))
     room = SimpleNamespace(mem_get_info=lambda device: (2**10, 2**30))
     monkeypatch.setattr(torch, "get_device_module", lambda device: room)
-    found = measure.measure("sft", spec, folder, card, decide=None)  # type: ignore[arg-type]
+    found = measure.measure_case("sft", spec, folder, card, decide=None)  # type: ignore[arg-type]
     assert found.step_s is None and "0.0 GiB are free" in report.format_row(found)
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="run bench is one process"):
-        bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print, print)
+        run_bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print, print)
 
 
 def test_the_environment_is_set_before_anything_can_import_torch(
@@ -132,7 +132,7 @@ def test_the_environment_is_set_before_anything_can_import_torch(
     monkeypatch.setattr(suite, "set_environment", stop)
     [(case, spec, folder)] = jobs(SMALL[:1], tmp_path)
     with pytest.raises(Reached):
-        bench([(case, spec, folder)], print, print)
+        run_bench([(case, spec, folder)], print, print)
     assert not (folder / "model").exists(), "whose tokenizer and config transformers writes"
 
 

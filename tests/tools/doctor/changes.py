@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from runner.tools.doctor.machine import Answer, Machine
+from runner.tools.doctor.system_info import CommandResult, SystemInfo
 from tests.tools.doctor.machines import GOOD, commands, packages, with_environment
 
-Change = Callable[[Machine], Machine]
+Change = Callable[[SystemInfo], SystemInfo]
 
 
 def installed(**versions: str | None) -> Change:
     """Other versions; None = not installed."""
 
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         kept = {k: v for k, v in (GOOD | {n.replace("_", "-"): v for n, v in versions.items()}).items() if v}
         return dataclasses.replace(machine, packages=packages(**{k.replace("-", "_"): v for k, v in kept.items()}))
 
@@ -31,7 +31,7 @@ def asked(sampler: str | None = None, launch: str | None = None) -> Change:
 
 
 def without(*names: str) -> Change:
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         kept = {name: value for name, value in machine.environment.items() if name not in names}
         return dataclasses.replace(machine, environment=kept)
 
@@ -39,7 +39,7 @@ def without(*names: str) -> Change:
 
 
 def removed(*paths: str) -> Change:
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         for path in paths:
             machine.path(path).unlink()
         return machine
@@ -48,7 +48,7 @@ def removed(*paths: str) -> Change:
 
 
 def renamed(path: str, other: str) -> Change:
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         machine.path(path).rename(machine.path(other))
         return machine
 
@@ -56,7 +56,7 @@ def renamed(path: str, other: str) -> Change:
 
 
 def written(path: str, text: str) -> Change:
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         machine.path(path).parent.mkdir(parents=True, exist_ok=True)
         machine.path(path).write_text(text)
         return machine
@@ -65,7 +65,7 @@ def written(path: str, text: str) -> Change:
 
 
 def both(*changes: Change) -> Change:
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         for one in changes:
             machine = one(machine)
         return machine
@@ -73,14 +73,14 @@ def both(*changes: Change) -> Change:
     return change
 
 
-def answering(answer: Answer) -> Change:
+def answering(answer: CommandResult) -> Change:
     return lambda machine: dataclasses.replace(machine, run=commands("a2", python=answer))
 
 
 def built_for(soc: str) -> Change:
     """vllm-ascend's wheel, whose build info names the chip it is for."""
 
-    def change(machine: Machine) -> Machine:
+    def change(machine: SystemInfo) -> SystemInfo:
         folder = machine.root / "site"
         (folder / "vllm_ascend").mkdir(parents=True)
         (folder / "vllm_ascend/_build_info.py").write_text(f"# generated\n__device_type__ = '{soc}'\n")

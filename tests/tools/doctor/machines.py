@@ -10,9 +10,9 @@ from typing import Any
 
 from runner.device import nvidia_smi
 from runner.tools.doctor.cann import KERNELS as KERNEL_FOLDER
-from runner.tools.doctor.examine import examine
-from runner.tools.doctor.finding import Entry, Finding
-from runner.tools.doctor.machine import Answer, Machine, Package
+from runner.tools.doctor.check_result import CheckResult, ReportEntry
+from runner.tools.doctor.run_checks import run_checks
+from runner.tools.doctor.system_info import CommandResult, Package, SystemInfo
 
 FIXTURES = Path(__file__).with_name("fixtures")
 CHIPS = {"a2": 4, "a3": 4, "310p": 2, "first": 2, "950": 2, "unreachable": 1}
@@ -59,7 +59,7 @@ def packages(**versions: str) -> dict[str, Package]:
     return {name: Package(name, version) for name, version in named.items()}
 
 
-def ascend(name: str, folder: Path, **changes: Any) -> Machine:
+def ascend(name: str, folder: Path, **changes: Any) -> SystemInfo:
     """A machine with NPUs and everything in order: CANN, its environment, the torch pair of CANN 9.1."""
     root = folder / "root"
     if (FIXTURES / name / "root").is_dir():
@@ -73,7 +73,7 @@ def ascend(name: str, folder: Path, **changes: Any) -> Machine:
     if home:
         for part in (f"{KERNEL_FOLDER}/{KERNELS[name]}", "python/site-packages/tbe"):
             (root / home.lstrip("/") / part).mkdir(parents=True)
-    machine = Machine(
+    machine = SystemInfo(
         wanted="npu",
         root=root,
         environment={
@@ -93,21 +93,23 @@ def ascend(name: str, folder: Path, **changes: Any) -> Machine:
     return replace(machine, **changes)
 
 
-def commands(name: str, python: Answer | None = None) -> Callable[[Sequence[str], float, Mapping[str, str]], Answer]:
+def commands(
+    name: str, python: CommandResult | None = None
+) -> Callable[[Sequence[str], float, Mapping[str, str]], CommandResult]:
     """What npu-smi printed on that machine; every Python child answers `python`."""
 
-    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> CommandResult:
         if words[0] == "npu-smi":
             file = FIXTURES / name / "npu-smi" / ("_".join(words[1:]) + ".txt")
-            return Answer(0, file.read_text()) if file.is_file() else Answer(1, "", "invalid parameter")
+            return CommandResult(0, file.read_text()) if file.is_file() else CommandResult(1, "", "invalid parameter")
         if words[0].endswith("nvidia-smi"):
-            return Answer(None, err="nvidia-smi: No such file or directory")
-        return python or Answer(0, "2.10.0\n")
+            return CommandResult(None, err="nvidia-smi: No such file or directory")
+        return python or CommandResult(0, "2.10.0\n")
 
     return run
 
 
-def nvidia(folder: Path, built: str | None = "12.8", child: Answer | None = None) -> Machine:
+def nvidia(folder: Path, built: str | None = "12.8", child: CommandResult | None = None) -> SystemInfo:
     """Two GPUs, and a torch built for this CUDA; the children of the tiny real run answer `child`."""
     (folder / "root/dev/shm").mkdir(parents=True)
     for number in range(2):
@@ -115,15 +117,15 @@ def nvidia(folder: Path, built: str | None = "12.8", child: Answer | None = None
     (folder / "site/torch").mkdir(parents=True)
     (folder / "site/torch/version.py").write_text(f"cuda: Optional[str] = {built!r}\n")
 
-    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
-        if child is not None and "runner.tools.doctor.trial" in words:
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> CommandResult:
+        if child is not None and "runner.tools.doctor.smoke_test" in words:
             return child
         answers = {nvidia_smi.QUERY: QUERY, ("nvidia-smi",): BANNER, ("nvidia-smi", "topo", "-m"): TOPO}
         if "--query-compute-apps=pid,name,used_memory" in words:
-            return Answer(0, "4711, python, 39000 MiB\n")
-        return Answer(0, answers.get(tuple(words), "2.13.0\n"))
+            return CommandResult(0, "4711, python, 39000 MiB\n")
+        return CommandResult(0, answers.get(tuple(words), "2.13.0\n"))
 
-    return Machine(
+    return SystemInfo(
         wanted="cuda",
         root=folder / "root",
         site=(folder / "site",),
@@ -135,16 +137,16 @@ def nvidia(folder: Path, built: str | None = "12.8", child: Answer | None = None
     )
 
 
-def with_environment(machine: Machine, **variables: str) -> Machine:
+def with_environment(machine: SystemInfo, **variables: str) -> SystemInfo:
     """The machine with more variables."""
     return replace(machine, environment={**machine.environment, **variables})
 
 
-def findings(machine: Machine) -> dict[tuple[str, str], Finding]:
+def findings(machine: SystemInfo) -> dict[tuple[str, str], CheckResult]:
     """(group, check) → finding, without the tiny real run."""
     return {(entry.group, entry.check): entry.finding for entry in entries(machine)}
 
 
-def entries(machine: Machine) -> list[Entry]:
+def entries(machine: SystemInfo) -> list[ReportEntry]:
     """The whole examination, without the tiny real run."""
-    return list(examine(machine, trial=False))
+    return list(run_checks(machine, trial=False))

@@ -1,4 +1,4 @@
-"""The mistakes of an NPU's environment: how each is made, and the check that has to name it with what mends it."""
+"""The mistakes of an NPU's environment: how each is made, and the check that has to name it with what fixes it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 import shutil
 
 from runner.tools.doctor.cann import KERNELS
-from runner.tools.doctor.finding import Verdict
-from runner.tools.doctor.machine import Answer
+from runner.tools.doctor.check_result import CheckStatus
+from runner.tools.doctor.system_info import CommandResult
 from tests.tools.doctor.changes import (
     answering,
     asked,
@@ -21,7 +21,7 @@ from tests.tools.doctor.changes import (
 )
 from tests.tools.doctor.machines import GB, commands
 
-PROBLEM, WARNING, UNKNOWN = Verdict.PROBLEM, Verdict.WARNING, Verdict.UNKNOWN
+PROBLEM, WARNING, UNKNOWN = CheckStatus.PROBLEM, CheckStatus.WARNING, CheckStatus.UNKNOWN
 NO_LIBRARY = """Traceback (most recent call last):
   File "torch/__init__.py", line 3020, in _import_device_backends
 ImportError: libhccl.so: cannot open shared object file: No such file or directory
@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "a vLLM of transformers 4": (
         both(installed(vllm="0.18.0", vllm_ascend="0.18.0"), asked(sampler="vllm")),
-        ("vLLM", PROBLEM, "sampler=vllm_server", "vllm-ascend==0.23.0"),
+        ("vLLM", PROBLEM, "sampler=server", "vllm-ascend==0.23.0"),
     ),
     "a vLLM of tomorrow": (
         both(installed(vllm="0.40.0"), asked(sampler="vllm")),
@@ -318,15 +318,15 @@ MISTAKES = {
         ("CANN environment", WARNING, "two CANNs are mixed", "set_env.sh"),
     ),
     "torch_npu cannot be loaded": (
-        answering(Answer(1, "", NO_LIBRARY)),
+        answering(CommandResult(1, "", NO_LIBRARY)),
         ("import torch", PROBLEM, "ImportError: libhccl.so", "source /usr/local/Ascend/cann-9.1.0/set_env.sh"),
     ),
     "torch_npu of another ABI": (
-        answering(Answer(1, "", "ImportError: libtorch_npu.so: undefined symbol: _ZN3c10")),
+        answering(CommandResult(1, "", "ImportError: libtorch_npu.so: undefined symbol: _ZN3c10")),
         ("import torch", PROBLEM, "undefined symbol", "docs/npu-versions.md"),
     ),
     "import torch aborts": (
-        answering(Answer(-6, "", "Fatal Python error: Aborted")),
+        answering(CommandResult(-6, "", "Fatal Python error: Aborted")),
         ("import torch", PROBLEM, "Aborted", "run doctor device=npu --no-trial"),
     ),
     "torch_npu without torch": (

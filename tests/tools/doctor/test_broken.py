@@ -120,14 +120,17 @@ def test_a_doctor_asked_about_the_cpu_has_nothing_to_say_of_it(broken: Path, wor
 
 def test_a_torch_npu_for_another_torch_is_told_apart(tmp_path: Path) -> None:
     other = site(tmp_path / "other", "2.7.1")
-    program = "from runner.device.backend import *; from runner.device.kinds import *; print(leave_out('auto', CPU))"
+    program = (
+        "from runner.device.torch_npu_import import *; from runner.device.device_kinds import *; "
+        "print(hide_torch_npu('auto', CPU))"
+    )
     done = run(other, tmp_path, program=("-c", program))
     assert done.stdout.startswith("it cannot be loaded; torch_npu 2.7.1 is not for torch"), done.stderr
 
 
 def test_nothing_is_hidden_from_a_job_on_an_npu(broken: Path, tmp_path: Path) -> None:
     program = (
-        "import importlib.util, os\nfrom runner.device.backend import AUTOLOAD, NPU, leave_out\n"
-        "print(leave_out('npu', NPU), importlib.util.find_spec('torch_npu') is not None, os.environ.get(AUTOLOAD))"
+        "import importlib.util, os\nfrom runner.device.torch_npu_import import AUTOLOAD, NPU, hide_torch_npu\n"
+        "print(hide_torch_npu('npu', NPU), importlib.util.find_spec('torch_npu') is not None, os.environ.get(AUTOLOAD))"
     )
     assert run(broken, tmp_path, program=("-c", program)).stdout == "None True None\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.ascend import LAYOUTS, parents
+from runner.device.ascend import LAYOUTS, install_folders
 from runner.tools.doctor.cann import PACKAGES
 from runner.tools.doctor.versions import SETS, VersionSet
 
@@ -36,7 +36,7 @@ def test_the_table_of_versions_is_the_doctor_s(one: VersionSet) -> None:
 
 
 def test_places_and_packages_are_those_that_the_doctor_looks_for() -> None:
-    assert f"source {parents({})[0]}/{LAYOUTS[0]}/set_env.sh" in ENGLISH
+    assert f"source {install_folders({})[0]}/{LAYOUTS[0]}/set_env.sh" in ENGLISH
     [line] = [line for line in commands(ENGLISH) if line.startswith("pip install attrs")]
     assert set(line.split()[2:]) <= PACKAGES.keys(), "the others come with torch, torch_npu and wandb"
 

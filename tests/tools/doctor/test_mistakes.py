@@ -9,33 +9,33 @@ from pathlib import Path
 
 import pytest
 
-from runner.device.ascend import homes
-from runner.tools.doctor import serving
-from runner.tools.doctor.finding import Finding, Verdict
-from runner.tools.doctor.machine import Answer, Machine, Package
+from runner.device.ascend import toolkit_folders
+from runner.tools.doctor import rollout_stack
+from runner.tools.doctor.check_result import CheckResult, CheckStatus
+from runner.tools.doctor.env_variables import accepts
 from runner.tools.doctor.report import exit_code
-from runner.tools.doctor.variables import accepts
+from runner.tools.doctor.system_info import CommandResult, Package, SystemInfo
 from runner.tools.doctor.versions import torch_npu_for
 from tests.tools.doctor.changes import installed, without, written
 from tests.tools.doctor.machines import GB, ascend, commands, entries, findings, packages, with_environment
 from tests.tools.doctor.mistakes import HOME, MISTAKES
 
-PROBLEM, WARNING, UNKNOWN, OK = Verdict.PROBLEM, Verdict.WARNING, Verdict.UNKNOWN, Verdict.OK
+PROBLEM, WARNING, UNKNOWN, OK = CheckStatus.PROBLEM, CheckStatus.WARNING, CheckStatus.UNKNOWN, CheckStatus.OK
 ATB = {"ATB_HOME_PATH": "/usr/local/Ascend/nnal/atb/9.1.0/atb/cxx_abi_1"}
 
 
-def machine(folder: Path) -> Machine:
+def machine(folder: Path) -> SystemInfo:
     return with_environment(ascend("a2", folder), **ATB)
 
 
-def seen(found: dict[tuple[str, str], Finding], check: str) -> Finding:
+def seen(found: dict[tuple[str, str], CheckResult], check: str) -> CheckResult:
     groups = ("npu", "machine", "any device")
     return next(found[group, check] for group in groups if (group, check) in found)
 
 
 def test_a_machine_in_order_has_nothing_to_mend(tmp_path: Path) -> None:
     made = entries(machine(tmp_path))
-    bad = [e.record() for e in made if e.finding.verdict not in (OK, Verdict.SKIPPED)]
+    bad = [e.record() for e in made if e.finding.verdict not in (OK, CheckStatus.SKIPPED)]
     assert (bad, exit_code(made)) == ([], 0)
 
 
@@ -55,8 +55,10 @@ def test_a_problem_ends_with_2(mistake: str, tmp_path: Path) -> None:
 
 def test_a_missing_vllm_is_one_thing_to_do(tmp_path: Path) -> None:
     asked = dataclasses.replace(machine(tmp_path), sampler="vllm")
-    assert serving.vllm(dataclasses.replace(asked, wanted="npu")).verdict is Verdict.SKIPPED  # the pair's check says it
-    found = serving.vllm(dataclasses.replace(asked, wanted="cuda"))
+    assert (
+        rollout_stack.vllm(dataclasses.replace(asked, wanted="npu")).verdict is CheckStatus.SKIPPED
+    )  # the pair's check says it
+    found = rollout_stack.vllm(dataclasses.replace(asked, wanted="cuda"))
     assert found.verdict is PROBLEM and "pip install vllm" in (found.remedy or "")
 
 
@@ -116,9 +118,9 @@ def test_cann_of_a_user_s_own_is_found(layout: str, tmp_path: Path) -> None:
 def test_the_newest_of_several_canns_is_taken_and_conda_s_is_seen(tmp_path: Path) -> None:
     for version in ("cann-9.9.0", "cann-9.10.0"):
         (tmp_path / "usr/local/Ascend" / version).mkdir(parents=True)
-    assert next(homes({}, tmp_path)) == "/usr/local/Ascend/cann-9.10.0"
+    assert next(toolkit_folders({}, tmp_path)) == "/usr/local/Ascend/cann-9.10.0"
     (tmp_path / "opt/conda/Ascend/cann").mkdir(parents=True)
-    assert list(homes({"CONDA_PREFIX": "/opt/conda"}, tmp_path))[-1] == "/opt/conda/Ascend/cann"
+    assert list(toolkit_folders({"CONDA_PREFIX": "/opt/conda"}, tmp_path))[-1] == "/opt/conda/Ascend/cann"
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,7 @@ def test_checks_come_in_the_order_in_which_one_depends_on_another(tmp_path: Path
 
 def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
     (tmp_path / "root/dev/shm").mkdir(parents=True)
-    plain = Machine(
+    plain = SystemInfo(
         root=tmp_path / "root",
         packages=packages(torch="2.13.0", antlr4_python3_runtime="4.9.3", wandb="0.31.0"),
         work=tmp_path,
@@ -162,7 +164,7 @@ def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
     )
     made = entries(plain)
     assert exit_code(made) == 0
-    assert [(e.check, e.finding.verdict) for e in made if e.group in ("npu", "cuda")] == [("", Verdict.SKIPPED)] * 2
+    assert [(e.check, e.finding.verdict) for e in made if e.group in ("npu", "cuda")] == [("", CheckStatus.SKIPPED)] * 2
     asked = entries(dataclasses.replace(plain, wanted="npu"))
     assert exit_code(asked) == 2 and asked[1].finding.evidence.startswith("no /dev/davinci0")
 
@@ -170,17 +172,22 @@ def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "verdict", "evidence", "remedy"),
     [
-        (Answer(None, err="no end after 30 s", late=True), PROBLEM, "a card hangs", "dmesg"),
-        (Answer(None, err="npu-smi: No such file or directory"), PROBLEM, "does not answer", "export PATH"),
-        (Answer(127, err="npu-smi: libdcmi.so: cannot open shared object file"), PROBLEM, "libdcmi.so", "HwHiAiUser"),
-        (Answer(0, "a table of tomorrow\n"), UNKNOWN, "it ends: a table of tomorrow", ""),
+        (CommandResult(None, err="no end after 30 s", late=True), PROBLEM, "a card hangs", "dmesg"),
+        (CommandResult(None, err="npu-smi: No such file or directory"), PROBLEM, "does not answer", "export PATH"),
+        (
+            CommandResult(127, err="npu-smi: libdcmi.so: cannot open shared object file"),
+            PROBLEM,
+            "libdcmi.so",
+            "HwHiAiUser",
+        ),
+        (CommandResult(0, "a table of tomorrow\n"), UNKNOWN, "it ends: a table of tomorrow", ""),
     ],
 )
 def test_npu_smi_that_shows_no_chips(
-    answer: Answer, verdict: Verdict, evidence: str, remedy: str, tmp_path: Path
+    answer: CommandResult, verdict: CheckStatus, evidence: str, remedy: str, tmp_path: Path
 ) -> None:
-    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> Answer:
-        return answer if words[0] == "npu-smi" else Answer(0, "2.10.0\n")
+    def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> CommandResult:
+        return answer if words[0] == "npu-smi" else CommandResult(0, "2.10.0\n")
 
     found = findings(dataclasses.replace(machine(tmp_path), run=run))["npu", "npu-smi"]
     assert found.verdict is verdict and evidence in found.evidence and remedy in (found.remedy or ""), found

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.device.ascend import generation, soc_name
-from runner.device.npu_smi import Chip, parse_info, parse_mapping, parse_records, parse_topology, parse_usages
+from runner.device.npu_smi import NpuChip, parse_info, parse_mapping, parse_records, parse_topology, parse_usages
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -20,7 +20,7 @@ def text(name: str, command: str = "info") -> str:
 def test_a2_has_one_chip_per_card() -> None:
     info = parse_info(text("a2"))
     assert (info.version, len(info.chips), info.processes) == ("25.3.rc1", 4, ())
-    assert info.chips[2] == Chip(
+    assert info.chips[2] == NpuChip(
         card=2,
         chip=0,
         name="910B3",
@@ -28,7 +28,7 @@ def test_a2_has_one_chip_per_card() -> None:
         bus="0000:C2:00.0",
         power_w=90.7,
         temperature_c=39,
-        busy_percent=0,
+        utilization_percent=0,
         memory_used_mb=3003,
         memory_total_mb=65536,
     )
@@ -58,7 +58,7 @@ def test_the_first_generation_has_both_memories() -> None:
 
 def test_950_has_cells_of_its_own() -> None:
     info = parse_info(text("950"))
-    assert [(c.card, c.chip, c.name, c.busy_percent) for c in info.chips] == [
+    assert [(c.card, c.chip, c.name, c.utilization_percent) for c in info.chips] == [
         (0, 0, "Ascend950PR", 3),
         (1, 0, "Ascend950PR", 0),
     ]

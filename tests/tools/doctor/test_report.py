@@ -8,29 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from runner.tools.doctor import examine as module
-from runner.tools.doctor.finding import Entry, Finding, Verdict, ok, problem, skipped, warning
-from runner.tools.doctor.machine import Machine
-from runner.tools.doctor.report import as_json, exit_code, show
+from runner.tools.doctor import run_checks as module
+from runner.tools.doctor.check_result import CheckResult, CheckStatus, ReportEntry, ok, problem, skip, warning
+from runner.tools.doctor.report import as_json, exit_code, print_report
+from runner.tools.doctor.system_info import SystemInfo
 from tests.tools.doctor.machines import ascend, entries
 
 LONG = "a text that is far longer than a line of a terminal can be " * 4
 MADE = [
-    Entry("machine", "platform", ok("Linux")),
-    Entry("npu", "CANN", problem("no CANN", "install CANN")),
-    Entry("npu", "ATB", skipped("only vllm-ascend needs it")),
-    Entry("npu", "wheel, chip", skipped("only vllm-ascend needs it")),
-    Entry("npu", "CANN environment", problem(LONG, "source set_env.sh")),
-    Entry("npu", "numbering", problem("again", "install CANN")),
-    Entry("cuda", "", skipped("no sign of a GPU")),
-    Entry("packages", "antlr", warning("odd", "look at it")),
-    Entry("trial on cpu", "kernels", ok("fine")),
+    ReportEntry("machine", "platform", ok("Linux")),
+    ReportEntry("npu", "CANN", problem("no CANN", "install CANN")),
+    ReportEntry("npu", "ATB", skip("only vllm-ascend needs it")),
+    ReportEntry("npu", "wheel, chip", skip("only vllm-ascend needs it")),
+    ReportEntry("npu", "CANN environment", problem(LONG, "source set_env.sh")),
+    ReportEntry("npu", "numbering", problem("again", "install CANN")),
+    ReportEntry("cuda", "", skip("no sign of a GPU")),
+    ReportEntry("packages", "antlr", warning("odd", "look at it")),
+    ReportEntry("trial on cpu", "kernels", ok("fine")),
 ]
 
 
-def text(made: list[Entry], devices: tuple[str, ...] = ("cpu", "npu")) -> str:
+def text(made: list[ReportEntry], devices: tuple[str, ...] = ("cpu", "npu")) -> str:
     out = io.StringIO()
-    assert show(iter(made), devices, out) == made
+    assert print_report(iter(made), devices, out) == made
     return out.getvalue()
 
 
@@ -83,16 +83,16 @@ def test_json_says_the_same() -> None:
 def test_exit_codes() -> None:
     assert exit_code([MADE[0], MADE[7]]) == 0
     assert exit_code(MADE) == 2
-    assert exit_code([*MADE, Entry("npu", "x", Finding(Verdict.BUG, "…"))]) == 1
+    assert exit_code([*MADE, ReportEntry("npu", "x", CheckResult(CheckStatus.BUG, "…"))]) == 1
 
 
 def test_a_check_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(machine: Machine) -> Finding:
+    def broken(machine: SystemInfo) -> CheckResult:
         raise KeyError("lost")
 
     monkeypatch.setattr(module, "HOST", (("odd one", broken), *module.HOST))
     machine = ascend("a2", tmp_path)
     made = entries(machine)
-    assert (made[0].check, made[0].finding.verdict) == ("odd one", Verdict.BUG)
+    assert (made[0].check, made[0].finding.verdict) == ("odd one", CheckStatus.BUG)
     assert "bug of ours: KeyError: 'lost' (test_report.py:" in made[0].finding.evidence
     assert len(made) > 20 and exit_code(made) == 1

@@ -19,7 +19,7 @@ from runner.tools.doctor.versions import (
     SETS,
     cann_for,
     release,
-    same,
+    same_version,
     set_of_vllm_ascend,
     torch_npu_for,
     vllm_for,
@@ -41,7 +41,7 @@ def test_docs_and_constraints_are_what_the_table_says() -> None:
 def test_a_set_agrees_with_the_rules(one) -> None:
     assert release(one.torch_npu) == release(one.torch)
     if one.cann:
-        assert any(same(one.cann, cann) for cann in cann_for(one.torch_npu)), "the two tables contradict"
+        assert any(same_version(one.cann, cann) for cann in cann_for(one.torch_npu)), "the two tables contradict"
     if one.vllm_ascend:
         assert release(one.vllm_ascend) == release(one.vllm)
         assert set_of_vllm_ascend(one.vllm_ascend) is one
@@ -63,8 +63,14 @@ def test_the_first_torch_npu_of_a_cann_is_of_the_oldest_torch_that_this_project_
 
 
 def test_spellings() -> None:
-    assert same("8.3.RC1", "8.3.rc1") and same("2.10", "2.10.0") and same("2.13.0+cpu", "2.13.0")
-    assert not same("2.10.0", "2.10.0.post4") and not same("9.0.T521", "9.0.0") and same("9.0.T521", "9.0.t521")
+    assert (
+        same_version("8.3.RC1", "8.3.rc1") and same_version("2.10", "2.10.0") and same_version("2.13.0+cpu", "2.13.0")
+    )
+    assert (
+        not same_version("2.10.0", "2.10.0.post4")
+        and not same_version("9.0.T521", "9.0.0")
+        and same_version("9.0.T521", "9.0.t521")
+    )
     assert (release("2.10.0.post4"), release("2.13.0+cpu"), release("0.11.0rc3")) == ("2.10.0", "2.13.0", "0.11.0")
     assert (cann_for("2.13.0"), torch_npu_for("7.0.0")) == ([], ()), "unknown is unknown"
     assert set_of_vllm_ascend("0.23.0.post1").name == "vllm-ascend-0.23"

@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.core.tolerance import TOLERANCES
-from runner.tools.parity.compare import compare, lines, refuse_other_job, relative, verdict
-from runner.tools.parity.recording import Print, Recording
+from runner.tools.parity.compare import compare, comparison_lines, disagreement_text, refuse_other_job, relative
+from runner.tools.parity.recording import Recording, TensorSketch
 
 NAMES = ("embed", "layers.0.norm", "layers.0.o_proj", "layers.0", "norm")
 
 
 def recorded(precision: str = "float32") -> Recording:
-    one = Print((4,), 2.0, np.ones(4))
+    one = TensorSketch((4,), 2.0, np.ones(4))
     kinds = ("input", "output", "gradient")
     return Recording(
         {},
@@ -43,7 +43,9 @@ def test_the_mean_is_of_the_relative_errors() -> None:
     found = compare(recorded(), here, sampled=False)
     assert found.loss_error == pytest.approx(0.005)
     assert found.agrees(0.0051) and not found.agrees(0.0049)
-    assert "above the tolerance" in verdict(found, 0.0049) and "look at the optimizer" in verdict(found, 0)
+    assert "above the tolerance" in disagreement_text(found, 0.0049) and "look at the optimizer" in disagreement_text(
+        found, 0
+    )
 
 
 def test_samples_are_compared_by_their_likelihood_where_a_step_has_some() -> None:
@@ -72,12 +74,14 @@ def test_the_first_of_the_forward_pass_is_named_with_what_its_input_says() -> No
     found = compare(recorded(), here, sampled=False)
     assert found.first_output is not None and not found.agrees(1.0), "though the losses agree"
     assert (found.first_output.name, found.first_output.taken) == ("policy/layers.0.norm", 0.0)
-    assert "policy/layers.0.norm, whose output differs by 0.2 (bound 0.001) while its input" in verdict(found, 1)
+    assert "policy/layers.0.norm, whose output differs by 0.2 (bound 0.001) while its input" in disagreement_text(
+        found, 1
+    )
 
 
 def test_where_the_input_differs_already_the_module_around_it_is_named() -> None:
     here = with_prints({"input/policy/layers.0.o_proj": 0.2, "output/policy/layers.0.o_proj": 0.2})
-    said = verdict(compare(recorded(), here, sampled=False), 1)
+    said = disagreement_text(compare(recorded(), here, sampled=False), 1)
     assert "its input differs as much (0.2): it is what policy/layers.0 computes before it" in said
 
 
@@ -92,7 +96,7 @@ def test_a_gradient_that_is_rounding_alone_is_judged_by_the_others() -> None:
     before, now = recorded(), recorded()
     for one, sign in ((before, 1), (now, -1)):
         noise = sign * 1e-6 * np.ones(4)
-        one.prints["gradient/policy/embed"] = Print((4,), 2e-6, noise)  # type: ignore[index]
+        one.prints["gradient/policy/embed"] = TensorSketch((4,), 2e-6, noise)  # type: ignore[index]
     found = compare(before, now, sampled=False)
     assert found.first_gradient is None and 0 < found.gradients[-1].distance < 1e-4
 
@@ -101,13 +105,13 @@ def test_another_layout_is_said_as_such() -> None:
     here = recorded()
     for name, one in list(here.prints.items()):
         here.prints[name] = replace(one, shape=(2, 2))  # type: ignore[index]
-    said = verdict(compare(recorded(), here, sampled=False), 1)
+    said = disagreement_text(compare(recorded(), here, sampled=False), 1)
     assert "policy/embed, whose output is [4] recorded and [2, 2] here: see what was decided above" in said
 
 
 def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
     found = compare(recorded(), with_prints({"output/policy/norm": 0.2}), sampled=False)
-    report = list(lines(found, recorded(), recorded(), 0.005))
+    report = list(comparison_lines(found, recorded(), recorded(), 0.005))
     assert [line.split()[:2] for line in report if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
     assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in report
     assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in report

@@ -14,14 +14,17 @@ from safetensors.numpy import save_file
 
 from runner.core.errors import DataError, EnvironmentProblem, StorageError
 from runner.tools.parity import recording
-from runner.tools.parity.recording import Print, Recording, read, write
+from runner.tools.parity.recording import Recording, TensorSketch, read, write
 
 EXPERIENCE = {"step": 0, "groups": ["a\nb"], "tensors": {"ids": torch.tensor([1, 2]), "logprobs": torch.tensor([-0.1])}}
 SAMPLE = Recording(
     {"name": "x", "model": {"dtype": "float32"}},
     {"device": {"name": "cpu"}},
     ({"train/loss": 0.1 + 0.2, "nll": float("nan")},),
-    {"output/policy/b": Print((2, 3), 1.5, np.arange(4.0)), "output/policy/a": Print((), 0.0, np.zeros(4))},
+    {
+        "output/policy/b": TensorSketch((2, 3), 1.5, np.arange(4.0)),
+        "output/policy/a": TensorSketch((), 0.0, np.zeros(4)),
+    },
     (EXPERIENCE,),
 )
 

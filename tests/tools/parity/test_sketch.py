@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.tools.parity import recording as module
-from runner.tools.parity.recording import WIDTH, first_tensor, sketch
+from runner.tools.parity.recording import WIDTH, first_tensor, sketch_tensor
 
 
 def numbers(size: int, seed: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def test_it_is_the_signed_sums_of_every_width_th_number(monkeypatch: pytest.Monk
     wanted = np.zeros(WIDTH)
     for place, value in enumerate(tensor.double().flatten().tolist()):
         wanted[place % WIDTH] += value * module._signs(place // (2 * WIDTH))[place % (2 * WIDTH)]
-    found = sketch(tensor)
+    found = sketch_tensor(tensor)
     module._signs.cache_clear()
     assert found.shape == (5 * WIDTH + 3, 1)
     assert found.norm == pytest.approx(float(tensor.double().norm()), rel=1e-12)
@@ -43,7 +43,7 @@ def test_signs_are_the_same_on_every_machine_and_half_of_them_are_negative() -> 
 def test_the_distance_of_two_sketches_is_that_of_the_tensors(size: int, seed: int, power: float) -> None:
     one, noise = numbers(size, seed).double(), 10**power * numbers(size, seed + 1).double()
     wanted = float(noise.norm())
-    found = sketch(one).distance(sketch(one + noise))
+    found = sketch_tensor(one).distance(sketch_tensor(one + noise))
     assert found == pytest.approx(wanted, rel=1e-6 if size <= WIDTH else 0.25)
 
 
@@ -52,20 +52,20 @@ def test_one_wrong_number_is_seen_wherever_it_is(size: int, data: st.DataObject)
     tensor = numbers(size, 3)
     wrong = tensor.clone()
     wrong[data.draw(st.integers(0, size - 1))] += 0.5
-    assert sketch(tensor).distance(sketch(wrong)) == pytest.approx(0.5, rel=1e-6)
+    assert sketch_tensor(tensor).distance(sketch_tensor(wrong)) == pytest.approx(0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_every_type_and_layout_is_taken_as_the_numbers_that_it_holds(dtype: torch.dtype) -> None:
     tensor = numbers(600, 1).to(dtype).reshape(20, 30).T
-    assert sketch(tensor).distance(sketch(tensor.double().contiguous())) == 0
+    assert sketch_tensor(tensor).distance(sketch_tensor(tensor.double().contiguous())) == 0
 
 
 def test_another_shape_and_what_is_not_finite_are_infinitely_far() -> None:
     tensor = numbers(12, 0)
-    assert sketch(tensor).distance(sketch(tensor.reshape(3, 4))) == math.inf
-    assert sketch(tensor).distance(sketch(tensor * torch.nan)) == math.inf
-    assert sketch(torch.empty(0)).distance(sketch(torch.empty(0))) == 0
+    assert sketch_tensor(tensor).distance(sketch_tensor(tensor.reshape(3, 4))) == math.inf
+    assert sketch_tensor(tensor).distance(sketch_tensor(tensor * torch.nan)) == math.inf
+    assert sketch_tensor(torch.empty(0)).distance(sketch_tensor(torch.empty(0))) == 0
 
 
 def test_the_first_tensor_is_that_of_floating_point_or_none() -> None:

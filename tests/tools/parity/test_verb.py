@@ -14,7 +14,7 @@ from torch import nn
 
 from runner.cli.main import main
 from runner.device.cpu import Cpu
-from runner.device.npu_fused import KINDS
+from runner.device.npu_fused import FUSED_MODULES
 from runner.tools.parity.recording import read
 from tests.device import operators
 
@@ -33,7 +33,7 @@ STOPS = ",".join(map(str, range(0, 512, 4)))  # so many tokens end an answer tha
 SAMPLED = (
     "sampler=torch",
     "sampler.max_new_tokens=6",
-    f"sampler.stop_tokens=[{STOPS}]",
+    f"sampler.stop_token_ids=[{STOPS}]",
     "reward=length",
     "reward.target=3",
 )
@@ -51,7 +51,7 @@ def parity(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> st
 
 def with_device(monkeypatch: pytest.MonkeyPatch, fuse: Fuse) -> None:
     """From now on the processor changes the modules of a model as `fuse` does."""
-    monkeypatch.setattr(Cpu, "fuse", lambda self, module: fuse(module))
+    monkeypatch.setattr(Cpu, "apply_fused_ops", lambda self, module: fuse(module))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_samples_are_learnt_again_and_not_drawn_again(
         raise AssertionError("asked again")
 
     monkeypatch.setattr("runner.sampler.torch.TorchSampler.sample", refuse)
-    monkeypatch.setattr("runner.reward.scorer.Scorer.score", refuse)
+    monkeypatch.setattr("runner.reward.group_scorer.GroupScorer.score", refuse)
     said = parity(capsys, "--compare", FILE, "device.threads=2")
     assert "mean −log-likelihood of the sampled tokens (nll)" in said
     assert "|trainer − recorded sampler| per token" in said
@@ -197,7 +197,7 @@ def test_wrong_rotary_positions_are_named_in_bfloat16_where_only_gradients_show_
 
     def wrong(module: Any) -> None:
         part = module.model.layers[1].self_attn
-        part.forward = KINDS["rotary"].forward(part, InPairs).__get__(part)
+        part.forward = FUSED_MODULES["rotary"].forward(part, InPairs).__get__(part)
 
     with_device(monkeypatch, wrong)
     said = parity(capsys, *rounded, code=5)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.cli.compose import compose_job
+from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.spec.job import JobSpec
 

@@ -10,15 +10,15 @@ import pytest
 from runner.core.batch import pack, with_totals
 from runner.core.errors import SpecError
 from runner.device.cards import CARDS, GIB, Card
-from runner.device.kinds import NPU
+from runner.device.device_kinds import NPU
 from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
-from runner.tools.plan.changes import advise, engine_s_share, sharding, sharing_rows, spreading_experts
 from runner.tools.plan.estimate import FRAGMENTATION, Estimate, estimate
-from runner.tools.plan.model import architecture, made
-from runner.tools.plan.sampling import ENGINE, POOL, Engine, Samplers
-from runner.tools.plan.spread import Part, Weights
-from runner.tools.plan.words import drawn, lines, verdict
+from runner.tools.plan.model import architecture, build_meta_model
+from runner.tools.plan.plan_text import fit_verdict, mesh_lines, plan_lines
+from runner.tools.plan.rank_layout import ModelWeights, ParameterCount
+from runner.tools.plan.remedies import advise, engine_memory_share, sharding, sharing_rows, spreading_experts
+from runner.tools.plan.rollout_memory import ENGINE, POOL, EngineMemory, SamplerDevices
 from tests.tools.plan.test_measure import on
 
 ONE = ("launch=local", "parallelism=single")
@@ -32,7 +32,7 @@ def terms(plan: Estimate, phase: str) -> dict[str, int]:
 def test_what_a_rank_holds_of_a_sharded_model_is_its_part(compose: Any) -> None:
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "launch.devices=4"))
-    for name in ("weights that learn", "optimizer state"):
+    for name in ("trainable weights", "optimizer state"):
         assert terms(plan, "update")[name] == terms(alone, "update")[name] // 4
     model = plan.models["policy"]
     assert (
@@ -47,7 +47,7 @@ def test_copies_of_a_model_hold_what_one_holds(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=ddp", "launch.devices=4"))
     assert terms(plan, "update") == terms(alone, "update")
     assert plan.work.tokens * 4 == alone.work.tokens
-    assert alone.work.sent == 0 and plan.work.sent == 2 * 3 * plan.models["policy"].all.trained_bytes // 4
+    assert alone.work.sent_bytes == 0 and plan.work.sent_bytes == 2 * 3 * plan.models["policy"].all.trained_bytes // 4
 
 
 def test_the_arithmetic_of_an_update(compose: Any) -> None:
@@ -66,7 +66,7 @@ def test_a_plan_counts_what_a_run_counts(compose: Any, kind: str, adapter: str) 
     words = (*(word for word in SMALL if "layers" not in word), *own)
     spec = compose("+recipe=sft_demo", *words)
     batch = pack([[0] * 64] * 8, [[1.0] * 64] * 8)
-    model = made(spec, "lm", architecture(spec.model)[0])
+    model = build_meta_model(spec, "lm", architecture(spec.model)[0])
     counted = model.flops.batch_flops(with_totals(batch, batch.count()))
     assert estimate(spec).work.flops == pytest.approx(counted, rel=1e-12)
 
@@ -81,12 +81,12 @@ def test_what_is_recomputed_is_counted_apart(compose: Any) -> None:
 
 
 def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
-    spec = compose("+recipe=grpo_demo", "init_from=null", "sampler.batch_size=16", "model.layers=2")
+    spec = compose("+recipe=grpo_demo", "init_from=null", "sampler.max_num_seqs=16", "model.layers=2")
     longest = spec.data.max_length + spec.sampler.max_new_tokens
     assert terms(estimate(spec), "sampling")["keys and values"] == 16 * longest * 2 * 2 * spec.model.hidden_size * 4
 
 
-OWN = ("init_from=null", "model.layers=2", "sampler.batch_size=16")
+OWN = ("init_from=null", "model.layers=2", "sampler.max_num_seqs=16")
 
 
 def test_devices_that_only_sample_hold_what_the_ranks_no_longer_do(compose: Any) -> None:
@@ -122,7 +122,7 @@ def test_the_least_that_sampling_takes(compose: Any) -> None:
     assert estimate(spec, CARDS["910B"]).sampling_s is None
 
 
-def engine(plan: Estimate) -> Engine:
+def engine(plan: Estimate) -> EngineMemory:
     assert plan.engine is not None
     return plan.engine
 
@@ -132,7 +132,7 @@ TOY = Card("toy", "cuda", GIB, {"float32": 1.0}, (0, 0), bandwidth=1.0)
 
 
 def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(compose: Any) -> None:
-    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "model.dtype=float32", "sampler.memory=0.5")
+    words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "model.dtype=float32", "sampler.gpu_memory_utilization=0.5")
     asleep, awake = (estimate(compose(*words, f"sampler.sleep={level}"), TOY) for level in (1, 0))
     model = asleep.models["policy"].all.bytes
     pool = GIB // 2 - model
@@ -142,8 +142,8 @@ def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(c
     assert [term.bytes for term in asleep.host] == [model] and awake.host == [] == asleep.shelf
     longest = 1024 + 8
     assert engine(asleep).rows == pool // (longest * 2 * 2 * 128 * 4) and engine(asleep).wanted == 16
-    loose = asleep.peak.bytes - asleep.peak.pooled
-    assert asleep.peak.pooled == GIB // 2 and asleep.band(TOY).high == round(FRAGMENTATION * loose) + GIB // 2
+    loose = asleep.peak.bytes - asleep.peak.pooled_bytes
+    assert asleep.peak.pooled_bytes == GIB // 2 and asleep.band(TOY).high == round(FRAGMENTATION * loose) + GIB // 2
 
 
 def test_an_engine_that_would_lose_its_experts_is_refused_before_there_is_a_card(compose: Any) -> None:
@@ -156,37 +156,39 @@ def test_an_engine_that_would_lose_its_experts_is_refused_before_there_is_a_card
 @pytest.mark.slow
 def test_an_engine_over_two_devices_has_half_of_the_model_on_each(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=4")
-    one, two = (estimate(compose(*words, f"sampler.tp={tp}"), TOY) for tp in (1, 2))
+    one, two = (estimate(compose(*words, f"sampler.tensor_parallel_size={tp}"), TOY) for tp in (1, 2))
     assert engine(two).weights * 2 == engine(one).weights and (one.samplers.count, two.samplers.count) == (4, 2)  # type: ignore[union-attr]
     assert engine(two).rows > 2 * engine(one).rows, "and more room beside it"
-    assert two.band_of_samplers(TOY).high == pytest.approx(0.9 * GIB, abs=1)  # type: ignore[union-attr]
+    assert two.sampler_band(TOY).high == pytest.approx(0.9 * GIB, abs=1)  # type: ignore[union-attr]
 
 
 def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1")
     model = estimate(compose(*words), TOY).models["policy"].all.bytes
     small = Card("toy", "cuda", round(model * 1.2), {}, (0, 0))
-    spec = compose(*words, "sampler.memory=0.5")
+    spec = compose(*words, "sampler.gpu_memory_utilization=0.5")
     plan = estimate(spec, small)
-    assert engine(plan).rows == 0 and verdict(plan, small) == "does not fit"
-    assert "sampler.memory=0.9" in [change.word for change in engine_s_share(spec)]
-    assert any("not one; a larger sampler.memory" in line for line in lines(spec, plan, small, None))
+    assert engine(plan).rows == 0 and fit_verdict(plan, small) == "does not fit"
+    assert "sampler.gpu_memory_utilization=0.9" in [change.word for change in engine_memory_share(spec)]
+    assert any(
+        "not one; a larger sampler.gpu_memory_utilization" in line for line in plan_lines(spec, plan, small, None)
+    )
 
 
 @pytest.mark.slow
 def test_what_samplers_read_is_what_a_step_changes(compose: Any) -> None:
     words = ("+recipe=grpo_demo", *VLLM, "device=cuda", "launch.samplers=1", "adapter=lora", "algorithm.lag=1")
-    merged, alone = (estimate(compose(*words, f"sampler.sync={way}"), TOY) for way in ("merged", "adapter"))
+    merged, alone = (estimate(compose(*words, f"sampler.weight_sync={way}"), TOY) for way in ("merged", "adapter"))
     model = merged.models["policy"]
     layers = sum(part.frozen_bytes for part in model.layers)
     assert [term.bytes for term in merged.shelf] == [model.all.frozen_bytes + layers]
     sent = 2 * model.all.trained  # bytes: an adapter is sent in bfloat16, which the engine computes in
     assert [term.bytes for term in alone.shelf] == [model.all.frozen_bytes + 2 * sent]
-    assert engine(alone).weights == model.all.bytes and engine(merged).weights == model.all.frozen_bytes
+    assert engine(alone).weights == model.all.frozen_bytes + sent and engine(merged).weights == model.all.frozen_bytes
 
 
 def test_slices_write_a_share_of_the_answers_each(compose: Any) -> None:
-    few = ("init_from=null", "sampler.batch_size=512", "algorithm.batch_size=8", "algorithm.group_size=8")
+    few = ("init_from=null", "sampler.max_num_seqs=512", "algorithm.batch_size=8", "algorithm.group_size=8")
     alone = estimate(compose("+recipe=grpo_demo", *few))
     plan = estimate(compose("+recipe=grpo_demo", *few, "parallelism=tp", "launch.devices=2"))
     assert terms(plan, "sampling")["keys and values"] * 2 == terms(alone, "sampling")["keys and values"]
@@ -210,12 +212,12 @@ def test_the_band_counts_what_communicators_keep(compose: Any) -> None:
 
 
 def test_the_cheapest_change_that_is_enough_is_advised(compose: Any) -> None:
-    spec = compose("+recipe=sft_demo", *SMALL, "model.vocab_size=60000", "model.head_chunk_tokens=2048")
+    spec = compose("+recipe=sft_demo", *SMALL, "model.vocab_size=60000", "model.lm_head_chunk_tokens=2048")
     plan = estimate(spec)
     card = Card("toy", "npu", round(1.3 * plan.peak.bytes) - 1, None, (0, 0))
     found = advise(spec, card)
-    assert found.fits and [change.word for change in found.changes] == ["model.head_chunk_tokens=1024"]
-    assert verdict(plan, card) == "may fit" and verdict(estimate(found.changes[-1].spec), card) == "fits"
+    assert found.fits and [change.word for change in found.changes] == ["model.lm_head_chunk_tokens=1024"]
+    assert fit_verdict(plan, card) == "may fit" and fit_verdict(estimate(found.changes[-1].spec), card) == "fits"
 
 
 def fitting(spec: Any, part: float) -> Card:
@@ -225,7 +227,7 @@ def fitting(spec: Any, part: float) -> Card:
 
 def test_long_rows_are_shared_and_experts_spread_where_that_is_enough(compose: Any) -> None:
     four = ("launch.devices=4", "parallelism=ddp", "algorithm.micro_batch_tokens=64", "model.vocab_size=512")
-    rows = compose("+recipe=sft_demo", *SMALL[:3], *four, "data.max_length=64", "model.head_chunk_tokens=64")
+    rows = compose("+recipe=sft_demo", *SMALL[:3], *four, "data.max_length=64", "model.lm_head_chunk_tokens=64")
     change = next(sharing_rows(rows))
     assert change.word == "parallelism.cp=2" and str(change.spec.parallelism.mesh(4)) == "dp_replicate=2 × cp=2"
     many = ("model=tiny_moe", "model.experts=64", *SMALL, "launch.devices=4", "parallelism=ddp")
@@ -236,7 +238,13 @@ def test_long_rows_are_shared_and_experts_spread_where_that_is_enough(compose: A
 
 
 def test_several_machines_share_out_layers_before_layers_travel_between_them(compose: Any) -> None:
-    words = ("parallelism=ddp", "launch.devices=2", "launch.nodes=2", "launch.node=0", "launch.address=a:29400")
+    words = (
+        "parallelism=ddp",
+        "launch.devices=2",
+        "launch.nodes=2",
+        "launch.node_rank=0",
+        "launch.rdzv_endpoint=a:29400",
+    )
     offered = [change.word for change in sharding(compose("+recipe=sft_demo", *SMALL, *words))]
     assert offered == ["parallelism=fsdp parallelism.pp=2", "parallelism=fsdp"]
 
@@ -247,24 +255,26 @@ def test_what_no_change_can_make_fit_is_said(compose: Any) -> None:
 
 
 def test_the_mesh_is_drawn_with_its_machines() -> None:
-    assert list(drawn(Mesh(dp_replicate=2, dp_shard=2), per_node=2)) == [
+    assert list(mesh_lines(Mesh(dp_replicate=2, dp_shard=2), per_node=2)) == [
         "mesh     dp_replicate=2 × dp_shard=2",
         "  copy 0:  rank 0  1   (machine 0)",
         "  copy 1:  rank 2  3   (machine 1)",
     ]
-    both = drawn(Mesh(pp=2, dp_shard=2, cp=2, tp=2), per_node=8)
+    both = mesh_lines(Mesh(pp=2, dp_shard=2, cp=2, tp=2), per_node=8)
     assert list(both)[1:] == [
         "  stage 0:  rank [( 0  1) ( 2  3)]  [( 4  5) ( 6  7)]   (machine 0)",
         "  stage 1:  rank [( 8  9) (10 11)]  [(12 13) (14 15)]   (machine 1)",
         "  [ ] share the tokens of each row (cp)",
         "  ( ) share every layer (tp)",
     ]
-    assert list(drawn(Mesh(dp_replicate=4, ep=2), per_node=4))[-1] == "  experts of a layer lie over ranks 0 1 | 2 3"
-    assert list(drawn(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
+    assert (
+        list(mesh_lines(Mesh(dp_replicate=4, ep=2), per_node=4))[-1] == "  experts of a layer lie over ranks 0 1 | 2 3"
+    )
+    assert list(mesh_lines(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
 
 
 def test_what_only_samples_is_drawn_beside_the_mesh() -> None:
-    assert list(drawn(Mesh(dp_replicate=2), None, Samplers(4, 2, ())))[0:] == [
+    assert list(mesh_lines(Mesh(dp_replicate=2), None, SamplerDevices(4, 2, ())))[0:] == [
         "mesh     dp_replicate=2, and 4 that only sample",
         "  copy 0:  rank 0",
         "  copy 1:  rank 1",
@@ -279,10 +289,12 @@ def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
     plan = estimate(compose("+recipe=sft_demo", *wide, "parallelism=tp", "launch.devices=2"))
     whole, own = terms(alone, "update"), terms(plan, "update")
     norms = 4 * 5 * 64  # two in each layer and one behind them, float32, whole on every rank
-    assert own["weights that learn"] == (whole["weights that learn"] + norms) // 2
+    assert own["trainable weights"] == (whole["trainable weights"] + norms) // 2
     assert own["logits"] * 2 == whole["logits"] and own["activations"] < whole["activations"]
     assert plan.models == alone.models and plan.work.flops * 2 == alone.work.flops
-    assert plan.work.sent == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 // 2  # layers, reductions, passes, all-reduce
+    assert (
+        plan.work.sent_bytes == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 // 2
+    )  # layers, reductions, passes, all-reduce
 
 
 PP = ("parallelism=pp", "launch.devices=2", "model.layers=6", "algorithm.micro_batch_tokens=64")
@@ -293,7 +305,7 @@ def test_stages_share_out_layers_and_the_first_keeps_most_micro_batches(compose:
     plan = estimate(compose("+recipe=sft_demo", *words))
     model = plan.models["policy"]
     assert plan.stage.layers == [0, 1, 2] and plan.stage.first and not plan.stage.last
-    assert terms(plan, "update")["weights that learn"] == (model.first + model.layers[0] * 3).bytes
+    assert terms(plan, "update")["trainable weights"] == (model.first + model.layers[0] * 3).bytes
     assert "activations of micro-batches in flight" in terms(plan, "update")
     assert plan.work.bubble == 1 / (8 + 1) and plan.work.micro_batches == 8
     hidden = 8 * 64 * 64 * 4
@@ -302,29 +314,31 @@ def test_stages_share_out_layers_and_the_first_keeps_most_micro_batches(compose:
 
 def test_what_a_stage_has_of_tied_weights_and_of_several_runs() -> None:
     layer, end, tied = (
-        Part(trained=1, trained_bytes=4),
-        Part(trained=3, trained_bytes=12),
-        Part(trained=2, trained_bytes=8),
+        ParameterCount(trained=1, trained_bytes=4),
+        ParameterCount(trained=3, trained_bytes=12),
+        ParameterCount(trained=2, trained_bytes=8),
     )
-    model = Weights((layer,) * 7, (Part(),) * 7, first=tied, last=end, tied=tied, flops=ModelFlops())
+    model = ModelWeights((layer,) * 7, (ParameterCount(),) * 7, first=tied, last=end, tied=tied, flops=ModelFlops())
     first, last = (spread := on(Mesh(pp=2), chunks=2)).stages(7)
     assert (first.runs, last.runs) == ([(0, 2), (4, 6)], [(2, 4), (6, 7)])
-    assert spread.held(model, first) == tied + layer * 4 and spread.held(model, last) == end + tied + layer * 3
-    assert [one.in_flight(2, 100) for one in (first, last)] == [5, 3] and first.in_flight(2, 1) == 2
-    assert [one.in_flight(4, 100) for one in on(Mesh(pp=4)).stages(7)] == [4, 3, 2, 1]
+    assert (
+        spread.rank_share(model, first) == tied + layer * 4 and spread.rank_share(model, last) == end + tied + layer * 3
+    )
+    assert [one.runs_in_flight(2, 100) for one in (first, last)] == [5, 3] and first.runs_in_flight(2, 1) == 2
+    assert [one.runs_in_flight(4, 100) for one in on(Mesh(pp=4)).stages(7)] == [4, 3, 2, 1]
 
 
 def test_ranks_that_share_rows_hold_whole_copies_or_pieces_of_all_of_them(compose: Any) -> None:
     alone = estimate(compose("+recipe=sft_demo", *SMALL))
     shared = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=cp", "launch.devices=2"))
     whole, own = terms(alone, "update"), terms(shared, "update")
-    assert own["weights that learn"] == whole["weights that learn"]
+    assert own["trainable weights"] == whole["trainable weights"]
     assert own["activations"] < 0.6 * whole["activations"] and own["rows exchanged"] > 0
     assert shared.work.flops * 2 == alone.work.flops and shared.work.tokens == alone.work.tokens
     layers, passes, heads = 2, 2, 2 * (4 + 4) * 16 * 4  # queries, keys, values and what attention gives; bytes a token
     assert shared.work.sending["rows"] == layers * passes * heads * (shared.work.tokens // 2) // 2
     pieces = estimate(compose("+recipe=sft_demo", *SMALL, "parallelism=fsdp", "parallelism.cp=2", "launch.devices=4"))
-    assert terms(pieces, "update")["weights that learn"] == whole["weights that learn"] // 4
+    assert terms(pieces, "update")["trainable weights"] == whole["trainable weights"] // 4
 
 
 @pytest.mark.parametrize("words", ["parallelism=ep", "parallelism=fsdp parallelism.ep=2"])
@@ -333,11 +347,11 @@ def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
     model, held = plan.models["policy"], terms(plan, "update")
     experts = sum(part.bytes for part in model.experts)
     plain = model.all.bytes - experts
-    assert held["weights that learn"] == experts // 4 + (plain if words == "parallelism=ep" else plain // 4)
+    assert held["trainable weights"] == experts // 4 + (plain if words == "parallelism=ep" else plain // 4)
     assert held["tokens sent to experts"] > 0
     ep = plan.mesh.ep
     assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
-    assert any("chosen evenly" in line for line in lines(compose("+recipe=sft_demo"), plan, None, None))
+    assert any("chosen evenly" in line for line in plan_lines(compose("+recipe=sft_demo"), plan, None, None))
 
 
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:
@@ -358,7 +372,7 @@ def test_what_waits_on_the_host_is_said(compose: Any) -> None:
     )
     more = ("model.gradient_checkpointing=true", "model.activation_offloading=true", "checkpoint.asynchronous=true")
     plan = estimate(compose("+recipe=sft_demo", *SMALL, *words, *more))
-    assert "weights that learn" not in terms(plan, "update") and terms(plan, "optimizer") == {}
+    assert "trainable weights" not in terms(plan, "update") and terms(plan, "optimizer") == {}
     learnt = plan.models["policy"].all.trained_bytes // 2
     inputs = 2 * 4096 * 64 * 4  # layers, tokens, width
     assert [term.bytes for term in plan.host] == [pytest.approx(4 * learnt, rel=0.01), inputs, 3 * learnt]

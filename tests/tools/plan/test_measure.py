@@ -10,17 +10,17 @@ import torch
 from runner.parallelism.mesh import Mesh
 from runner.tools.plan import measure
 from runner.tools.plan.measure import Passes, micro_batch
-from runner.tools.plan.model import architecture, published
-from runner.tools.plan.spread import Spread, weights
-from runner.tools.plan.tracking import META, Tracker, keep_gradients
+from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_gradients
+from runner.tools.plan.model import architecture, published_config
+from runner.tools.plan.rank_layout import RankLayout, model_weights
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
 
 
-def on(mesh: Mesh, **more: Any) -> Spread:
+def on(mesh: Mesh, **more: Any) -> RankLayout:
     """Whole copies on this mesh."""
     given = {"pieces": 1, "experts": mesh.ep, "chunks": 1, "ring": False, "offloaded": False, "resharded": False}
-    return Spread(mesh=mesh, **given | more)
+    return RankLayout(mesh=mesh, **given | more)
 
 
 def passes(spec: Any) -> Passes:
@@ -41,13 +41,13 @@ def passes(spec: Any) -> Passes:
 )
 def test_published_shapes_have_their_published_number_of_weights(compose: Any, path: str, numbers: int) -> None:
     spec = compose("+recipe=sft_full_npu", f"model.path={path}")
-    assert weights(spec, "lm", published(path)[0]).total == numbers
+    assert model_weights(spec, "lm", published_config(path)[0]).total == numbers
 
 
 def test_weights_are_counted_by_what_learns_and_by_layer(compose: Any) -> None:
     spec = compose("+recipe=sft_demo", *SMALL, "adapter=lora", "model.layers=2", "model.dtype=bfloat16")
     shape, found = architecture(spec.model)
-    got = weights(spec, "lm", shape)
+    got = model_weights(spec, "lm", shape)
     layer = 64 * 64 * 4 + 3 * 64 + 3 * 64 * 128 + 2 * 64  # projections with the biases of q, k, v; feed-forward; norms
     assert found == "model=tiny" and got.all.frozen == 2 * layer + 2 * 512 * 64 + 64
     assert got.all.trained_bytes == 4 * got.all.trained, "the adapter is in float32"
@@ -61,14 +61,14 @@ def test_layers_that_repeat_are_counted_once(
     compose: Any, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
 ) -> None:
     spec = compose("+recipe=sft_demo", *words, *SMALL, "model.layers=11")
-    repeated = weights(spec, "lm", architecture(spec.model)[0])
-    monkeypatch.setattr("runner.tools.plan.spread.samples", lambda *_: (1, 100))
-    assert repeated == weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
+    repeated = model_weights(spec, "lm", architecture(spec.model)[0])
+    monkeypatch.setattr("runner.tools.plan.rank_layout.sample_depths", lambda *_: (1, 100))
+    assert repeated == model_weights(spec, "lm", architecture(spec.model)[0]) and len(repeated.layers) == 11
 
 
 def test_experts_are_counted_beside_their_layer(compose: Any) -> None:
     spec = compose("+recipe=sft_demo", "model=tiny_moe", *SMALL, "model.experts=8", "model.layers=2")
-    got = weights(spec, "lm", architecture(spec.model)[0])
+    got = model_weights(spec, "lm", architecture(spec.model)[0])
     assert [one.trained for one in got.experts] == [8 * 3 * 64 * 128] * 2
     assert got.layers[0].trained < got.experts[0].trained
 
@@ -92,16 +92,16 @@ def test_a_deep_model_lies_on_the_line_through_two_shallow_ones(
     """Also one whose fullest moment is another than that of the shallow ones."""
     chosen = dict(word.split("=", 1) for word in (*SMALL, "model.layers=11", "algorithm.micro_batch_tokens=256", *more))
     spec = compose("+recipe=sft_demo", *(f"{key}={value}" for key, value in chosen.items()))
-    drawn = passes(spec).of(11, headed=headed)
-    monkeypatch.setattr(measure, "samples", lambda *_: (1, 100))
-    whole = passes(spec).of(11, headed=headed)
+    drawn = passes(spec).at_depth(11, headed=headed)
+    monkeypatch.setattr(measure, "sample_depths", lambda *_: (1, 100))
+    whole = passes(spec).at_depth(11, headed=headed)
     assert (drawn.fullest(), drawn.kept) == (whole.fullest(), whole.kept)
     assert drawn.fullest(10**6) == whole.fullest(10**6)
 
 
 def test_recomputing_takes_less_and_longer_micro_batches_more(compose: Any) -> None:
     def taken(*more: str) -> int:
-        return sum(passes(compose("+recipe=sft_demo", *SMALL, *more)).of(4).fullest().values())
+        return sum(passes(compose("+recipe=sft_demo", *SMALL, *more)).at_depth(4).fullest().values())
 
     plain, double = taken("algorithm.micro_batch_tokens=512"), taken("algorithm.micro_batch_tokens=1024")
     ways = [taken("algorithm.micro_batch_tokens=512", f"model.gradient_checkpointing={way}") for way in (2, "true")]
@@ -111,7 +111,7 @@ def test_recomputing_takes_less_and_longer_micro_batches_more(compose: Any) -> N
 
 def test_ranks_that_share_the_tokens_of_rows_take_their_share(compose: Any) -> None:
     spec = compose("+recipe=sft_demo", *SMALL, "algorithm.micro_batch_tokens=1024")
-    alone, shared = (Passes(spec, "lm", architecture(spec.model)[0], on(Mesh(cp=cp))).of(4) for cp in (1, 4))
+    alone, shared = (Passes(spec, "lm", architecture(spec.model)[0], on(Mesh(cp=cp))).at_depth(4) for cp in (1, 4))
     assert 3.5 < sum(alone.fullest().values()) / sum(shared.fullest().values()) < 4.2
     assert micro_batch(spec, 4).num_tokens == 256
 
@@ -123,7 +123,7 @@ def test_a_micro_batch_is_full_of_the_longest_rows(compose: Any) -> None:
 
 def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
     weight = torch.empty(64, 64, device=META, requires_grad=True)
-    tracker = Tracker([weight], vocabulary=7)
+    tracker = MetaMemoryTracker([weight], vocabulary=7)
     with tracker:
         one = weight * 2  # 16384 bytes
         view = one[:8]
@@ -136,7 +136,7 @@ def test_storages_are_counted_once_and_until_nobody_holds_them() -> None:
 
 def test_of_a_gradient_its_part_stays() -> None:
     weight = torch.nn.Parameter(torch.empty(64, 64, device=META))
-    tracker = Tracker([weight], vocabulary=7)
+    tracker = MetaMemoryTracker([weight], vocabulary=7)
     handles = keep_gradients([weight], tracker, parts=4, size=4)
     with tracker:
         (weight * 2).sum().backward()  # type: ignore[no-untyped-call]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.tools.report.chart import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, Curve, axis_of, hues, svg
-from runner.tools.report.facts import Series
+from runner.tools.report.run_facts import Series
 
 VALUES = st.floats(-1e12, 1e12, allow_nan=False).map(lambda v: 0.0 if abs(v) < 1e-9 else v)
 
@@ -51,7 +51,7 @@ def test_names_are_escaped() -> None:
 
 def test_long_curves_are_thinned_to_means() -> None:
     series = Series(tuple((step, float(step % 2)) for step in range(1, 10_001)))
-    thin = series.thinned(MOST_POINTS)
+    thin = series.downsample(MOST_POINTS)
     assert len(thin.points) <= MOST_POINTS and thin.last[0] == 10_000
     assert all(value == pytest.approx(0.5, abs=0.02) for _, value in thin.points)
 

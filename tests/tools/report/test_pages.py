@@ -15,8 +15,8 @@ import yaml
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
 from runner.tools.report import diff
-from runner.tools.report.facts import read, read_run
 from runner.tools.report.page import write_page
+from runner.tools.report.run_facts import read_metrics, read_run
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 VOID = {"meta", "link"}
@@ -76,17 +76,17 @@ def a_run(root: Path, seed: int = 1, name: str = "mine", **more: object) -> RunF
 
 
 def test_series_leave_out_what_is_no_number_and_a_torn_line(tmp_path: Path) -> None:
-    found = read(a_run(tmp_path / "a").metrics)
+    found = read_metrics(a_run(tmp_path / "a").metrics)
     assert found["train/loss"].points == ((1, 2.0), (2, 1.0), (3, 2.0 / 3)) and "eval/loss" not in found
     assert found["train/loss"].best("min") == (3, 2.0 / 3) and found["train/loss"].best("max") == (1, 2.0)
-    assert read(tmp_path / "nowhere") == {}
+    assert read_metrics(tmp_path / "nowhere") == {}
 
 
 def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a")
     with folder.metrics.open("w") as file:
         file.write('{"step": 1, "eval/loss": 2.0}\n{"step": 2, "eval/loss": null}\n')
-    step, value = read(folder.metrics)["eval/loss"].last
+    step, value = read_metrics(folder.metrics)["eval/loss"].last
     assert step == 2 and math.isnan(value)
     write_page(folder, tmp_path / "r.html")
     assert "eval/loss  2 → nan" in (tmp_path / "r.html").read_text()
@@ -129,10 +129,10 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
     a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b", seed=2)
     found = {(d.where, d.name): (d.first, d.second) for d in diff.differences(read_run(a), read_run(b))}
     assert found == {("config", "seed"): ("1", "2"), ("code", "commit"): ("c1", "c2")}
-    said = "\n".join(diff.lines(a, b))
+    said = "\n".join(diff.diff_lines(a, b))
     assert "+0.6667" in said and "optimizer" not in said
     assert diff.differences(read_run(a), read_run(a)) == []
-    assert "are the same" in "\n".join(diff.lines(a, a))
+    assert "are the same" in "\n".join(diff.diff_lines(a, a))
     diff.write_page(a, b, tmp_path / "d.html")
     page = (tmp_path / "d.html").read_text()
     checked(page)
@@ -140,6 +140,15 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
 
 
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+
+
+def test_a_diff_leaves_out_what_depends_on_the_machine(tmp_path: Path) -> None:
+    a, b = a_run(tmp_path / "a"), a_run(tmp_path / "b")
+    for folder, seconds in ((a, 0.1), (b, 0.2)):
+        row = {"step": 1, "weight_sync/send_s": seconds, "time/update_s": seconds, "weight_sync/bytes": 8}
+        folder.metrics.write_text(json.dumps(row) + "\n")
+    said = "\n".join(diff.diff_lines(a, b))
+    assert "weight_sync/bytes" in said and "weight_sync/send_s" not in said and "time/update_s" not in said
 
 
 def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | None]]:

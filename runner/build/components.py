@@ -1,0 +1,367 @@
+"""The parts of jobs: device, tokenizer, data, models, learners, checkpoints, reward and environments."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runner.algorithm.base import FrozenModelSpec
+from runner.checkpoint.store import CheckpointStore
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError, UnsupportedModelError
+from runner.core.paths import cache_folder
+from runner.core.rng import derive_seed
+from runner.data.config import DataConfig
+from runner.interfaces import (
+    Data,
+    Device,
+    GenerativeModel,
+    Model,
+    RankCollectives,
+    Role,
+    TrainableModel,
+)
+from runner.model.flops import ModelFlops
+from runner.model.initial_weights import DTYPES, InstallFusedOps
+from runner.model.transformers_model import TransformersModel
+from runner.parallelism.parallel_context import ParallelContext
+from runner.run_dir.folder import RunFolder
+from runner.spec.base import Dtype, Head, ItemKind
+from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry, resolve
+from runner.trainer.learner import LocalLearner
+
+if TYPE_CHECKING:
+    from runner.trainer.reference_model import FrozenModel
+
+log = logging.getLogger("runner")
+
+
+def build_device(spec: JobSpec, decide: Decisions) -> Device:
+    """The device, ready to be used."""
+    device: Device = default_registry().factory(spec.device)(spec.device, decide=decide)
+    device.prepare()
+    _check_dtypes(spec, device)
+    report_float32(spec, decide)
+    if spec.model.activation_offloading and device.torch_device.type == "cpu":  # which device=auto has become
+        text = f"device={spec.device.name} is the CPU here, whose activations are in the host's memory already"
+        raise SpecError([Problem("model.activation_offloading", f"{text}; leave it out")])
+    return device
+
+
+def _check_dtypes(spec: JobSpec, device: Device) -> None:
+    """Raise SpecError for every data type that is asked for and that the device cannot compute with."""
+    asked: dict[str, Dtype] = {"model.dtype": spec.model.compute_dtype}
+    if spec.algorithm.needs_reward and (reward := spec.reward.model_dtype()):
+        asked["reward.dtype"] = reward
+    asked |= {f"algorithm.{role}_dtype": one.dtype for role, one in spec.algorithm.frozen_models().items() if one.dtype}
+    reasons = {key: device.unsupported_reason(DTYPES[name]) for key, name in asked.items()}
+    if found := [Problem(key, f"{why}; type {key}=float32") for key, why in reasons.items() if why]:
+        raise SpecError(found)
+
+
+def report_float32(spec: JobSpec, decide: Decisions) -> None:
+    """Say what a card gives up that computes in float32."""
+    reached = spec.device.float32_peak
+    if spec.model.compute_dtype == "float32" and reached is not None:
+        decide.record_fact("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 can reach the full peak")
+
+
+def build_tokenizer(spec: JobSpec) -> Any:
+    """The model's tokenizer with the template of chat.template, without the model.
+
+    Raises DataError for a file that is no template.
+    """
+    tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
+    if spec.chat.template is not None:
+        from runner.data.chat import load_template
+
+        tokenizer.chat_template = load_template(spec.chat.template)
+    return tokenizer
+
+
+def build_data(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
+) -> Data:
+    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
+    config = config or spec.data
+    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
+    data: Data = default_registry().factory(config)(
+        config,
+        tokenizer=tokenizer,
+        chat=chat,
+        seed=spec.seed,
+        decide=decide,
+        cache_dir=cache_folder(),
+        kind=kind or spec.algorithm.item_kind,
+    )
+    return data
+
+
+def build_model(
+    spec: JobSpec,
+    tokenizer: Any,
+    device: Device,
+    decide: Decisions,
+    head: Head = "lm",
+    world: ParallelContext | None = None,
+    trains: bool = True,
+) -> Any:
+    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
+    model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
+    if spec.model.compile:
+        model.compile(decide)
+    return model
+
+
+def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head = "lm") -> Any:
+    """The same without its numbers, on `meta`: for what only has to know what it is made of."""
+    from runner.parallelism.weight_scatter import META
+
+    with META:
+        return _model_factory(spec, tokenizer, decide, head, None)(META, None)
+
+
+def _model_factory(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
+) -> Callable[[torch.device, InstallFusedOps | None], Any]:
+    """A function that builds the model with its adapter on a device; raises SpecError without this head."""
+    registry = default_registry()
+
+    def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
+        try:
+            model = registry.factory(spec.model)(
+                spec.model,
+                tokenizer=tokenizer,
+                device=where,
+                seed=derive_seed(spec.seed, "weights"),
+                decide=decide,
+                head=head,
+                init_from=spec.init_from,
+                longest=longest_row(spec),
+                fit=fit,
+                admit=None if world is None else world.check_divisible,
+                stored=spec.stored_dtype(trains=trains),
+            )
+        except UnsupportedModelError as error:
+            raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
+        return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+
+    return make
+
+
+def _place_model(
+    make: Callable[[torch.device, InstallFusedOps | None], Any],
+    world: ParallelContext | None,
+    device: Device,
+    decide: Decisions,
+) -> Any:
+    """The model that `make` builds, with the device's operators and attention, distributed over the ranks."""
+    if world is None or world.place.size == 1:
+        model = make(device.torch_device, device_op_installer(device, decide))
+    else:
+        model = world.load(lambda where: make(where, None))
+        world.shard(model, decide)
+        if (pad_batch := device.dense_attention()) is not None:
+            from runner.model import padded_attention
+
+            install = partial(padded_attention.install_dense_attention, kernel=pad_batch, decide=decide)
+            model.replace_dense_attention(install)
+    if (
+        isinstance(model, TransformersModel)
+        and not model.is_padded
+        and (kernel := device.varlen_attention(model.compute_dtype))
+    ):
+        model.set_varlen_kernel(kernel, decide=decide)
+    return model
+
+
+def device_op_installer(device: Device, decide: Decisions) -> Callable[[nn.Module], None]:
+    """What gives a transformers model on the device the device's own operators and attention."""
+
+    def fit(module: nn.Module) -> None:
+        device.apply_fused_ops(module)
+        if (kernel := device.dense_attention()) is not None:
+            from runner.model import padded_attention
+
+            padded_attention.install_dense_attention(module, kernel, decide)
+
+    return fit
+
+
+def build_learner(
+    spec: JobSpec, role: str, model: TrainableModel, device: Device, world: ParallelContext, decide: Decisions
+) -> LocalLearner:
+    """The learner over the model's trainable parameters."""
+    registry = default_registry()
+    if spec.adapter.trains_base:
+        model.weights_source.refuse_lost_tensors("model.path")
+    if spec.schedule.warmup_steps >= spec.steps:
+        reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
+        decide("schedule", spec.schedule.name, "warm-up only", reason)
+    _configure_dropout(spec, model, world.replica_peers, decide)
+    optimizer = registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide)
+    make: Callable[..., LocalLearner] = LocalLearner
+    if spec.parallelism.deepspeed:
+        from runner.parallelism.deepspeed_zero import DeepSpeedZero
+        from runner.trainer.deepspeed_learner import DeepSpeedLearner
+
+        make = partial(DeepSpeedLearner, zero=DeepSpeedZero(model, optimizer, world, spec.optimizer.clip_norm, decide))
+    return make(
+        model,
+        optimizer,
+        lr=spec.algorithm.learning_rate(role, spec.optimizer.lr),
+        clip_norm=spec.optimizer.clip_norm,
+        factor=registry.factory(spec.schedule)(spec.schedule, steps=spec.steps),
+        budget=spec.algorithm.micro_batch_tokens,
+        seed=spec.seed,
+        device=device.torch_device,
+        prefix="train" if role == next(iter(spec.algorithm.trained_models())) else role,
+        peers=world.peers,
+        gradients=world.gradient_reducer(model),
+        stage=model.stage,
+        drawing=world.replica_peers,
+    )
+
+
+def _configure_dropout(spec: JobSpec, model: TrainableModel, peers: RankCollectives, decide: Decisions) -> None:
+    """On or off, as the algorithm says. Raises SpecError where it was asked for and there is none."""
+    if spec.algorithm.is_dropout_requested() and not model.dropout_rate():
+        text = f"{type(model.inner).__name__} has no dropout to keep, and no adapter.dropout is set; leave it out"
+        raise SpecError([Problem("algorithm.dropout", text)])
+    if not spec.algorithm.is_dropout_enabled() and (rate := model.disable_dropout()):
+        decide.record_fact("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
+    if peers.size > 1 and (rate := model.dropout_rate()):
+        text = f"each of {peers.size} ranks draws for itself, so that another number of them learns otherwise"
+        decide.record_fact("algorithm.dropout", f"up to {rate:g}", text)
+
+
+def build_frozen_model(
+    spec: JobSpec,
+    role: str,
+    wanted: FrozenModelSpec,
+    policy: GenerativeModel,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+) -> FrozenModel:
+    """Build a model that is not trained: the reference or a teacher.
+
+    A reference without a path is the policy with its adapter off, or a copy of what it starts from, in its data type,
+    so that both say the same before the first step (of an adapter that it came with, the adapter alone). A teacher, or
+    a reference with a path, is another model.
+    """
+    if wanted.mode == "cached":
+        from runner.build.precompute_reference import build_cached_reference
+
+        return build_cached_reference(spec, policy, device, world.peers, world.world_peers, decide, cache_folder())
+    from runner.trainer.reference_model import FrozenModel, frozen_copy_of_adapter
+
+    continues = policy.weights_source.adapter is not None and not spec.adapter.trains_base
+    way = wanted.mode or ("copy" if spec.adapter.trains_base or continues else "adapter")
+    if continues and wanted.path is None:
+        text = "the adapter that the model came with" if way == "copy" else "the base, without the adapter it came with"
+        decide.record_fact(f"algorithm.{role}", way, f"{text}; the other one: algorithm.reference={_other(way)}")
+    model: TrainableModel = policy
+    during: Callable[[], AbstractContextManager[Any]] = nullcontext
+    if wanted.path is not None:
+        model = build_other_model(spec, role, wanted, tokenizer, device, world, decide)
+        _check_equal_layouts(model, policy, world, role)
+    elif way == "adapter":
+        during = policy.adapter_disabled
+    elif continues and not spec.parallelism.deepspeed:
+        during = frozen_copy_of_adapter(policy)
+    else:
+        model = build_model(spec, tokenizer, device, decide, world=world, trains=False)
+        model.module.requires_grad_(False)
+    budget = spec.algorithm.micro_batch_tokens
+    options: dict[str, Any] = {"peers": world.peers, "stage": model.stage}
+    return FrozenModel(model, budget=budget, device=device.torch_device, during=during, **options)
+
+
+def _other(way: str) -> str:
+    return "copy" if way == "adapter" else "adapter"
+
+
+def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
+    """Raise SpecError where ranks might wait forever, as another layout cuts micro-batches differently."""
+    if world.mesh.dp_shard * world.mesh.ep > 1 and model.is_padded != policy.is_padded:
+        text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
+        text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"
+        raise SpecError([Problem("model.batch_layout", text)])
+
+
+def build_other_model(
+    spec: JobSpec,
+    role: str,
+    wanted: FrozenModelSpec,
+    tokenizer: Any,
+    device: Device,
+    world: ParallelContext,
+    decide: Decisions,
+) -> Any:
+    """Another model than the job's, with the same tokenizer."""
+    build = resolve("runner.model.teacher:build")
+    key, seed = f"algorithm.{wanted.option or role}", derive_seed(spec.seed, role)
+    options = {"tokenizer": tokenizer, "seed": seed, "decide": decide, "longest": longest_row(spec), "key": key}
+    options |= {"dtype": wanted.dtype, "admit": world.check_divisible}
+
+    make = partial(build, wanted.path, wanted.revision, spec.model, **options)
+    return _place_model(lambda where, fit: make(device=where, fit=fit), world, device, decide)
+
+
+def longest_row(spec: JobSpec) -> int:
+    """Tokens of the longest row that a model may meet."""
+    return spec.data.max_length + spec.sampler.answer_tokens()
+
+
+def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:
+    """The run's checkpoints."""
+    factory = default_registry().factory(spec.checkpoint)
+    beside = (folder.metrics, folder.samples)
+    store: CheckpointStore = factory(spec.checkpoint, root=folder.checkpoints, report=log.warning, beside=beside)
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The models of a job.
+
+    model: what the first learner, `main`, trains (the policy, where there is one); flops: of trained models
+    """
+
+    learners: Mapping[Role, LocalLearner]
+    frozen: Mapping[Role, FrozenModel]
+    model: TrainableModel
+    flops: Mapping[Role, ModelFlops]
+
+    @property
+    def main(self) -> LocalLearner:
+        """The first one that learns."""
+        return next(iter(self.learners.values()))
+
+    @property
+    def by_role(self) -> dict[Role, Model]:
+        """By role."""
+        return {**self.learners, **self.frozen}
+
+
+def build_models(spec: JobSpec, tokenizer: Any, device: Device, world: ParallelContext, decide: Decisions) -> Models:
+    """Build them: all that learn before the first learner, which may shard its own."""
+    heads = spec.algorithm.trained_models()
+    made = {role: build_model(spec, tokenizer, device, decide, head, world) for role, head in heads.items()}
+    learners = {role: build_learner(spec, role, model, device, world, decide) for role, model in made.items()}
+    model = next(iter(made.values()))
+    frozen = {
+        role: build_frozen_model(spec, role, one, model, tokenizer, device, world, decide)
+        for role, one in spec.algorithm.frozen_models().items()
+    }
+    return Models(learners, frozen, model, {role: one.flops for role, one in made.items()})

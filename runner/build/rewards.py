@@ -1,0 +1,116 @@
+"""The rewards of a job and of its evaluation, each tried on rows of the data that it scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from runner.build.components import device_op_installer
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Problem, SpecError
+from runner.distributed.work_partition import run_on_rank0
+from runner.interfaces import Data, Device, Prompt, RankCollectives, Reward
+from runner.parallelism.parallel_context import ParallelContext
+from runner.run_dir.folder import RunFolder
+from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
+from runner.spec.suggest import nearest_word
+
+if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import PartitionedReward
+
+MakeReward = Callable[[JobSpec, Sequence[Prompt], str], Reward | None]  # of a spec, tried on prompts; its option
+
+
+def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
+    """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
+    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
+    if not missing:
+        return
+    sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"
+    text = f"no row of the data has a column '{{}}'; columns for rewards: {', '.join(sorted(data.columns)) or 'none'}"
+    advice = [_column_advice(spec, key, name, nearest_word(name, data.columns) or sole) for key, name in missing]
+    problems = [(key, f"{text.format(name)}; {say}") for (key, name), say in zip(missing, advice, strict=True)]
+    raise SpecError([Problem(key, message) for key, message in problems])
+
+
+def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
+    """What to do about a column that is not there; a function names its columns itself."""
+    if not key.endswith(".path"):
+        return f"type {key}={meant}"
+    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    return f"rename the argument{renaming}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardBuilder:
+    """Builds rewards with what they share; user code keeps its log in the run's folder."""
+
+    tokenizer: Any
+    device: Device
+    world: ParallelContext
+    decide: Decisions
+    folder: RunFolder
+
+    def build_for_training(self, spec: JobSpec, data: Data) -> PartitionedReward | None:
+        """The reward of sampled answers, tried on rows of the data; None where nothing is sampled."""
+        if not spec.algorithm.needs_sampler:
+            return None
+        from runner.reward.trial import ROWS
+
+        return self.build(spec, data.take(0, ROWS), self.world.rollout_peers)
+
+    def build(
+        self, spec: JobSpec, prompts: Sequence[Prompt], peers: RankCollectives, option: str = "reward"
+    ) -> PartitionedReward | None:
+        """The reward for the thread that has `peers`, tried on the prompts, if any; option: that names it."""
+        reward: Reward | None = default_registry().factory(spec.reward)(
+            spec.reward,
+            device=self.device.torch_device,
+            tokenizer=self.tokenizer,
+            seed=spec.seed,
+            decide=self.decide,
+            folder=self.folder.root,
+            fit=device_op_installer(self.device, self.decide),
+        )
+        if reward is None:
+            return None
+        from runner.parallelism.rollout_partition import partition_reward
+        from runner.reward.trial import try_reward
+
+        if prompts:
+            everyone = self.world.world_peers
+            run_on_rank0(everyone, lambda: try_reward(reward, prompts, self.tokenizer, self.decide, option))
+        return partition_reward(reward, peers)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRewards:
+    """The rewards of evaluation, with a state of their own: evaluation leaves no trace in training.
+
+    A reward model is shared with the job, as it has no state and a second one costs memory.
+    """
+
+    spec: JobSpec
+    builder: RewardBuilder
+    reward: PartitionedReward | None  # of training, which is tried
+    built: list[Reward] = field(default_factory=list)
+
+    def build(self, spec: JobSpec, prompts: Sequence[Prompt], option: str) -> Reward | None:
+        """The reward of the job or of a set, which `spec` has the components of, tried on its first prompts."""
+        from runner.reward.trial import ROWS
+
+        peers, same = self.builder.world.world_peers, self.reward is not None and spec.reward == self.spec.reward
+        if self.reward is not None and same and spec.reward.uses_device_model():
+            return self.reward.with_peers(peers)
+        is_tried = same and spec.data == self.spec.data
+        made = self.builder.build(spec, () if is_tried else prompts[:ROWS], peers, option)
+        if made is not None:
+            self.built.append(made)
+        return made
+
+    def close(self) -> None:
+        """Close those that were built here."""
+        for one in self.built:
+            one.close()

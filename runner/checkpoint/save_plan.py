@@ -1,0 +1,196 @@
+"""What a checkpoint contains when each rank holds part of the state: each part is written once.
+
+    rank 0: a, b ─┐
+                  ├─▶ file: a, b, c;   rank 0 writes a and b, rank 1 writes c
+    rank 1: b, c ─┘
+
+Ranks whose tensors have the same names, shapes and types tell one another so by a digest, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner.checkpoint.sections import (
+    SplitState,
+    TensorEntry,
+    TensorPiece,
+    encode_values,
+    file_layout,
+    is_written_here,
+    tensor_entries,
+)
+from runner.core.errors import RunnerError
+from runner.core.safetensors_layout import FileLayout
+from runner.distributed.work_partition import run_partitioned
+from runner.interfaces import RankCollectives
+
+PER_RANK_KEY = "optimizer"  # what a section's plain values call those of which a rank has its own tensors' only
+NONE_WRITTEN = "no checkpoint was written; the ones before are untouched"
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Content of a checkpoint: the text of state.json, the file layouts, and what this rank writes."""
+
+    values: bytes
+    layouts: Mapping[str, FileLayout]
+    pieces: Mapping[str, Mapping[str, TensorPiece]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size on disk, but for the headers; tied tensors count once."""
+        return len(self.values) + sum(one.num_bytes for one in self.layouts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """What a rank tells of its part of the state.
+
+    listings: of each section's tensors; holders: the ranks between which a tensor lies in pieces, where it does
+    apart: of each section, the values that ranks have apart
+    """
+
+    listings: Mapping[str, Mapping[str, TensorEntry]]
+    holders: Mapping[str, Mapping[str, tuple[int, ...]]]
+    apart: Mapping[str, Any]
+
+    def digest(self) -> str:
+        """Equal on ranks that have the same tensors, in whatever pieces, and the same values."""
+        told = {s: {n: (e.kind, e.shape, e.tied) for n, e in one.items()} for s, one in self.listings.items()}
+        return hashlib.sha256(json.dumps([told, self.apart]).encode()).hexdigest()
+
+
+def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> SavePlan:
+    """Bring together what the ranks have; all of them call it, and `read` gives what this one has.
+
+    Values are those of the first rank but for a section's `optimizer`, which is put together. Raises RunnerError where
+    ranks have different tensors or values under one name, or where a piece is missing; and, on all ranks, what `read`
+    raises on one.
+    """
+    own: list[tuple[SplitState, RankState]] = []
+
+    def tell(_: list[int]) -> list[str]:
+        contents = read()
+        own.append((contents, _rank_state(contents)))
+        return [own[0][1].digest()]
+
+    digests = run_partitioned(peers, range(peers.size), tell)
+    [(contents, part)] = own
+    parts = [part] if len(set(digests)) == 1 else peers.all_gather(part)
+    listings = {name: _merge_entries(name, parts) for name in _sections(parts)}
+    values = {name: dict(one) for name, one in contents.values.items()}
+    for name in part.apart:
+        values[name][PER_RANK_KEY] = _merge_values(
+            {rank: one.apart[name] for rank, one in enumerate(parts)}, f"{name}.{PER_RANK_KEY}"
+        )
+    homes = {name: _writer_ranks(name, parts) for name in listings}
+    pieces = {
+        name: _pieces_to_write(held, part.listings[name], homes[name], peers.rank)
+        for name, held in contents.tensors.items()
+    }
+    return SavePlan(encode_values(values), {name: file_layout(one) for name, one in listings.items()}, pieces)
+
+
+def _rank_state(contents: SplitState) -> RankState:
+    return RankState(
+        {name: tensor_entries(held) for name, held in contents.tensors.items()},
+        {name: _holders(held) for name, held in contents.tensors.items()},
+        {name: one[PER_RANK_KEY] for name, one in contents.values.items() if PER_RANK_KEY in one},
+    )
+
+
+def _holders(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: _mesh_ranks(tensor) for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+
+
+def _mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
+    """The ranks over which a tensor lies in pieces or copies."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
+
+
+def _sections(parts: Sequence[RankState]) -> list[str]:
+    """The sections that have tensors. Raises RunnerError where they differ between ranks."""
+    for rank, part in enumerate(parts):
+        for own, first in ((part.listings, parts[0].listings), (part.apart, parts[0].apart)):
+            if unlike := sorted(own.keys() ^ first.keys()):
+                raise RunnerError(f"ranks 0 and {rank} have different sections of state ({unlike[0]}): {NONE_WRITTEN}")
+    return list(parts[0].listings)
+
+
+def _merge_entries(section: str, parts: Sequence[RankState]) -> dict[str, TensorEntry]:
+    """The tensors that any rank has. Raises RunnerError where two ranks do not mean the same by a name."""
+    found: dict[str, tuple[int, TensorEntry]] = {}
+    for rank, part in enumerate(parts):
+        for name, entry in part.listings[section].items():
+            first, known = found.setdefault(name, (rank, entry))
+            if known != entry:
+                raise RunnerError(
+                    f"ranks {first} and {rank} have different tensors in their state of {section}: {name} is "
+                    f"{_entry_text(known)} and {_entry_text(entry)}: {NONE_WRITTEN}"
+                )
+    return {name: entry for name, (_, entry) in found.items()}
+
+
+def _entry_text(entry: TensorEntry) -> str:
+    return f"{entry.kind}{list(entry.shape)}" + (f" tied to {entry.tied}" if entry.tied else "")
+
+
+def _writer_ranks(section: str, parts: Sequence[RankState]) -> dict[str, int]:
+    """The first rank that holds each tensor: it and the holders of the other shards write it.
+
+    Raises RunnerError where one of them does not have it.
+    """
+    homes: dict[str, int] = {}
+    for rank, part in enumerate(parts):
+        for name in part.listings[section]:
+            if homes.setdefault(name, rank) != rank or len(parts) == 1:
+                continue
+            holders = part.holders[section].get(name, (rank,))
+            if lacking := [one for one in holders if name not in parts[one].listings[section]]:
+                raise RunnerError(f"rank {lacking[0]} lacks its piece of {name} in {section}: {NONE_WRITTEN}")
+    return homes
+
+
+def _pieces_to_write(
+    tensors: Mapping[str, Tensor], entries: Mapping[str, TensorEntry], homes: Mapping[str, int], rank: int
+) -> dict[str, TensorPiece]:
+    """What this rank writes, tied tensors once."""
+    own = {name: tensors[name] for name, entry in entries.items() if entry.tied is None}
+    return {
+        name: TensorPiece.of_tensor(one)
+        for name, one in own.items()
+        if _first_holder(one, rank) == homes[name] and is_written_here(one)
+    }
+
+
+def _first_holder(tensor: Tensor, rank: int) -> int:
+    """The first of the ranks that hold a tensor together with this one."""
+    return _mesh_ranks(tensor)[0] if isinstance(tensor, DTensor) else rank
+
+
+def _merge_values(found: Mapping[int, Any], where: str) -> Any:
+    """Merge one value of several ranks: dicts key by key, lists item by item.
+
+    Raises RunnerError where two ranks contradict each other.
+    """
+    ranks, values = list(found), list(found.values())
+    first = values[0]
+    if all(isinstance(one, dict) for one in values):
+        alike = all(one.keys() == first.keys() for one in values)
+        keys = first if alike else sorted(set().union(*values))
+        return {k: _merge_values({r: one[k] for r, one in found.items() if k in one}, f"{where}.{k}") for k in keys}
+    if all(isinstance(one, list) and len(one) == len(first) for one in values):
+        return [_merge_values({r: one[at] for r, one in found.items()}, f"{where}[{at}]") for at in range(len(first))]
+    for rank, one in zip(ranks, values, strict=True):
+        if one != first:
+            text = f"ranks {ranks[0]} and {rank} have different values of {where} in their state, {first!r} and {one!r}"
+            raise RunnerError(f"{text}: {NONE_WRITTEN}")
+    return first

@@ -1,0 +1,320 @@
+"""From a command line, or a run's spec.yaml, to a decoded job and who set each value.
+
+words ─▶ read ─▶ choices ─▶ Hydra ─▶ values on top ─▶ interpolations ─▶ decode ─▶ ComposedJob
+                   └────────── everything wrong on the way is reported at once ─────┘
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.default_element import ResultDefault
+from omegaconf import DictConfig, OmegaConf
+
+from runner.cli.config_sources import GROUP, SWEEPER, is_file_name, recipe_file_problem
+from runner.cli.hydra_compose import (
+    SWEEP,
+    ComposedFiles,
+    Uncomposable,
+    compose_files,
+    composition_problem,
+    is_sweep,
+    line_of,
+    misplaced_choices,
+)
+from runner.cli.overrides import (
+    SWEEP_ALONE,
+    TypedOverride,
+    apply_values,
+    check_choice,
+    escape_interpolations,
+    problem,
+    read_overrides,
+    resolve_interpolations,
+    with_demo,
+)
+from runner.cli.sources import group_options, hydra_session, known_recipes
+from runner.core.bounded_text import check_yaml
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
+from runner.spec.decode import decode, unknown_name, with_origins
+from runner.spec.job import RECIPE, JobSpec
+from runner.spec.registry import Registry, default_registry
+from runner.spec.schema import groups_of, with_second_models
+
+
+def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
+    """A problem for each option that names a recipe that does not exist.
+
+    --config-dir is not searched, as it is not passed to an upstream run.
+    """
+    models = {f"algorithm.{option}": path for option, path in spec.algorithm.upstream_models().items()}
+    paths = {"init_from": spec.init_from or "", **models}
+    named = {key: path.removeprefix(RECIPE) for key, path in paths.items() if path.startswith(RECIPE)}
+    if not named:
+        return []
+    known = known_recipes()
+    wrong = {
+        key: recipe_file_problem(name)
+        if is_file_name(name)
+        else ""
+        if name in known
+        else unknown_name(GROUP, name, known)
+        for key, name in named.items()
+    }
+    return [Problem(key, message, origin_of(key, origins)) for key, message in wrong.items() if message]
+
+
+SPEC = "spec.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedJob:
+    """A job: decoded, as plain data with every default, who set each key, and what was typed."""
+
+    spec: JobSpec
+    data: dict[str, Any]
+    origins: dict[str, str]
+    overrides: list[str]
+    notes: tuple[str, ...] = ()  # one line per choice that was made for the user
+
+
+@dataclass(frozen=True, slots=True)
+class JobDraft:
+    """A job before it is decoded, and what is wrong with it so far."""
+
+    data: dict[str, Any]
+    origins: dict[str, str]
+    overrides: list[str]
+    problems: list[Problem]
+    unsure: frozenset[str] = frozenset()  # groups whose choice was a mistake: what else is said of them may be wrong
+    notes: tuple[str, ...] = ()
+    entries: tuple[ResultDefault, ...] = ()  # Hydra's defaults list, the first merged first
+    sweep: Mapping[str, Any] = field(default_factory=dict)  # what the files say of a sweep, with who said it
+    sweep_origins: Mapping[str, str] = field(default_factory=dict)
+
+
+ExtraWords = Callable[[JobDraft], Sequence[str]]  # further words, which follow from what was drafted
+
+
+def no_extra_words(drafted: JobDraft) -> Sequence[str]:
+    """What is typed is all."""
+    return ()
+
+
+def compose_job(words: Sequence[str], config_dir: Path | None = None, more: ExtraWords = no_extra_words) -> ComposedJob:
+    """The job that a command line describes. Raises SpecError with every problem, SecurityError.
+
+    Also raises what `more` raises.
+    """
+    drafted = draft(words, config_dir)
+    if others := more(drafted):
+        drafted = draft([*words, *others], config_dir)
+    said_by = drafted.sweep_origins.values()
+    unused = dict.fromkeys([who for who in said_by if not who.startswith(SWEEPER)] or said_by)
+    said = tuple(f"{who}: its section {SWEEP} is for run -m; this is one run" for who in unused)
+    drafted = replace(drafted, notes=drafted.notes + said)
+    return decode_draft(drafted, default_registry())
+
+
+def re_decode(
+    spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None, more: ExtraWords = no_extra_words
+) -> ComposedJob:
+    """The job in a run's spec.yaml with overrides. Raises SpecError, SecurityError, EnvironmentProblem.
+
+    Also raises what `more` raises.
+    """
+    drafted = re_draft(spec_yaml, overrides, config_dir)
+    if others := more(drafted):
+        drafted = re_draft(spec_yaml, [*overrides, *others], config_dir)
+    return decode_draft(drafted, default_registry())
+
+
+def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> JobDraft:
+    """`re_decode` without judging the result."""
+    registry = default_registry()
+    typed, problems = read_overrides(overrides, groups_of(registry))
+    config = _load_spec(spec_yaml)
+    origins = {key: SPEC for key, _ in iter_leaves(OmegaConf.to_container(config))}
+    choices = [t for t in typed if t.choice]
+    if any(t.key == GROUP for t in choices):
+        problems.append(Problem(GROUP, "a spec is a whole job already; it takes single overrides", COMMAND_LINE))
+        choices = [t for t in choices if t.key != GROUP]
+    notes: tuple[str, ...] = ()
+    if choices or config_dir:
+        wrong, notes = _sections(choices, registry, config, origins, config_dir)
+        problems += wrong
+    return replace(_overlay_command_line(ComposedFiles(config, origins), typed, problems), notes=notes)
+
+
+def draft(words: Sequence[str], config_dir: Path | None = None) -> JobDraft:
+    """Compose files and command line without checking the result. Raises SpecError where Hydra fails."""
+    with hydra_session(default_registry(), config_dir) as loader:
+        return Composer(loader).draft(words)
+
+
+class Composer:
+    """Drafts jobs in one Hydra session; what the files make of equal choices is composed once."""
+
+    def __init__(self, loader: ConfigLoader) -> None:
+        self._loader = loader
+        self._groups = groups_of(default_registry())
+        self._options = cache(partial(group_options, loader.get_sources()))
+        self._composed: dict[tuple[str, ...], ComposedFiles | Problem] = {}
+
+    def draft(self, words: Sequence[str]) -> JobDraft:
+        """As the function of this name."""
+        typed, problems = read_overrides(words, self._groups)
+        typed, notes = with_demo(typed)
+        choices, wrong, unsure = _check_choices([t for t in typed if t.choice], self._options, self._groups)
+        problems += wrong
+        files = self._files(choices, problems)
+        wrong = misplaced_choices(files, self._groups)
+        unsure |= {p.key.removesuffix(".name") for p in wrong}
+        result = _overlay_command_line(files, typed, problems + wrong)
+        return replace(result, unsure=unsure, notes=notes + files.notes)
+
+    def _files(self, choices: Sequence[TypedOverride], problems: Sequence[Problem]) -> ComposedFiles:
+        """A copy of what the files make of these choices. Raises SpecError, with the `problems` so far."""
+        lines = tuple(line_of(choice) for choice in choices)
+        if lines not in self._composed:
+            try:
+                self._composed[lines] = compose_files(self._loader, choices)
+            except Uncomposable as error:
+                self._composed[lines] = error.problem
+        found = self._composed[lines]
+        if isinstance(found, Problem):
+            raise SpecError([*problems, found])
+        return replace(found, config=copy.deepcopy(found.config))
+
+
+def decode_draft(drafted: JobDraft, registry: Registry) -> ComposedJob:
+    """Decode a draft, and look for the recipes of upstream runs.
+
+    Raises SpecError with the draft's problems and the decoder's.
+    """
+    problems = list(drafted.problems)
+    spec = None
+    try:
+        spec = decode(drafted.data, drafted.origins, registry)
+        problems += unknown_recipes(spec, drafted.origins)
+    except SpecError as error:
+        said = {p.key for p in problems}
+        problems += [p for p in error.problems if p.key not in said and not _is_doubtful(p, drafted.unsure, registry)]
+    if problems or spec is None:
+        raise SpecError(problems)
+    return ComposedJob(spec, spec.model_dump(mode="json"), drafted.origins, drafted.overrides, drafted.notes)
+
+
+def _is_doubtful(problem: Problem, unsure: frozenset[str], registry: Registry) -> bool:
+    """Whether a problem may only come from the component that was taken in place of an unknown one."""
+    group, _, key = problem.key.partition(".")
+    if problem.key in unsure:
+        return True
+    if group in unsure:
+        return not key or any(key in cls.model_fields for cls in registry.classes(group).values())
+    return any(f"{name}=" in problem.message for name in unsure)
+
+
+def _check_choices(
+    choices: Iterable[TypedOverride], known: Callable[[str], Sequence[str]], groups: Sequence[str]
+) -> tuple[list[TypedOverride], list[Problem], frozenset[str]]:
+    """The choices that can be composed, the problems of the others, and the groups that these affect."""
+    kept, problems = [], []
+    unsure: set[str] = set()
+    for choice in choices:
+        group, _, package = choice.key.partition("@")
+        good, wrong = check_choice(choice, known(group))
+        problems += wrong
+        if wrong:
+            unsure.update(groups if choice.key == GROUP else [package or choice.key])
+        if good:
+            kept.append(good)
+    return kept, problems, frozenset(unsure)
+
+
+def _overlay_command_line(
+    files: ComposedFiles, typed: Sequence[TypedOverride], problems: Sequence[Problem]
+) -> JobDraft:
+    """The command line's values on top of the files', all interpolations resolved."""
+    named = {key: name for t in typed if not t.choice for key, name in iter_leaves(t.value, t.key) if _is_choice(key)}
+    wrong = [
+        problem(key, f"a component is chosen with {key.removesuffix('.name')}={name}") for key, name in named.items()
+    ]
+    second = {t.key.partition("@")[2]: t for t in typed if t.choice and "@" in t.key}
+    wrong += [
+        problem(t.key, f"given twice, as {second[t.key].line} and as {t.line}; leave one of them out")
+        for t in typed
+        if t.key in second and not isinstance(t.value, dict)
+    ]
+    of_sweep = [t for t in typed if is_sweep(t.key)]
+    wrong += [problem(t.key, f"is about a sweep; {SWEEP_ALONE}") for t in of_sweep]
+    skipped = [*named, *(t.key for t in of_sweep)]
+    values = [t for t in typed if not t.choice and not any(f"{key}.".startswith(f"{t.key}.") for key in skipped)]
+    found = [*problems, *wrong, *apply_values(files.config, values)]
+    of_files = {key: who for key, who in files.origins.items() if not key.startswith("hydra.")}
+    origins = of_files | {key: COMMAND_LINE for t in values for key in _keys_set_by(t, of_files)}
+    data, broken = resolve_interpolations(files.config, origins)
+    data, translated, wrong_model = with_second_models(data, origins, default_registry())
+    broken += with_origins(wrong_model, origins)
+    drafted = JobDraft(data, translated, [t.line for t in typed], found + broken)
+    return replace(drafted, entries=files.entries, sweep=files.sweep, sweep_origins=files.sweep_origins)
+
+
+def _keys_set_by(typed: TypedOverride, origins: Mapping[str, str]) -> set[str]:
+    """The keys that a value sets, and the single value that it makes a section of, if there is one."""
+    parts = typed.key.split(".")
+    above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
+    return {key for key, _ in iter_leaves(typed.value, typed.key)} | (above & origins.keys())
+
+
+def _is_choice(key: str) -> bool:
+    group, _, leaf = key.partition(".")
+    return leaf == "name" and group in groups_of(default_registry())
+
+
+def _sections(
+    choices: Sequence[TypedOverride],
+    registry: Registry,
+    config: DictConfig,
+    origins: dict[str, str],
+    config_dir: Path | None,
+) -> tuple[list[Problem], tuple[str, ...]]:
+    """Replace a spec's sections by newly chosen components; returns problems, and lines to print."""
+    with hydra_session(registry, config_dir) as loader:
+        known = partial(group_options, loader.get_sources())
+        kept, problems, _ = _check_choices(choices, known, groups_of(registry))
+        try:
+            files = compose_files(loader, kept)
+        except Uncomposable as error:
+            raise SpecError([*problems, error.problem]) from error
+    for choice in kept:
+        section = choice.key.rpartition("@")[2]
+        for key in [k for k in origins if f"{k}.".startswith(f"{section}.")]:
+            del origins[key]
+        chosen = OmegaConf.select(files.config, section)
+        OmegaConf.update(config, section, {} if chosen is None else chosen, merge=False)  # no callback has no section
+        origins |= {k: who for k, who in files.origins.items() if k.startswith(f"{section}.")}
+    return problems, files.notes if kept else ()
+
+
+def _load_spec(path: Path) -> DictConfig:
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; the spec.yaml of a run is expected")
+    try:
+        check_yaml(path.read_text(encoding="utf-8"))
+        config = OmegaConf.load(path)
+    except (yaml.YAMLError, ValueError) as error:
+        raise SpecError([composition_problem(error, (), ())]) from error
+    content = OmegaConf.to_container(config)
+    if not isinstance(content, dict):
+        raise SpecError([Problem("", f"{path}: expected the sections of a job")])
+    spec: DictConfig = OmegaConf.create(escape_interpolations(content))
+    return spec

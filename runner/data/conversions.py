@@ -1,0 +1,223 @@
+"""Rows in the formats of other projects to the columns of this one.
+
+    ShareGPT        conversations [{from, value}] or messages with these keys          → messages
+    Alpaca          instruction, input, output; system, history [[query, response]]    → messages
+    query/response  query, response; system, history                                   → messages
+
+What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
+labeled completion (with `label`) get `prompt` and their answers as messages; a prompt gets `prompt`, and what the row
+answers becomes the column `answer`. Formats: LLaMA-Factory data/README.md (ShareGPT, Alpaca), ms-swift custom data sets
+(query/response), tatsu-lab/stanford_alpaca (Alpaca).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runner.data.examples import Message, Reading, RowError, is_messages
+from runner.data.readers import json_type_name
+
+SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(slots=True)
+class Dialogue:
+    """A conversation found in a row. `used`: its columns; `unread`: keys of turns that are left out."""
+
+    messages: list[dict[str, Any]]
+    used: tuple[str, ...]
+    unread: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """A format of another project."""
+
+    name: str
+    matches: Callable[[Mapping[str, Any], Reading], bool]
+    read: Callable[[Mapping[str, Any]], Dialogue]
+
+    def apply(self, value: Mapping[str, Any], reading: Reading) -> tuple[dict[str, Any], tuple[str, ...], set[str]]:
+        """(the row in the columns of this project, the columns it was made of, the keys that are not read).
+
+        Columns that the format does not know stay as they are. Raises RowError.
+        """
+        dialogue = self.read(value)
+        rest = {name: content for name, content in value.items() if name not in dialogue.used}
+        columns = _columns(dialogue, rest, reading)
+        return {**rest, **columns}, dialogue.used, dialogue.unread
+
+
+def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
+    """The format of another project that a row has, with what the reading needs; or None."""
+    if any(name not in value for name in BESIDE.get(reading, ())):
+        return None
+    if "messages" in value and _turns_column(value) is None:  # messages as they are to be
+        return None
+    return next((conversion for conversion in CONVERSIONS if conversion.matches(value, reading)), None)
+
+
+def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> dict[str, Any]:
+    """The columns of a conversation for what the algorithm learns from."""
+    messages = dialogue.messages
+    if reading == "sft":
+        return {"messages": messages}
+    if reading == "pairs":
+        return {
+            "prompt": messages,
+            **{name: _answer(rest[name], name, dialogue) for name in BESIDE["pairs"] if name in rest},
+        }
+    answered = bool(messages) and messages[-1]["role"] == "assistant"
+    prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)
+    if reading == "judged":
+        return {"prompt": prompt, "completion": [last] if last else []}
+    if last is None:
+        return {"prompt": prompt}
+    if "answer" in rest or "tool_calls" in last:
+        what = "is a tool call" if "tool_calls" in last else "and the column answer are two answers"
+        raise RowError(f"the last turn {what}; give the prompt as `prompt` and what rewards need in columns of its own")
+    return {"prompt": prompt, "answer": last["content"]}
+
+
+def _answer(value: Any, column: str, dialogue: Dialogue) -> Any:
+    """An answer of a pair as messages: text, one turn in either spelling, or a list of turns as it is."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    if isinstance(value, dict):
+        value = [value]
+    if not is_messages(value) or not any("from" in turn for turn in value):
+        return value
+    unread: set[str] = set()
+    messages = [_message(turn, f"{column}[{number}]", unread) for number, turn in enumerate(value)]
+    dialogue.unread |= {f"{column}[].{key}" for key in unread}
+    return messages
+
+
+def _turns_column(value: Mapping[str, Any]) -> str | None:
+    """The column of ShareGPT's turns; `messages` only where its turns have the key `from`."""
+    if "messages" not in value:
+        return "conversations" if is_messages(value.get("conversations")) else None
+    turns = value["messages"]
+    return "messages" if is_messages(turns) and any("from" in turn for turn in turns) else None
+
+
+def _read_sharegpt(value: Mapping[str, Any]) -> Dialogue:
+    column = _turns_column(value)
+    if column is None:
+        found = json_type_name(value["conversations"]) if "conversations" in value else "no column conversations"
+        raise RowError(f"column conversations: expected a list of turns with the keys from and value, found {found}")
+    unread: set[str] = set()
+    turns = [_message(turn, f"{column}[{i}]", unread) for i, turn in enumerate(value[column])]
+    system = _system(value)
+    if system and turns and turns[0]["role"] == "system":
+        raise RowError(f"a column system and a system turn in {column}; expected one of them")
+    return Dialogue([*system, *turns], (column, *_columns_in(value, "system")), {f"{column}[].{key}" for key in unread})
+
+
+def _message(turn: Message, where: str, unread: set[str]) -> dict[str, Any]:
+    """A turn with the keys role and content; one that has them already stays as it is."""
+    if "from" not in turn:
+        return dict(turn)
+    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    if role is None:
+        raise RowError(f"{where}.from: unknown speaker {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}")
+    if "value" not in turn:
+        raise RowError(f"{where}: no value; expected the keys from and value, found {', '.join(turn)}")
+    kept = {"weight": turn["weight"]} if "weight" in turn else {}
+    unread |= turn.keys() - {"from", "value", "weight"}
+    if turn["from"] == "function_call":
+        return {"role": role, "content": "", "tool_calls": _tool_calls(turn["value"], f"{where}.value"), **kept}
+    return {"role": role, "content": turn["value"], **kept}
+
+
+def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    """The calls of a turn `function_call`: JSON text, or an object, or a list, of {name, arguments}."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise RowError(
+                f"{where}: text that is no JSON ({error}); expected an object with name, arguments"
+            ) from error
+    calls = value if isinstance(value, list) else [value]
+    for call in calls:
+        if not isinstance(call, dict) or "name" not in call or not call.keys() <= {"name", "arguments"}:
+            raise RowError(f"{where}: expected objects with the keys name and arguments, found {json.dumps(call)}")
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+
+
+def _read_alpaca(value: Mapping[str, Any]) -> Dialogue:
+    extra = _optional_text(value, "input")
+    question = f"{_text(value, 'instruction')}\n{extra}" if extra else _text(value, "instruction")
+    return _exchange(value, question, "output", ("instruction", "input"))
+
+
+def _read_query(value: Mapping[str, Any]) -> Dialogue:
+    return _exchange(value, _text(value, "query"), "response", ("query",))
+
+
+def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple[str, ...]) -> Dialogue:
+    """The system prompt, the earlier exchanges, the question, and its answer if the row has one."""
+    messages = [*_system(value), *_history(value), {"role": "user", "content": question}]
+    if answer in value:
+        messages.append({"role": "assistant", "content": value[answer]})
+    return Dialogue(messages, _columns_in(value, *asked, answer, "system", "history"))
+
+
+def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of earlier exchanges, [[query, response], …]."""
+    history = value.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise RowError("column history: expected a list of [query, response]; a CSV or TSV file cannot hold one")
+    return [
+        {"role": role, "content": text}
+        for pair in history
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _system(value: Mapping[str, Any]) -> list[dict[str, Any]]:
+    text = _optional_text(value, "system")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _optional_text(value: Mapping[str, Any], column: str) -> str:
+    return _text(value, column) if value.get(column) is not None else ""
+
+
+def _text(value: Mapping[str, Any], column: str) -> str:
+    text = value.get(column)
+    if not isinstance(text, str):
+        raise RowError(f"column {column}: expected text, found {json_type_name(text)}")
+    return text
+
+
+def _columns_in(value: Mapping[str, Any], *columns: str) -> tuple[str, ...]:
+    return tuple(name for name in columns if name in value)
+
+
+def _asks(question: str, answer: str) -> Callable[[Mapping[str, Any], Reading], bool]:
+    """Whether a row has the question, and the answer where the reading needs one from it."""
+    return lambda value, reading: question in value and (answer in value or reading in ("pairs", "prompts"))
+
+
+BESIDE: Mapping[Reading, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "judged": ("label",)}
+CONVERSIONS = (
+    Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _read_sharegpt),
+    Conversion("Alpaca", _asks("instruction", "output"), _read_alpaca),
+    Conversion("query/response", _asks("query", "response"), _read_query),
+)

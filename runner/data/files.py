@@ -1,0 +1,258 @@
+"""Files and folders to rows: which files a path means, and the reader of each by the end of its name.
+
+    data.path ──find_files──▶ files ──read_file──▶ Row = (SourceLocation, columns)    faults ──▶ Problems, one DataError
+
+    text      .jsonl .ndjson .json .csv .tsv .txt, and each of them with .gz        runner/data/readers.py
+    Arrow     .parquet, .arrow (stream or file format)
+    folder    all data files in it and below; or one that `datasets` saved with save_to_disk, with or without splits
+
+`datasets` does not parse the text: its JSON reader turns a column of strings into integers or dates when some values
+look like them, and lets broken bytes and missing columns pass. No torch, no transformers, no datasets here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.core.errors import DataError
+from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_json, read_jsonl, read_text
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+SPLITS = "dataset_dict.json"  # of a folder with one saved data set per split
+STATE = "state.json"  # of one saved data set
+
+
+@dataclass(frozen=True, slots=True)
+class FileList:
+    """The data files under a path, sorted by name; `ignored`: files beside them that are not read."""
+
+    files: tuple[Path, ...]
+    ignored: tuple[str, ...] = ()
+
+
+def find_files(path: str, key: str = "data.path") -> FileList:
+    """The file called `path`, all data files in the folder `path` and below, or those of a saved data set.
+
+    Hidden files are left out. Text files (.txt) of a folder are read if it has no other data files; beside others
+    they are notes. Raises DataError if there is no data file.
+    """
+    root = Path(path).expanduser()
+    if not root.exists():
+        raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
+    if not root.is_dir():
+        if reader_of(root) is None:
+            raise DataError(f"{key}={path}: unsupported file type; expected {_supported_types()}, or a folder of them")
+        return FileList((root,))
+    if (root / SPLITS).is_file():
+        return _saved_splits(root, key)
+    if (root / STATE).is_file() and (root / "dataset_info.json").is_file():
+        return FileList(_saved_files(root, key))
+    found = sorted(f for f in root.rglob("*") if f.is_file() and not _hidden(f.relative_to(root)))
+    files = [f for f in found if reader_of(f) is not None]
+    rows = [f for f in files if not _is_text(f)] or files
+    if not rows:
+        raise DataError(f"{key}={path}: the folder holds no data file; expected {_supported_types()}")
+    return FileList(tuple(rows), tuple(f.name for f in found if f not in rows))
+
+
+def _saved_splits(root: Path, key: str) -> FileList:
+    """The split `train` of a saved DatasetDict, or its only one."""
+    splits = _read_record(root / SPLITS, key).get("splits")
+    if not isinstance(splits, list) or not splits or not all(isinstance(name, str) for name in splits):
+        raise DataError(f"{key}={root}: {SPLITS} names no splits; save the data set again with save_to_disk")
+    if len(splits) > 1 and "train" not in splits:
+        names = ", ".join(splits)
+        raise DataError(f"{key}={root}: a saved data set with the splits {names}; name one: {key}={root / splits[0]}")
+    split = "train" if "train" in splits else splits[0]
+    others = tuple(f"split {name} ({key}={root / name} reads it)" for name in splits if name != split)
+    return FileList(_saved_files(root / split, key), others)
+
+
+def _saved_files(root: Path, key: str) -> tuple[Path, ...]:
+    """The Arrow files of a saved data set, in its own order."""
+    try:
+        files = tuple(root / file["filename"] for file in _read_record(root / STATE, key)["_data_files"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{key}={root}: {STATE} names no data files; save the data set with save_to_disk") from error
+    missing = [file.name for file in files if not file.is_file()]
+    if missing or not files:
+        raise DataError(f"{key}={root}: the saved data set lacks {', '.join(missing) or 'data files'}; copy it again")
+    return files
+
+
+def _read_record(file: Path, key: str) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{key}: {file} cannot be read: {error}") from error
+    return value if isinstance(value, dict) else {}
+
+
+def read_file(file: Path, problems: Problems) -> Iterator[Row]:
+    """Every row of one file in order; a faulty row is left out and added to `problems`."""
+    reader = reader_of(file)
+    assert reader is not None  # find_files names no other
+    try:
+        if file.stat().st_size == 0:
+            problems.add_fault(str(file), "the file is empty; expected at least one row")
+            return
+        yield from reader(file, problems)
+    except (OSError, EOFError, zlib.error) as error:
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        problems.add_fault(str(file), f"cannot be read: {text}")
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the keys whose value is null, at any depth.
+
+    Arrow gives every object in a column the same keys and fills the missing ones with null.
+    """
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
+def _read_parquet(file: Path, problems: Problems) -> Iterator[Row]:
+    import pyarrow.parquet as pq
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pq.ParquetFile(file) as parquet:
+            yield from parquet.iter_batches(batch_size=1000)
+
+    return _read_batches(file, batches(), "Parquet", problems)
+
+
+def _read_arrow(file: Path, problems: Problems) -> Iterator[Row]:
+    import pyarrow as pa
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with pa.memory_map(str(file)) as source:
+            if source.read(6) == b"ARROW1":
+                reader = pa.ipc.open_file(source)
+                yield from (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                source.seek(0)
+                yield from pa.ipc.open_stream(source)
+
+    return _read_batches(file, batches(), "Arrow", problems)
+
+
+def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], kind: str, problems: Problems) -> Iterator[Row]:
+    import pyarrow as pa
+
+    number = 0
+    try:
+        for batch in batches:
+            json_columns = _json_columns(batch.schema.metadata or {})
+            for value in batch.to_pylist():
+                number += 1
+                for name, feature in json_columns.items():
+                    value[name] = _decode_json(value[name], feature)
+                yield Row(SourceLocation(str(file), number, "row"), without_nulls(value))
+    except (pa.ArrowException, ValueError) as error:
+        problems.add_fault(str(file), f"broken {kind} after row {number}: {error}")
+        return
+    if not number:
+        problems.add_fault(str(file), "no rows; expected at least one")
+
+
+def _json_columns(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
+    """Columns in which `datasets` stores objects of different keys as JSON text, with their types."""
+    described = json.loads(metadata.get(b"huggingface", b"{}"))
+    features = described.get("info", {}).get("features") or {}
+    return {name: feature for name, feature in features.items() if '"_type": "Json"' in json.dumps(feature)}
+
+
+def _decode_json(value: Any, feature: Any) -> Any:
+    """The value as it was before `datasets` wrote its parts of type Json as text."""
+    if value is None or not isinstance(feature, dict):
+        return value
+    kind = feature.get("_type")
+    if kind == "Json":
+        return json.loads(value) if isinstance(value, str) else value
+    if kind in ("List", "LargeList") and isinstance(value, list):
+        return [_decode_json(item, feature.get("feature")) for item in value]
+    if isinstance(value, dict):
+        return {name: _decode_json(item, feature.get(name)) for name, item in value.items()}
+    return value
+
+
+def reader_of(file: Path) -> Callable[[Path, Problems], Iterator[Row]] | None:
+    """The reader of a file by the end of its name; None for a file that is not read."""
+    suffix = file.suffix.lower()
+    if suffix == ".gz":
+        return TEXT_READERS.get(Path(file.stem).suffix.lower())
+    return TEXT_READERS.get(suffix) or ARROW_READERS.get(suffix)
+
+
+def _is_text(file: Path) -> bool:
+    return reader_of(file) is read_text
+
+
+def _supported_types() -> str:
+    return f"{', '.join(TEXT_READERS)} (each also .gz), {', '.join(ARROW_READERS)}"
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _nearest(path: Path) -> str:
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+
+
+TEXT_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
+    ".json": read_json,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, delimiter="\t"),
+    ".txt": read_text,
+}
+ARROW_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+}
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file or a folder of files, in the order of their names."""
+
+    name: str
+    file_list: FileList
+    key: str = "data.path"
+
+    def digest(self) -> str:
+        """sha256 over the names and bytes of all files."""
+        total = hashlib.sha256()
+        for file in self.file_list.files:
+            with file.open("rb") as handle:
+                total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
+        return total.hexdigest()
+
+    def rows(self, problems: Problems, most: int | None = None) -> Iterator[Row]:
+        """The rows of every file, of each the first `most`."""
+        for file in self.file_list.files:
+            yield from islice(read_file(file, problems), most)
+
+
+def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
+    """(training sources, held-out source). Raises DataError for a path where no data file is."""
+    training = [FileSource(path, find_files(path)) for path in paths]
+    if eval_path is None:
+        return training, None
+    return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")

@@ -1,0 +1,149 @@
+"""Which item stands at which position of the endless order: pure functions of (seed, position).
+
+    position ──▶ epoch and place in it ──permutation(seed, epoch)──▶ item             one source, or several by size
+    position ──▶ block and slot in it  ──pattern(seed, block)──▶ source and its n-th visit ──▶ item      weighted
+    round    ──▶ seed of an order of its own, by which a step that wants more items is refilled
+
+Nothing is stored and no call depends on another, so that a resumed run continues the very same items.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runner.core.errors import DataError
+from runner.core.rng import derive_seed
+
+BLOCK = 1000  # positions after which a mixture has given each source exactly its share
+ItemIndex = tuple[int, int]  # (source, item of the source)
+
+
+class ItemOrder(Protocol):
+    """An endless order of items."""
+
+    def item_at(self, position: int) -> ItemIndex: ...
+
+
+class RefillOrders:
+    """The order of each round, computed on first use.
+
+    Round 0 follows `shuffle`; the others have seeds of their own and are always shuffled, or a refill would
+    repeat what it adds to.
+    """
+
+    def __init__(self, make: Callable[[int, bool], ItemOrder], seed: int, shuffle: bool) -> None:
+        self._first = make(seed, shuffle)
+        self._refill = lru_cache(maxsize=8)(lambda round: make(derive_seed(seed, "refill", round), True))
+
+    def take(self, step: int, count: int, round: int = 0) -> list[ItemIndex]:
+        """Positions step·count … step·count + count − 1 of the round's order."""
+        return take_items(self._refill(round) if round else self._first, step, count)
+
+
+def take_items(order: ItemOrder, step: int, count: int) -> list[ItemIndex]:
+    """Positions step·count … step·count + count − 1."""
+    return [order.item_at(step * count + i) for i in range(count)]
+
+
+def random_stream(*key: int | str) -> np.random.PCG64:
+    """A random stream of its own for each key: PCG64 seeded with the key's sha256."""
+    return np.random.PCG64(int.from_bytes(hashlib.sha256(json.dumps(key).encode()).digest(), "big"))
+
+
+def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
+    """A permutation of 0 … size − 1 for each key, int64 [size].
+
+    Made by sorting the raw stream, which numpy keeps the same for ever; `Generator.permutation` it may change.
+    """
+    found = np.argsort(random_stream(*key).random_raw(size), kind="stable")
+    found.setflags(write=False)
+    return found
+
+
+def apportion(weights: Sequence[float], total: int) -> list[int]:
+    """`total` parts given out by weight with the largest remainders: whole numbers whose sum is `total`."""
+    exact = [weight * total / sum(weights) for weight in weights]
+    counts = [int(x) for x in exact]
+    by_remainder = sorted(range(len(exact)), key=lambda i: (counts[i] - exact[i], i))
+    for i in by_remainder[: total - sum(counts)]:
+        counts[i] += 1
+    return counts
+
+
+class ShuffledEpochs:
+    """Visits each of `size` items once per epoch; the newest permutations are cached."""
+
+    def __init__(self, size: int, shuffle: bool, seed: int, name: int | str) -> None:
+        self._size, self._shuffle = size, shuffle
+        self._permutation = lru_cache(maxsize=2)(lambda epoch: permutation(size, seed, epoch, "order", name))
+
+    def item(self, visit: int) -> int:
+        """The item of the `visit`-th visit."""
+        epoch, place = divmod(visit, self._size)
+        return int(self._permutation(epoch)[place]) if self._shuffle else place
+
+
+class ProportionalOrder:
+    """All items of all sources once in every epoch, in a new order each time, or as they stand."""
+
+    def __init__(self, sizes: Sequence[int], seed: int, shuffle: bool) -> None:
+        self._ends = list(accumulate(sizes))
+        self._epochs = ShuffledEpochs(self._ends[-1], shuffle, seed, "all")
+
+    def item_at(self, position: int) -> ItemIndex:
+        """The spot at `position`."""
+        item = self._epochs.item(position)
+        source = bisect_right(self._ends, item)
+        return source, item - (self._ends[source - 1] if source else 0)
+
+
+class WeightedMixture:
+    """Sources by weight: exact shares in every block of 1000 positions; each source has epochs of its own.
+
+    Raises DataError for a weight too small to get one position in a block.
+    """
+
+    def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool) -> None:
+        self._counts = apportion(weights, BLOCK)
+        if not min(self._counts):
+            raise DataError(
+                f"data.mixture_weights={list(weights)}: a share below 1 in {BLOCK} is not drawn; raise it or "
+                "leave it out"
+            )
+        self._epochs = [ShuffledEpochs(size, shuffle, seed, source) for source, size in enumerate(sizes)]
+        even = interleave_sources(self._counts)
+        self._block = lru_cache(maxsize=2)(
+            lambda block: _visits(even[permutation(BLOCK, seed, block, "mixture")] if shuffle else even)
+        )
+
+    def item_at(self, position: int) -> ItemIndex:
+        """The spot at `position`."""
+        block, slot = divmod(position, BLOCK)
+        source, nth = self._block(block)[slot]
+        return source, self._epochs[source].item(block * self._counts[source] + nth)
+
+
+def interleave_sources(counts: Sequence[int]) -> NDArray[np.int64]:
+    """The sources of one block, `counts[source]` times each, evenly spread; int64 [sum of counts]."""
+    slots = sorted(((i + 0.5) / count, source) for source, count in enumerate(counts) for i in range(count))
+    return np.array([source for _, source in slots], dtype=np.int64)
+
+
+def _visits(sources: NDArray[np.int64]) -> list[ItemIndex]:
+    """(source, how often it stood in the block before) for each slot."""
+    seen: Counter[int] = Counter()
+    found = []
+    for source in sources.tolist():
+        found.append((source, seen[source]))
+        seen[source] += 1
+    return found

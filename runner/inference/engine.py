@@ -1,0 +1,124 @@
+"""What an engine takes and gives: requests of token ids, and one event for every new token.
+
+    submit(request) ─▶ waiting ─step()─▶ running ─step()─▶ TokenEvent … TokenEvent(finish_reason) ─▶ gone
+                                                    cancel(id): gone, without another event
+
+A request joins and leaves between two steps. One thread drives an engine: no method may be called from a second one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from runner.interfaces.sampling import ModelLimits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+# What happens to requests that are running when weights are loaded: they are finished first ("drain"), cancelled
+# ("abort"), or continue afterwards with the keys and values that the older weights computed ("keep").
+PauseMode = Literal["drain", "abort", "keep"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled.
+
+    temperature: 0 = always the likeliest token; top_k: None = all; stop: strings that end the answer, which stay in its
+    ids; stop_token_ids: beside the model's own end tokens; ignore_eos: the model's own end nothing; seed: of the
+    request's own random stream, 0 ≤ seed < 2¹²⁸; logprobs: how many of the likeliest tokens each event names; adapter:
+    None = the base, or the only adapter
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    max_new_tokens: int = 16
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    logprobs: int = 0
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One answer to be generated. id: the caller's, unique among the requests that are not finished."""
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """A new token of a request; an end token that was sampled is one, too.
+
+    logprob: of the distribution sampled from (tempered, truncated; at temperature 0 the same as raw_logprob);
+    raw_logprob: at temperature 1, untruncated, as are top_logprobs, (token id, log-probability), likeliest first;
+    weight_version: of the weights that computed it; finish_reason: None while the answer continues
+    """
+
+    request_id: str
+    token_id: int
+    logprob: float
+    raw_logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+    weight_version: int
+    finish_reason: FinishReason | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenScore:
+    """A given token's log-probability after the tokens before it, and the likeliest tokens in its place.
+
+    At temperature 1, untruncated.
+    """
+
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+class Engine(Protocol):
+    """Generates answers to requests, token by token."""
+
+    @property
+    def limits(self) -> ModelLimits: ...  # what bounds an answer
+
+    @property
+    def num_running(self) -> int: ...  # requests that have a row
+
+    @property
+    def num_waiting(self) -> int: ...  # requests that have none yet
+
+    @property
+    def is_idle(self) -> bool: ...  # no request is waiting or running
+
+    @property
+    def weight_version(self) -> int: ...  # of the weights that the next step uses
+
+    # Raises DataError for a prompt without a token, with an id outside the vocabulary, or without room for its answer
+    def submit(self, request: GenerationRequest) -> None: ...
+
+    def step(self) -> list[TokenEvent]: ...  # one token of each running request; [] when there is nothing to do
+
+    def cancel(self, id: str) -> None: ...  # no event of it follows; nothing happens to one that is finished
+
+    # Until `resume` no waiting request joins. drain: `step` finishes those that run; keep: `step` does nothing;
+    # abort: they are cancelled, and their ids returned
+    def pause(self, mode: PauseMode) -> list[str]: ...
+
+    def resume(self) -> None: ...
+
+    # None: the weights are the trainer's own. Raises ValueError while a request runs that no `pause` has stopped
+    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None: ...
+
+    # Of each token but the first; `logprobs` as in SamplingParams
+    def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,102 @@
+"""Answers of an engine in this process: one prompt's text as it comes, and conversations.
+
+prompt ids ─Engine─▶ tokens ─TextStream─▶ pieces of text ─ChatAnswer─▶ reasoning, content
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Any
+
+from runner.core.errors import DataError
+from runner.inference.answer_text import ChatAnswer, Part, TextStream, hidden_token_ids
+from runner.inference.chat_prompt import render_chat
+from runner.inference.engine import Engine, GenerationRequest, SamplingParams
+
+_ids = count()
+
+
+def stream_answer(
+    engine: Engine, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, is_stopped: Callable[[], bool]
+) -> Iterator[str]:
+    """Yield the text of one answer in parts, never half a character.
+
+    A caller that stops listening cancels the request, and so does `is_stopped`, which is called before each token.
+    Raises DataError for a prompt that cannot be answered.
+    """
+    request = GenerationRequest(f"answer-{next(_ids)}", tuple(prompt_ids), params)
+    text = TextStream(
+        lambda ids: str(tokenizer.decode(ids)), hidden_token_ids(tokenizer, engine.limits.stop_token_ids), params.stop
+    )
+    engine.submit(request)
+    try:
+        finished = False
+        while not finished and not is_stopped():
+            for event in engine.step():
+                finished = event.finish_reason is not None
+                if piece := text.push(event.token_id):
+                    yield piece
+        if rest := text.close():
+            yield rest
+    finally:
+        engine.cancel(request.id)
+
+
+def never_stopped() -> bool:
+    """For answers that nobody interrupts."""
+    return False
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A chat with a model: what was said, and what is said next.
+
+    max_new_tokens: of one answer, fewer where the model has no room; messages: system prompt first, if there is one
+    """
+
+    engine: Engine
+    tokenizer: Any
+    params: SamplingParams
+    system: str = ""
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.reset()
+
+    def reset(self, system: str | None = None) -> None:
+        """Forget all that was said; `system` is the system prompt from now on, None = as before."""
+        self.system = self.system if system is None else system
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def answer(self, text: str, is_stopped: Callable[[], bool] = never_stopped) -> Iterator[tuple[Part, str]]:
+        """The pieces of the answer to a user's message. One that is stopped stays as far as it went.
+
+        Raises DataError, with the conversation as it was, for one that the template or the model's length refuses.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        prompt = render_chat(self.tokenizer, asked)
+        turn = sum(message["role"] == "assistant" for message in asked)
+        room = self._room(len(prompt.ids))
+        params = replace(self.params, max_new_tokens=room, seed=self.params.seed + turn)
+        parts, said = ChatAnswer(tools=False, is_thinking=prompt.is_thinking), list[str]()
+        pieces = stream_answer(self.engine, self.tokenizer, prompt.ids, params, is_stopped)
+        for piece in pieces:
+            yield from self._collect(parts.push(piece), said)
+        yield from self._collect(parts.close(), said)
+        self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
+
+    def _collect(self, parts: Sequence[tuple[Part, str]], said: list[str]) -> Sequence[tuple[Part, str]]:
+        said += [piece for part, piece in parts if part == "content"]
+        return parts
+
+    def _room(self, prompt_tokens: int) -> int:
+        limit = self.engine.limits.length_limit
+        room = (
+            self.params.max_new_tokens if limit is None else min(self.params.max_new_tokens, limit[0] - prompt_tokens)
+        )
+        if room < 1:
+            assert limit is not None
+            raise DataError(f"the conversation has {prompt_tokens} tokens, and {limit[1]}; /reset begins a new one")
+        return room

@@ -1,0 +1,210 @@
+"""Serve an ASGI application by uvicorn, with limits and a token check that uvicorn does not have.
+
+listen(host, port) ─▶ socket ─▶ make_server(app, limits).run(sockets=[socket])     in this thread, until SIGTERM
+                             └▶ serve_in_thread(app, socket, limits)               beside a thread that computes
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+import h11
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from runner.core.errors import EnvironmentProblem
+
+BACKLOG = 2048  # connections that the kernel holds before they are accepted
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """What a client may take.
+
+    max_body_bytes: of one request; header_timeout_s: from a connection's first byte to the end of the headers;
+    idle_timeout_s: without a byte of a body, in either direction; connections_per_client: of one address at once
+    """
+
+    max_body_bytes: int = 64 << 20
+    header_timeout_s: float = 10.0
+    idle_timeout_s: float = 60.0
+    connections_per_client: int = 2048
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; port 0 = any free one. Raises EnvironmentProblem if the address is unavailable."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        text = f"cannot listen at {http_url(host, port)}: {error.strerror or error}"
+        raise EnvironmentProblem(f"{text}; an address of this machine and a free port are needed") from error
+
+
+def http_url(host: str, port: int) -> str:
+    """The URL of an address, an IPv6 one in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def make_server(
+    app: ASGIApp, limits: HttpLimits, *, grace_s: int | None = None, handles_signals: bool = True
+) -> uvicorn.Server:
+    """A uvicorn server of `app`.
+
+    grace_s: seconds that requests in flight have once it is to end; None = no bound; handles_signals: whether SIGINT
+    and SIGTERM end it, or only `should_exit`
+    """
+    protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
+    config = uvicorn.Config(
+        _LimitBodies(app, limits),
+        http=protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_graceful_shutdown=grace_s,
+    )
+    return uvicorn.Server(config) if handles_signals else _ServerWithoutSignals(config)
+
+
+class _ServerWithoutSignals(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to whoever started it."""
+        yield
+
+
+@contextmanager
+def serve_in_thread(app: ASGIApp, listener: socket.socket, limits: HttpLimits) -> Iterator[None]:
+    """Answer requests in a separate thread while the block runs; its end cancels what is in flight."""
+    server = make_server(app, limits, grace_s=1)
+    thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+class TokenCheck:
+    """ASGI middleware: answers 401 without `Authorization: Bearer TOKEN`. open_paths need no token."""
+
+    def __init__(self, app: ASGIApp, token: str, open_paths: frozenset[str] = frozenset()) -> None:
+        self._app, self._expected, self._open_paths = app, bearer(token).encode(), open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["path"] in self._open_paths or hmac.compare_digest(given, self._expected):
+            await self._app(scope, receive, send)
+            return
+        text = "the token is missing or wrong; send the header Authorization: Bearer TOKEN"
+        refusal = error_response(401, text, "authentication_error", code="invalid_api_key")
+        await refusal(scope, receive, send)
+
+
+def bearer(token: str) -> str:
+    """The Authorization header's value."""
+    return f"Bearer {token}"
+
+
+def error_response(
+    status: int,
+    message: str,
+    kind: str | None = None,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+) -> JSONResponse:
+    """An error in the shape of OpenAI's API. param: the field of the body that is wrong."""
+    kind = kind or ("invalid_request_error" if status < 500 else "server_error")
+    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code or status}}, status)
+
+
+class _LimitBodies:
+    """ASGI middleware: bounds a request's body, and the time that a client may neither send nor read."""
+
+    def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
+        self._app, self._limits = app, limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limits, received, complete = self._limits, 0, False
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if int(length) > limits.max_body_bytes:
+            await self._refuse_body(scope, receive, send)
+            return
+
+        async def bounded_receive() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()  # of the disconnection, which has no deadline
+            try:
+                async with asyncio.timeout(limits.idle_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, f"no byte of the body in {limits.idle_timeout_s:g} s") from None
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > limits.max_body_bytes:
+                raise HTTPException(413, f"the body is above {limits.max_body_bytes} bytes")
+            return message
+
+        async def bounded_send(message: Message) -> None:
+            async with asyncio.timeout(limits.idle_timeout_s):
+                await send(message)
+
+        await self._app(scope, bounded_receive, bounded_send)
+
+    async def _refuse_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        response = error_response(413, f"the body is above {self._limits.max_body_bytes} bytes")
+        response.headers["Connection"] = "close"  # the rest of the body is not read
+        await response(scope, receive, send)
+
+
+class _LimitedProtocol(H11Protocol):
+    """uvicorn's connection, closed where headers take too long or one client has too many connections."""
+
+    limits: ClassVar[HttpLimits]
+    _header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        host = self.client[0] if self.client else ""
+        same = sum(isinstance(one, H11Protocol) and (one.client or ("",))[0] == host for one in self.connections)
+        if same > self.limits.connections_per_client:
+            transport.abort()
+        else:
+            self._start_header_timer()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._stop_header_timer()
+        elif self._header_timer is None:
+            self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        super().connection_lost(exc)
+
+    def _start_header_timer(self) -> None:
+        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

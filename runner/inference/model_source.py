@@ -1,0 +1,366 @@
+"""A model that somebody has, by one notation that every verb and option takes, and how it is loaded.
+
+text ─parse_source─▶ ModelSource ─load_source─▶ LoadedModel        parsing imports no torch
+
+latest, a run's folder                 a checkpoint of a run
+a folder with config.json              an export, or any Hugging Face model
+a folder with adapter_config.json      a PEFT adapter; its base is the one it names, or the one given
+OWNER/NAME                             a model of the Hugging Face hub
+modelscope:OWNER/NAME                  a model of ModelScope
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
+from runner.data.config import ChatConfig
+from runner.device.process_setup import load_torch, set_environment
+from runner.model.hub_access import check, is_cached, is_hub_id
+from runner.model.model_folder import adapter_base, check_model_folder, is_adapter, says_plain_text
+from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
+from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.spec.base import COMMAND_LINE, iter_leaves
+from runner.spec.decode import decode
+from runner.spec.job import JobSpec
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.checkpoint.reader import LoadedCheckpoint
+    from runner.interfaces import GenerativeModel, TrainableModel
+
+MODELSCOPE = "modelscope:"
+SETTABLE = ("device", "model.path", "model.base", "model.dtype", "model.trust_remote_code")  # of a run's spec
+Checkpoint = int | Literal["best", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """A PEFT adapter's folder, and the name that requests choose it by."""
+
+    name: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model that somebody has.
+
+    text: as typed; name: what clients call it; path: the run's folder, the model's folder or its hub id; with
+    `adapters`, that of their base; checkpoint: of a run; base: where a run's model.path lies now, None = where it was.
+    """
+
+    text: str
+    kind: Literal["run", "folder", "hub", "modelscope"]
+    name: str
+    path: str
+    checkpoint: Checkpoint = "last"
+    adapters: tuple[AdapterSource, ...] = ()
+    base: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model in evaluation mode, ready for requests.
+
+    adapters: the name that a request chooses one by → its name in the peft model, where the first one is active.
+    chat_template: None = the tokenizer has
+    none. prompt_style: `text` where the model was trained on plain text, so that prompts are not rendered as chats.
+    """
+
+    name: str
+    model: GenerativeModel
+    tokenizer: Any
+    chat_template: str | None
+    prompt_style: PromptStyle
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    step: int | None = None  # of a run's checkpoint
+    chat: ChatConfig = field(default_factory=ChatConfig)  # how a run rendered conversations
+
+
+def parse_source(
+    text: str, *, checkpoint: Checkpoint = "last", base: str | None = None, adapters: Sequence[str] = ()
+) -> ModelSource:
+    """The model that `text` means. Reads folder names and small configs only.
+
+    base: the base of an adapter or a run, where it is not where they name it; adapters: more of them, each
+    `FOLDER` or `NAME=FOLDER`. Raises EnvironmentProblem where there is no such model.
+    """
+    source = _parse_model(text, checkpoint, base)
+    if checkpoint != "last" and source.kind != "run":
+        raise EnvironmentProblem(f"--checkpoint {checkpoint} is for a run, and {text} is none; leave it out")
+    if base is not None and source.kind == "run":
+        source = replace(source, base=base)
+    elif base is not None and not source.adapters:
+        raise EnvironmentProblem(f"--base {base} is for an adapter, and {text} is none; leave it out")
+    named = (*source.adapters, *map(_parse_adapter, adapters))
+    if len({adapter.name for adapter in named}) < len(named):
+        names = ", ".join(adapter.name for adapter in named)
+        raise EnvironmentProblem(f"two adapters have one name ({names}); give them names: --adapter NAME=FOLDER")
+    return replace(source, adapters=named)
+
+
+def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSource:
+    if text.startswith(MODELSCOPE):
+        hub_id = text.removeprefix(MODELSCOPE)
+        return ModelSource(text, "modelscope", hub_id, hub_id)
+    folder = Path(text).expanduser()
+    if text == "latest" or (folder / "spec.yaml").is_file():
+        return _parse_run(text, checkpoint)
+    if is_adapter(folder) and not (folder / "config.json").is_file():
+        where = folder.resolve()
+        adapter = AdapterSource(_folder_name(where), str(where))
+        below = _parse_model(base or adapter_base(where), "last", None)
+        if below.adapters or below.kind == "run":
+            raise EnvironmentProblem(
+                f"{text}: its base, {below.text}, is no whole model; give its folder: --base FOLDER"
+            )
+        return replace(below, text=text, name=adapter.name, adapters=(adapter,))
+    if (folder / "config.json").is_file():
+        return ModelSource(text, "folder", _folder_name(folder.resolve()), str(folder.resolve()))
+    if folder.exists():
+        hint = _folder_inside(folder)
+        raise EnvironmentProblem(f"{text}: no model there (no spec.yaml, config.json or adapter_config.json){hint}")
+    if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
+        return ModelSource(text, "hub", text, text)
+    given = "latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
+    raise EnvironmentProblem(f"{text}: no such folder; {given} is expected")
+
+
+def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
+    """A run; with `latest`, the newest that has a checkpoint, and says so where that is not the newest."""
+    run, passed_over = find_trained_run(text)
+    if passed_over is not None:
+        failed = read_mapping(passed_over.status).get("state") == "failed"
+        why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
+        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
+    return ModelSource(text, "run", run.root.name, str(run.root), checkpoint)
+
+
+def _parse_adapter(text: str) -> AdapterSource:
+    name, equals, path = text.partition("=")
+    folder = Path(path if equals else text).expanduser().resolve()
+    if not is_adapter(folder):
+        raise EnvironmentProblem(f"--adapter {text}: no adapter there (no adapter_config.json in {folder})")
+    return AdapterSource(name if equals else _folder_name(folder), str(folder))
+
+
+def _folder_name(folder: Path) -> str:
+    """What a model's folder is called by clients: an export by its run."""
+    return folder.parent.name if folder.name.startswith("export") and folder.parent.name else folder.name
+
+
+def _folder_inside(folder: Path) -> str:
+    """A hint at the model one folder further in; of several checkpoints, the newest."""
+    known = ("config.json", "adapter_config.json")
+    inside = [path for path in folder.glob("*/") if any((path / name).is_file() for name in known)]
+    newest = max(inside, key=lambda path: path.stat().st_mtime, default=None)
+    return f"; did you mean {newest}?" if newest else ""
+
+
+def fetch_source(source: ModelSource) -> ModelSource:
+    """The same source with its files on this machine: a ModelScope id is downloaded.
+
+    Raises EnvironmentProblem, within seconds, for an id whose files can neither be found nor fetched.
+    """
+    if source.kind == "hub":
+        check(source.path)
+    if source.kind != "modelscope":
+        return source
+    try:
+        from modelscope import snapshot_download
+    except ImportError as error:
+        text = f"{MODELSCOPE}{source.path} needs the package modelscope: pip install 'posttrain-run[modelscope]'"
+        raise EnvironmentProblem(text) from error
+    try:
+        folder = snapshot_download(source.path)
+    except Exception as error:  # modelscope's own, requests', OSError
+        raise EnvironmentProblem(f"{MODELSCOPE}{source.path} cannot be downloaded: {error}") from error
+    return replace(source, kind="folder", path=str(folder))
+
+
+def load_source(
+    source: ModelSource,
+    *,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    device: str | Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """The model that a source means, on the device, in evaluation mode.
+
+    dtype: None = bfloat16 on cuda and npu, float32 on cpu; device: a name, or its section of a spec, None = the fastest
+    there is. A run has its own of both. Raises EnvironmentProblem, CheckpointError or SecurityError where it cannot be
+    loaded.
+    """
+    source = fetch_source(source)
+    spec = source_spec(source, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+    prepare_process(spec)
+    from runner.interfaces import as_generative
+
+    style: PromptStyle
+    if source.kind == "run":
+        model, loaded = load_run(RunFolder(Path(source.path)), spec, source.checkpoint)
+        style, step = loaded.state["identity"]["prompt_style"], loaded.step
+    else:
+        model = _load_folder(spec)
+        folder = Path(source.adapters[0].path if source.adapters else source.path)
+        style = "chat" if model.tokenizer.chat_template and not says_plain_text(folder) else "text"
+        step = None
+    model, names = _attach_adapters(model, source)
+    model.eval()
+    if (generative := as_generative(model)) is None:
+        raise EnvironmentProblem(
+            f"{source.text}: this model scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
+        )
+    return LoadedModel(
+        source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step, spec.chat
+    )
+
+
+def prepare_process(spec: JobSpec) -> None:
+    """Set the environment that the spec's device asks for, and import torch. Raises EnvironmentProblem."""
+    set_environment(spec, Decisions(spec.strict))
+    load_torch(spec.device.name)
+
+
+def source_spec(
+    source: ModelSource,
+    *,
+    dtype: str | None = None,
+    device: str | Mapping[str, Any] | None = None,
+    trust_remote_code: bool = False,
+) -> JobSpec:
+    """The spec that a source is built from: a run's own, or that of a job which only has a model."""
+    model: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    model |= {"dtype": dtype} if dtype else {}
+    section = {"device": {"name": device} if isinstance(device, str) else device} if device else {}
+    origins: dict[str, str] = {}
+    if source.kind == "run":
+        data = read_mapping(RunFolder(Path(source.path)).spec, must_exist=True)
+        origins = {key: "spec.yaml" for key, _ in iter_leaves(data)}
+        model = {**data["model"], **model, **({"path": source.base} if source.base else {})}
+    else:
+        data = {**_EMPTY_JOB, "device": {"name": "auto"}, "adapter": {"name": "none"}}
+        model |= {"name": "hf", "path": source.path}
+        if source.adapters:
+            model |= {"path": source.adapters[0].path, "base": source.path}
+            data["adapter"] = {"name": "lora"}
+    origins["model.trust_remote_code"] = COMMAND_LINE if trust_remote_code else "spec.yaml"
+    return decode({**data, **section, "model": model}, origins)
+
+
+_EMPTY_JOB: dict[str, Any] = {
+    group: {"name": name}
+    for group, name in {
+        "parallelism": "single",
+        "launch": "local",
+        "data": "demo",
+        "algorithm": "sft",
+        "sampler": "none",
+        "reward": "none",
+        "environment": "none",
+        "optimizer": "adamw",
+        "schedule": "constant",
+        "tracker": "none",
+        "checkpoint": "safetensors",
+    }.items()
+}
+
+
+def _load_folder(spec: JobSpec) -> TrainableModel:
+    from runner import build
+
+    decide = Decisions()
+    device = build.build_device(spec, decide)
+    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, trains=False)
+    return model
+
+
+def load_run(
+    folder: RunFolder, spec: JobSpec, checkpoint: Checkpoint = "last"
+) -> tuple[TrainableModel, LoadedCheckpoint]:
+    """A run's model at a checkpoint, in evaluation mode, and that checkpoint.
+
+    Raises CheckpointError if there is none or the base model is another, SpecError if spec.yaml is not the one it was
+    written under.
+    """
+    from runner import build
+    from runner.trainer.optimizer_state import load_parameters
+
+    decide = Decisions(spec.strict)
+    store = build.build_store(spec, folder)
+    step = checkpoint if isinstance(checkpoint, int) else None
+    if checkpoint == "best" and (step := store.best()) is None:
+        raise CheckpointError(
+            f"{display_path(folder.root)}: no best checkpoint; checkpoint.best names no metric that was seen"
+        )
+    loaded = store.load(step)
+    if loaded is None:
+        raise CheckpointError(
+            f"{display_path(folder.root)}: no checkpoint was written yet; {_next_step_hint(folder, spec)}"
+        )
+    check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
+    device = build.build_device(spec, decide)
+    role, head = next(iter(spec.algorithm.trained_models().items()))
+    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
+    check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
+    load_parameters(model.trainable(), loaded.state[role]["tensors"])
+    model.eval()
+    return model, loaded
+
+
+def _next_step_hint(folder: RunFolder, spec: JobSpec) -> str:
+    """What to do about a run without a checkpoint."""
+    known = read_mapping(folder.status)
+    resume = f"continue it with: run resume {display_path(folder.root)}"
+    if known.get("state") == "running":
+        first = min(spec.checkpoint.every or spec.steps, spec.steps)
+        return f"if it is running, the first one comes after step {first}; if it was killed, {resume}"
+    if known.get("exit_code") in (SpecError.exit_code, DataError.exit_code):
+        return f"it failed: {str(known.get('error')).splitlines()[0]}; correct that and start a new run"
+    return resume
+
+
+def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[TrainableModel, dict[str, str]]:
+    """The model with every adapter of its source, the first one attached already; and their peft names."""
+    if not source.adapters:
+        return model, {}
+    if source.kind == "run":
+        text = f"{source.text}: adapters go onto a model's folder or a hub id, and this is a run; export it first"
+        raise EnvironmentProblem(f"{text}: run export {source.text} --merge")
+    from runner.model.peft_adapter import attach_adapter
+
+    first, *more = source.adapters
+    names = {first.name: "default"}
+    for index, adapter in enumerate(more, 1):
+        names[adapter.name] = f"adapter{index}"
+        attach_adapter(model.module, Path(adapter.path), name=names[adapter.name])
+    return model.with_peft_module(model.module, decide=Decisions()) if more else model, names
+
+
+def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
+    """The folder or hub id that `path`, the value of the option `key`, means.
+
+    A run is its export; a model of ModelScope is downloaded. Raises SpecError where there is none, and what a damaged
+    folder raises.
+    """
+    try:
+        source = parse_source(path, base=base)
+        source = fetch_source(source) if source.kind == "modelscope" else source  # of the hub: a job's preflight
+    except EnvironmentProblem as error:
+        raise SpecError([Problem(key, str(error))]) from error
+    if source.kind == "hub" and not source.adapters:
+        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        return source.path
+    folder = Path(source.adapters[0].path if source.adapters else source.path)
+    if source.kind == "run":
+        folder = RunFolder(folder).export
+        if not folder.is_dir():
+            raise SpecError([Problem(key, f"{path} is a run without an export; write one: run export {path}")])
+    check_model_folder(folder, key)
+    return str(folder)

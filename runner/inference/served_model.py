@@ -1,0 +1,180 @@
+"""The served model as the routes know it: its names, tokenizer, limits and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from runner.data.tokenization import bos_and_eos
+from runner.inference.answer_text import TextStream, hidden_token_ids
+from runner.inference.chat_prompt import ChatPrompt, render_chat
+from runner.inference.engine import GenerationRequest, TokenEvent
+from runner.inference.engine_client import EngineClient
+from runner.inference.engine_process import EngineInfo
+from runner.inference.openai_requests import BadRequest, GenerationBody
+
+LONGEST_ANSWER = 4096  # of a chat that names no max_tokens, by a model without a longest row
+SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # upper ends of the histograms' buckets
+
+T = TypeVar("T")
+
+
+def unix_seconds() -> int:
+    """Now, as OpenAI's `created` says it."""
+    return int(datetime.now(UTC).timestamp())
+
+
+class Histogram:
+    """Durations by bucket, in Prometheus' sense: each counts what is not above its end."""
+
+    def __init__(self) -> None:
+        self._counts, self._sum, self._count = [0] * len(SECONDS), 0.0, 0
+
+    def observe(self, seconds: float) -> None:
+        """Count a duration."""
+        self._sum, self._count = self._sum + seconds, self._count + 1
+        self._counts = [count + (seconds <= end) for count, end in zip(self._counts, SECONDS, strict=True)]
+
+    def lines(self, name: str) -> list[str]:
+        """In Prometheus' text format."""
+        ends = [*(f"{end:g}" for end in SECONDS), "+Inf"]
+        counts = [*self._counts, self._count]
+        rows = [f'{name}_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
+        return [f"# TYPE {name} histogram", *rows, f"{name}_sum {self._sum:.6f}", f"{name}_count {self._count}"]
+
+
+@dataclass
+class ServedModel:
+    """A model behind an engine, with its tokenizer.
+
+    logprobs_mode: which log-probabilities clients get: of the model at temperature 1 ("raw"), or of the distribution
+    sampled from ("processed")
+    """
+
+    info: EngineInfo
+    tokenizer: Any
+    client: EngineClient
+    logprobs_mode: Literal["raw", "processed"] = "raw"
+    created: int = field(default_factory=unix_seconds)
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
+    prompt_tokens: int = 0
+    cancelled: int = 0  # requests whose client has gone
+    first_token_s: Histogram = field(default_factory=Histogram)
+    duration_s: Histogram = field(default_factory=Histogram)
+
+    def __post_init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "tokenize")  # one: a tokenizer must not be used by two at once
+
+    @property
+    def names(self) -> list[str]:
+        """What a request's `model` may be: the model and its adapters."""
+        return list(dict.fromkeys([self.info.name, *self.info.adapters]))
+
+    def adapter(self, model: str) -> str | None:
+        """The adapter that a request's `model` means. Raises BadRequest for a model that is not here."""
+        if model not in self.names:
+            text = f"the model '{model}' does not exist; there are: {', '.join(self.names)}"
+            raise BadRequest(text, param="model", status=404, code="model_not_found")
+        return model if model in self.info.adapters else None
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run what may take long, such as tokenising a long text, beside the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # --- prompts ---
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """The ids of a plain prompt, behind what the tokenizer begins every text with, once."""
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        begin = self._begin if add_special_tokens else ()
+        return ids if ids[: len(begin)] == begin else (*begin, *ids)
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
+    ) -> ChatPrompt:
+        """The prompt of a conversation; see `render_chat`."""
+        return render_chat(self.tokenizer, messages, tools, kwargs)
+
+    def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
+        """Most tokens of an answer; wanted None = as many as fit.
+
+        Raises BadRequest where they do not fit, and for ids that the model does not have.
+        """
+        if not prompt:
+            raise BadRequest("the prompt is empty; at least one token is needed", param="prompt")
+        wrong = next((i for i in prompt if not 0 <= i < self.info.vocab_size), None)
+        if wrong is not None:
+            text = f"the prompt has the token id {wrong}; the model has the ids 0 to {self.info.vocab_size - 1}"
+            raise BadRequest(text, param="prompt")
+        limit = self.info.length_limit
+        if limit is None:
+            return LONGEST_ANSWER if wanted is None else wanted
+        needed = len(prompt) + (1 if wanted is None else wanted)
+        if needed > limit:
+            text = f"the model takes {limit} tokens, prompt and answer together, and these are {needed}"
+            raise BadRequest(
+                f"{text}: {len(prompt)} of the prompt, {needed - len(prompt)} of the answer; shorten one of them",
+                code="context_length_exceeded",
+            )
+        return limit - len(prompt) if wanted is None else wanted
+
+    @cached_property
+    def _begin(self) -> tuple[int, ...]:
+        return tuple(bos_and_eos(self.tokenizer)[0])
+
+    # --- answers ---
+
+    def text_stream(self, body: GenerationBody) -> TextStream:
+        """What makes an answer's text of its ids."""
+        hidden = self._hidden_ids if body.skip_special_tokens else frozenset[int]()
+        return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output)
+
+    @cached_property
+    def _hidden_ids(self) -> frozenset[int]:
+        return hidden_token_ids(self.tokenizer, self.info.stop_token_ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    def token_text(self, id: int, body: GenerationBody) -> str:
+        """A token by itself, as lists of log-probabilities name it."""
+        return f"token_id:{id}" if body.return_tokens_as_token_ids else self.decode([id])
+
+    def logprob(self, event: TokenEvent) -> float:
+        """The log-probability of a new token that clients get."""
+        return event.raw_logprob if self.logprobs_mode == "raw" else event.logprob
+
+    # --- numbers ---
+
+    def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
+        """Count the tokens of prompts."""
+        self.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
+
+    def metrics_text(self) -> str:
+        """In Prometheus' text format."""
+        lines = ["# TYPE run_requests_total counter"]
+        lines += [
+            f'run_requests_total{{path="{path}",status="{status}"}} {count}'
+            for (path, status), count in sorted(self.requests.items())
+        ]
+        for name, kind, value in (
+            ("process_start_time_seconds", "gauge", psutil.Process().create_time()),  # a client notices a restart
+            ("run_requests_in_flight", "gauge", self.client.num_requests),
+            ("run_requests_cancelled_total", "counter", self.cancelled),
+            ("run_prompt_tokens_total", "counter", self.prompt_tokens),
+            ("run_generation_tokens_total", "counter", self.client.tokens_generated),
+            ("run_weight_version", "gauge", self.client.weight_version),
+        ):
+            lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
+        lines += self.first_token_s.lines("run_time_to_first_token_seconds")
+        lines += self.duration_s.lines("run_request_duration_seconds")
+        return "\n".join([*lines, ""])

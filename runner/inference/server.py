@@ -1,0 +1,153 @@
+"""The HTTP server of `run serve`: a Starlette app over an engine; ends with the engine or by a signal.
+
+connection ─HttpLimits─▶ Admission ─▶ Host header, or key ─▶ routes ─▶ engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from socket import socket
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runner.core.errors import DataError, Interrupted, RunnerError
+from runner.inference.http import HttpLimits, TokenCheck, error_response, make_server
+from runner.inference.openai_requests import BadRequest
+from runner.inference.openai_routes import openai_routes
+from runner.inference.served_model import ServedModel
+from runner.inference.weight_routes import weight_routes
+
+OPEN_PATHS = frozenset({"/health"})  # answered without a key
+MAX_REQUESTS = 4096  # in flight at once
+LIMITS = HttpLimits(max_body_bytes=32 << 20)
+
+
+def create_app(served: ServedModel, *, api_key: str | None = None, weight_updates: bool = False) -> Starlette:
+    """The server's app.
+
+    Without a key, only clients that name this machine in the Host header are answered, so that a web page cannot reach
+    it by a name of its own. weight_updates: with the routes of `weight_routes`
+    """
+
+    async def refuse(request: Request, error: Exception) -> Response:
+        return _error_of(error)
+
+    guard = Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
+    if api_key is not None:
+        guard = Middleware(TokenCheck, token=api_key, open_paths=OPEN_PATHS)
+    kinds = (BadRequest, RunnerError, HTTPException, ClientDisconnect, Exception)
+    return Starlette(
+        routes=openai_routes(served) + (weight_routes(served) if weight_updates else []),
+        middleware=[Middleware(Admission, served=served), guard],
+        exception_handlers=dict.fromkeys(kinds, refuse),
+    )
+
+
+def _error_of(error: Exception) -> Response:
+    """The answer to a request that failed."""
+    if isinstance(error, BadRequest):
+        return error_response(error.status, str(error), param=error.param, code=error.code)
+    if isinstance(error, HTTPException):
+        return error_response(error.status_code, str(error.detail))
+    if isinstance(error, DataError):
+        return error_response(400, str(error))
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)  # nobody reads it
+    return error_response(500, f"{type(error).__name__}: {error}")
+
+
+class Admission:
+    """ASGI middleware: answers 429 above MAX_REQUESTS at once, and counts answers by path and status."""
+
+    def __init__(self, app: ASGIApp, served: ServedModel) -> None:
+        self._app, self._served, self._running = app, served, 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or refuse it."""
+        path = scope["path"]
+        app: ASGIApp = self._app
+        if self._running >= MAX_REQUESTS and path not in OPEN_PATHS:
+            app = error_response(429, f"{self._running} requests are being answered; try again later")
+
+        async def count_and_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = scope.get("route")  # not the path, of which there may be any number
+                self._served.requests[getattr(route, "path", "other"), message["status"]] += 1
+            await send(message)
+
+        self._running += 1
+        try:
+            await app(scope, receive, count_and_send)
+        finally:
+            self._running -= 1
+
+
+async def serve_http(
+    served: ServedModel,
+    listener: socket,
+    *,
+    grace_s: float,
+    api_key: str | None = None,
+    weight_updates: bool = False,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Answer until a signal, then finish what is in flight within `grace_s`; a second signal ends at once.
+
+    Raises Interrupted after a signal, and what the engine failed with once its requests have been answered with 500.
+    """
+    _raise_file_limit()
+    app = create_app(served, api_key=api_key, weight_updates=weight_updates)
+    server = make_server(app, LIMITS, grace_s=max(1, round(grace_s)), handles_signals=False)
+    received, loop = list[int](), asyncio.get_running_loop()
+
+    def stop(number: int) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os._exit(128 + number)
+        text = f"finishing {served.client.num_requests} answers within {grace_s:g} s"
+        print(f"{signal.Signals(number).name}: {text}; send it again to stop immediately", file=sys.stderr, flush=True)
+        server.should_exit = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    async with _ends_with_engine(served, server):
+        on_ready()
+        await server.serve([listener])
+    if served.client.failure is not None:
+        raise served.client.failure
+    if received:
+        raise Interrupted(received[0], f"{signal.Signals(received[0]).name}: the server has ended")
+
+
+@asynccontextmanager
+async def _ends_with_engine(served: ServedModel, server: uvicorn.Server) -> AsyncIterator[None]:
+    """While the block runs, the server ends when the engine does."""
+
+    async def end() -> None:
+        await served.client.failed.wait()
+        server.should_exit = True
+
+    task = asyncio.create_task(end())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
+def _raise_file_limit() -> None:
+    """Let this process have as many connections as the system allows."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,0 +1,326 @@
+"""The engine that runs the model in this process, over a key-value cache with continuous batching.
+
+    waiting ──room for a row──▶ rows ◀──step── logits ──sample──▶ one event for each row; a finished row makes room
+
+A request's tokens are a function of the weights, its prompt, its parameters and its seed. In another batch logits
+differ by rounding: a greedy token differs only where two logits are that close, a sampled one only where its uniform
+number falls between two such sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from runner.core.errors import DataError, TrainingDiverged
+from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
+from runner.interfaces import Decide, GenerativeModel, ModelLimits
+from runner.interfaces.model import CachedDecoder
+from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
+from runner.sampler.torch import copy_weights
+
+MAX_NUM_SEQS = 32
+SCORE_TOKENS = 256  # of a row that are scored at once: their logits are [256, V] in float32
+
+
+@dataclass(slots=True)
+class _RunningRow:
+    """A request that has a row, or waits for one."""
+
+    request: GenerationRequest
+    rule: SamplingRule | None  # None = greedy
+    stops: StopCriteria
+    stream: Iterator[tuple[int, int]]
+    ids: list[int] = field(default_factory=list)
+    finished: bool = False
+
+
+class _Batch:
+    """The rows that one adapter answers, in a cache of their own."""
+
+    def __init__(self, decoder: CachedDecoder) -> None:
+        self.decoder = decoder
+        self.rows: list[_RunningRow] = []
+
+    def slots(self, most: int) -> list[int]:
+        """The places that new rows may take now."""
+        free = [at for at, row in enumerate(self.rows) if row.finished]
+        if not self.decoder.admits_any_time:
+            return list(range(most)) if len(free) == len(self.rows) else []
+        return [*free, *range(len(self.rows), most)]
+
+    def admit(self, rows: Sequence[_RunningRow], slots: Sequence[int]) -> Tensor:
+        """Let rows join at these places; returns the logits [n, V] after their prompts."""
+        if not self.decoder.admits_any_time:
+            self.rows.clear()
+        prompts = [row.request.prompt_ids for row in rows]
+        self.decoder.expect(prompts)
+        logits = self.decoder.admit(prompts, slots)
+        for slot, row in zip(slots, rows, strict=True):
+            self.rows[slot : slot + 1] = [row]
+        return logits
+
+    def decode(self) -> Tensor | None:
+        """The logits [B, V] after the newest token of each row that continues; None where none does."""
+        if over := [at for at, row in enumerate(self.rows) if row.finished]:
+            self.rows = [self.rows[at] for at in self.decoder.evict(over)]
+        return self.decoder.step([row.ids[-1] for row in self.rows]) if self.rows else None
+
+
+class TorchEngine:
+    """See `Engine`; runs the model in this process.
+
+    From its first step until `pause` or `close` the model is in generation mode: no gradients, its own attention, a
+    single adapter merged into its base where that is exact.
+
+    max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
+    their names in the peft model; empty where a single adapter always answers
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        *,
+        decide: Decide,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        adapters: Mapping[str, str] | None = None,
+    ) -> None:
+        """Raises SpecError for a model that cannot generate with a cache."""
+        # adapters that take turns cannot be merged into the base
+        self._model, self._generator = model, model.batch_decoder(decide=decide, merge=not adapters)
+        self._max_num_seqs, self._adapters = max_num_seqs, dict(adapters or {})
+        self._limits = model.limits()
+        self._waiting: deque[_RunningRow] = deque()
+        self._batches: dict[str | None, _Batch] = {}
+        self._mode = ExitStack()
+        self._is_generating = False
+        self._paused: PauseMode | None = None
+        self.weight_version = 0
+
+    # --- requests ---
+
+    @property
+    def limits(self) -> ModelLimits:
+        """What bounds an answer."""
+        return self._limits
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a row."""
+        return sum(not row.finished for batch in self._batches.values() for row in batch.rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have none yet."""
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is waiting or running."""
+        return not self.num_waiting and not self.num_running
+
+    def submit(self, request: GenerationRequest) -> None:
+        """Let a request wait for a row. Raises DataError for one that cannot be answered."""
+        params = request.params
+        self._check_ids(request.prompt_ids)
+        self._check_adapter(params.adapter)
+        if params.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens={params.max_new_tokens}; an answer needs at least one token")
+        limit = self._limits.length_limit
+        if limit is not None and len(request.prompt_ids) + params.max_new_tokens > limit[0]:
+            raise DataError(
+                f"a prompt of {len(request.prompt_ids)} tokens and {params.max_new_tokens} new ones are more than "
+                f"{limit[0]}: {limit[1]}"
+            )
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
+        stops = StopCriteria(self._model.tokenizer, ends, params.stop)
+        self._waiting.append(_RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed)))
+
+    def cancel(self, id: str) -> None:
+        """Drop a request; its row makes room at the next step."""
+        self._waiting = deque(row for row in self._waiting if row.request.id != id)
+        for batch in self._batches.values():
+            for row in batch.rows:
+                row.finished = row.finished or row.request.id == id
+
+    def step(self) -> list[TokenEvent]:
+        """One token of each running request, and the first token of those that join now.
+
+        Raises TrainingDiverged if logits are not finite.
+        """
+        if self._paused == "keep" or self.is_idle:
+            return []
+        self._enter_generation_mode()
+        events: list[TokenEvent] = []
+        for adapter in list(self._batches):
+            events += self._decode(adapter)
+        if self._paused is None:
+            for adapter in dict.fromkeys(row.request.params.adapter for row in self._waiting):
+                events += self._admit(adapter)
+        return events
+
+    def _decode(self, adapter: str | None) -> list[TokenEvent]:
+        batch = self._batches[adapter]
+        with self._with_adapter(adapter):
+            logits = batch.decode()
+        return [] if logits is None else self._sample(logits, batch.rows)
+
+    def _admit(self, adapter: str | None) -> list[TokenEvent]:
+        """Let waiting requests of this adapter join, in the order in which they came."""
+        if adapter not in self._batches:
+            self._batches[adapter] = _Batch(self._generator.make_decoder(self._max_num_seqs))
+        batch = self._batches[adapter]
+        slots = batch.slots(self._max_num_seqs)
+        rows = [row for row in self._waiting if row.request.params.adapter == adapter][: len(slots)]
+        if not rows:
+            return []
+        joined = {id(row) for row in rows}
+        self._waiting = deque(row for row in self._waiting if id(row) not in joined)
+        with self._with_adapter(adapter):
+            logits = batch.admit(rows, slots[: len(rows)])
+        return self._sample(logits, rows)
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        if not ids:
+            raise DataError("the prompt is empty; at least one token is needed")
+        vocabulary = self._limits.vocab_size
+        if wrong := next((i for i in ids if not 0 <= i < vocabulary), None):
+            raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter is not None and adapter not in self._adapters:
+            raise DataError(f"no adapter is named '{adapter}'; there are: {', '.join(self._adapters) or 'none'}")
+
+    def _sampling_rule(self, params: SamplingParams) -> SamplingRule | None:
+        if params.temperature == 0:
+            return None
+        top_k = params.top_k if params.top_k is not None and params.top_k < self._limits.vocab_size else None
+        return SamplingRule(params.temperature, top_k, params.top_p, params.min_p)
+
+    # --- tokens ---
+
+    def _sample(self, logits: Tensor, rows: Sequence[_RunningRow]) -> list[TokenEvent]:
+        """The next token of each row, from logits [B, V]."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        raw = logits.log_softmax(-1)
+        if not bool(raw.isfinite().any(-1).all()):
+            raise TrainingDiverged(
+                "the model's logits are not finite, so nothing can be sampled; its weights are broken"
+            )
+        ids, logprobs = raw.argmax(-1), raw.amax(-1)
+        groups = defaultdict[SamplingRule, list[int]](list)
+        for at, row in enumerate(rows):
+            if row.rule is not None:
+                groups[row.rule].append(at)
+        for rule, members in groups.items():  # a row is sampled by itself, whatever shares its batch
+            u = torch.tensor([next(rows[at].stream) for at in members], device=logits.device)
+            which = torch.tensor(members, device=logits.device)
+            sampled = sample_tokens(logits[which], u, rule)
+            ids[which], logprobs[which] = sampled.ids, sampled.logprobs.to(logprobs.dtype)
+        raw_logprobs = raw.gather(1, ids[:, None])[:, 0]
+        tops = _top_logprobs(raw, max(row.request.params.logprobs for row in rows))
+        columns = (ids.tolist(), logprobs.tolist(), raw_logprobs.tolist(), tops)
+        return [self._extend(row, *values) for row, *values in zip(rows, *columns, strict=True)]
+
+    def _extend(
+        self, row: _RunningRow, token: int, logprob: float, raw: float, top: list[tuple[int, float]]
+    ) -> TokenEvent:
+        """Add a token to a row's answer, which it may finish."""
+        params = row.request.params
+        row.ids.append(token)
+        found = row.stops.finish_reason(row.ids, params.max_new_tokens)
+        finish: FinishReason | None = "stop" if found == "stop" else "length" if found else None
+        row.finished = finish is not None
+        return TokenEvent(
+            row.request.id, token, logprob, raw, tuple(top[: params.logprobs]), self.weight_version, finish
+        )
+
+    @torch.no_grad()
+    def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]:
+        """Log-probabilities of all tokens but the first. Raises DataError for ids outside the vocabulary."""
+        self._check_ids(ids)
+        self._check_adapter(adapter)
+        limit = self._limits.length_limit
+        if limit is not None and len(ids) > limit[0]:
+            raise DataError(f"{len(ids)} tokens are more than {limit[0]}: {limit[1]}")
+        self._enter_generation_mode()
+        found: list[TokenScore] = []
+        with self._with_adapter(adapter):
+            for first, logits in self._generator.prompt_logits(ids[:-1], SCORE_TOKENS):
+                raw = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+                next_ids = torch.tensor(ids[first + 1 : first + 1 + len(raw)], device=raw.device)
+                values = raw.gather(1, next_ids[:, None])[:, 0].tolist()
+                tops = _top_logprobs(raw, logprobs)
+                found += [TokenScore(value, tuple(top)) for value, top in zip(values, tops, strict=True)]
+        return found
+
+    # --- weights ---
+
+    def pause(self, mode: PauseMode) -> list[str]:
+        """Let no request join until `resume`; see `Engine`."""
+        self._paused = mode
+        running = [row for batch in self._batches.values() for row in batch.rows if not row.finished]
+        if mode != "abort":
+            return []
+        for row in running:
+            row.finished = True
+        return [row.request.id for row in running]
+
+    def resume(self) -> None:
+        """Let waiting requests join, and running ones continue."""
+        self._paused = None
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Copy `weights`, named as the model's trainable parameters, and call them `version`.
+
+        None: they are the trainer's own, which has changed them. Raises ValueError while requests run that are not
+        paused.
+        """
+        if self.num_running and self._paused != "keep":
+            raise ValueError(f"{self.num_running} requests are running; pause the engine and finish or cancel them")
+        self._leave_generation_mode()
+        if weights is not None:
+            copy_weights(self._model.trainable(), weights)
+        self.weight_version = version
+
+    def close(self) -> None:
+        """Drop all requests and leave the model as it was."""
+        self._waiting.clear()
+        self._batches.clear()
+        self._leave_generation_mode()
+
+    def _enter_generation_mode(self) -> None:
+        if not self._is_generating:
+            self._mode.enter_context(self._generator.generation_mode())
+            self._is_generating = True
+
+    def _leave_generation_mode(self) -> None:
+        """Adapters are merged as the next step begins, from the weights that there are then."""
+        self._mode.close()
+        self._is_generating = False
+
+    def _with_adapter(self, adapter: str | None) -> AbstractContextManager[object]:
+        """With this adapter active; None = the base alone, where there are several."""
+        if not self._adapters:
+            return nullcontext()
+        if adapter is None:
+            return self._model.adapter_disabled()
+        self._model.module.set_adapter(self._adapters[adapter])  # type: ignore[operator]
+        return nullcontext()
+
+
+def _top_logprobs(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:
+    """The likeliest ids of each row [B, V] with their log-probabilities, likeliest first."""
+    if count == 0:
+        return [[] for _ in range(len(logprobs))]
+    values, ids = logprobs.topk(min(count, logprobs.shape[1]))
+    return [
+        [(i, v) for i, v in zip(row_ids, row_values, strict=True) if v > -math.inf]
+        for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
+    ]

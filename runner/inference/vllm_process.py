@@ -1,0 +1,160 @@
+"""`vllm serve` as a supervised child: its command, its health within a deadline, its log, and its end."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+
+from runner.core.device_kinds import Kind
+from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost
+from runner.core.signals import SignalRecorder
+from runner.core.subprocess import POLL_S, ChildProcess
+from runner.inference.engine_process import EngineSettings
+from runner.inference.model_source import ModelSource, parse_source, source_spec
+from runner.inference.serve import ServeSettings
+from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
+from runner.sampler.vllm.arguments import RANKS
+from runner.sampler.vllm.versions import LAYOUT
+
+HEALTH_TIMEOUT_S = 5.0
+LOG_LINES = 15  # of the log that an error shows
+
+
+def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettings, api_key: str | None) -> int:
+    """Start vLLM and wait for its end.
+
+    Raises Interrupted after a signal, DeadlineExceeded where it does not answer in time, RankLost where it ends by
+    itself.
+    """
+    from runner.inference.http import listen
+
+    program = shutil.which("vllm")
+    if program is None:
+        raise EnvironmentProblem(
+            "engine=vllm: no program vllm is found; install it (docs/vllm.md), or type engine=torch"
+        )
+    log = _log_path(source)
+    source = exported_source(source)
+    with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
+        settings = replace(settings, port=bound.getsockname()[1])
+    kind = source_spec(source, device=model.device).device.kind
+    command = vllm_command(source, model, settings, kind)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"engine=vllm: {shlex.join(command)}\n  log: {display_path(log)}", file=sys.stderr, flush=True)
+    recorder = SignalRecorder()
+    with open(log, "ab") as file, recorder.record_signals():
+        environment = vllm_environment(os.environ, api_key, settings, kind)
+        child = ChildProcess(
+            [program, *command[1:]], end_signal=signal.SIGTERM, stdout=file, stderr=file, env=environment
+        )
+        try:
+            _wait_healthy(child, settings, recorder, log)
+            print(f"{source.name}: {settings.url}/v1 (engine=vllm; Ctrl-C ends it)", flush=True)
+            while child.is_running() and not recorder.stop_signals:
+                time.sleep(POLL_S)
+            _raise_if_ended(child, recorder, log)
+        finally:
+            child.stop(settings.grace_s)
+    number = recorder.stop_signals[0]
+    raise Interrupted(number, f"{signal.Signals(number).name}: vLLM has ended")
+
+
+def exported_source(source: ModelSource) -> ModelSource:
+    """What vLLM reads of a source: of a run its export. Raises EnvironmentProblem where there is none."""
+    if source.kind != "run":
+        return source
+    export = RunFolder(Path(source.path)).export
+    if not export.is_dir():
+        raise EnvironmentProblem(
+            f"engine=vllm reads exports, and {source.text} has none; type: run export {source.text}"
+        )
+    found = parse_source(str(export), base=source.base)
+    return replace(found, name=source.name)
+
+
+def vllm_command(source: ModelSource, model: EngineSettings, settings: ServeSettings, kind: Kind) -> list[str]:
+    """The command that serves a source as this project's own engine would."""
+    adapters = {adapter.name: adapter.path for adapter in source.adapters}
+    names = [source.name] if source.name not in adapters else [f"{source.name}-base"]
+    command = ["vllm", "serve", source.path, "--host", settings.host, "--port", str(settings.port)]
+    command += ["--served-model-name", *names]
+    command += ["--generation-config", "vllm"]  # and not the model's own, which would change what is sampled
+    command += ["--logprobs-mode", f"{settings.logprobs_mode}_logprobs"]
+    command += ["--max-num-seqs", str(model.max_num_seqs)]
+    command += [] if kind.engine_graphs else ["--enforce-eager"]
+    # vLLM 0.32 ends on the CPU with a request that has a seed and is prefilled in chunks
+    command += ["--no-enable-chunked-prefill"] if kind.name == "cpu" else []
+    command += ["--trust-remote-code"] if model.trust_remote_code else []
+    if adapters:
+        rank = max(_adapter_rank(Path(folder)) for folder in adapters.values())
+        command += ["--enable-lora", "--max-loras", str(len(adapters)), "--max-lora-rank", str(rank), "--lora-modules"]
+        command += [f"{name}={folder}" for name, folder in adapters.items()]
+    return [*command, *settings.vllm_options]
+
+
+def vllm_environment(
+    environment: Mapping[str, str], api_key: str | None, settings: ServeSettings, kind: Kind
+) -> dict[str, str]:
+    """The child's environment: a key is no word of a command, which every user of the machine can read."""
+    own = {name: value for name, value in environment.items() if name not in ("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE")}
+    own |= {"VLLM_API_KEY": api_key} if api_key is not None else {}
+    if settings.weight_updates:
+        own["VLLM_SERVER_DEV_MODE"] = "1"
+        if kind.engine_options is not None:  # on Ascend
+            own[LAYOUT] = "0"  # weights can be replaced in the plain layout alone
+    return own
+
+
+def _adapter_rank(folder: Path) -> int:
+    """The least rank that vLLM makes room for and the adapter fits in."""
+    from runner.run_dir.folder import read_mapping
+
+    rank = int(read_mapping(folder / "adapter_config.json")["r"])
+    return next((known for known in RANKS if known >= rank), rank)
+
+
+def _log_path(source: ModelSource) -> Path:
+    folder = Path(source.path) if source.kind == "run" else Path(OUTPUTS)
+    return folder / ("vllm.log" if source.kind == "run" else f"vllm-{Path(source.name).name}.log")
+
+
+def _wait_healthy(child: ChildProcess, settings: ServeSettings, recorder: SignalRecorder, log: Path) -> None:
+    """Wait until vLLM answers /health."""
+    end = time.monotonic() + settings.start_timeout_s
+    while not _is_healthy(settings):
+        _raise_if_ended(child, recorder, log)
+        if recorder.stop_signals:
+            number = recorder.stop_signals[0]
+            raise Interrupted(number, f"{signal.Signals(number).name} before vLLM answered")
+        if time.monotonic() > end:
+            text = f"vLLM has not answered at {settings.url}/health within {settings.start_timeout_s:g} s"
+            raise DeadlineExceeded(f"{text}; its log is {display_path(log)}; more time: start_timeout_s=3600")
+        time.sleep(POLL_S)
+
+
+def _is_healthy(settings: ServeSettings) -> bool:
+    connection = HTTPConnection(settings.host, settings.port, timeout=HEALTH_TIMEOUT_S)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):  # it does not listen yet
+        return False
+    finally:
+        connection.close()
+
+
+def _raise_if_ended(child: ChildProcess, recorder: SignalRecorder, log: Path) -> None:
+    """Raise RankLost where vLLM has ended and nobody asked it to."""
+    if child.is_running() or recorder.stop_signals:
+        return
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
+    shown = "\n".join(f"  {line}" for line in lines)
+    raise RankLost(f"vLLM ended with code {child.returncode}; the end of {display_path(log)}:\n{shown}")

@@ -1,0 +1,214 @@
+"""Why a job of several processes ended: the one cause among their reports; and how they report.
+
+HeartbeatWriter ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
+killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, NamedTuple, Self
+
+from runner.core.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
+from runner.core.rank_info import Host, RankInfo
+from runner.core.subprocess import JsonLines
+
+NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # how a message begins that says whose it is: it is passed on
+LOST = 75  # exit code of a job of which a process, or a machine, is gone
+LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of what is wrong with the job, its data or its disk: it would come again
+KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
+HINTS = {
+    signal.SIGKILL: "the kernel kills so where memory runs out (dmesg says it), and so do people and batch systems",
+    signal.SIGABRT: "a library gave up; its last words are in {log}",
+}
+ONLY = str(RankInfo())  # whose errors are the job's
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+BEAT_S = 1.0
+WAITS = (DeadlineExceeded, RankLost)  # what a rank ends with because another one does not answer
+
+
+class ExitCause(NamedTuple):
+    """Why the ranks of a machine ended; `strength` as the constants, the least one explains best."""
+
+    strength: int
+    message: str
+    exit_code: int
+
+    def to_error(self, stopped: bool = False) -> RunnerError:
+        """What the command ends with. `stopped`: it was asked to end."""
+        if self.strength == INTERRUPTED:
+            return Interrupted(self.exit_code - 128, self.message)
+        return JobFailed(self.message, self.exit_code, stopped)
+
+
+class JobFailed(RunnerError):
+    """The error of one of its processes, with its exit code. `stopped`: it was asked to end by then."""
+
+    def __init__(self, message: str, exit_code: int, stopped: bool = False) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+        self.stopped = stopped
+
+
+def is_final(error: RunnerError) -> bool:
+    """Whether no other attempt is made: it would end the same way, or nobody wants it."""
+    return error.exit_code in (RunnerError.exit_code, *LASTING) or (isinstance(error, JobFailed) and error.stopped)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessExit:
+    """A process that has ended.
+
+    code: as subprocess has it; ours: the supervisor killed it, which explains nothing; lost: what is known of a process
+    whose connection is lost
+    """
+
+    name: str  # rank 2 of 4
+    code: int
+    report: ExitReport | None
+    log: str
+    ours: bool = False
+    lost: str = ""
+
+
+def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> ExitCause | None:
+    """The verdict on the ranks of one machine, None if all ended well.
+
+    passed_on: the signals that the launcher passed on to them
+    """
+    said = Counter(rank.report.message for rank in ranks if rank.report)
+    failed = [rank for rank in ranks if _explains_end(rank, passed_on)]
+    failed.sort(key=lambda rank: rank.report.when if rank.report else math.inf)
+    return min((_cause_of(rank, passed_on, said) for rank in failed), key=lambda found: found.strength, default=None)
+
+
+def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) -> ExitCause:
+    """The verdict on ranks that the others waited for in vain."""
+    do = "does" if len(names) == 1 else "do"
+    text = "\n  ".join([f"{', '.join(names)} {do} not answer; the others waited {waited_s:g} s for it", *details])
+    return ExitCause(LAGGED, text, DeadlineExceeded.exit_code)
+
+
+def _explains_end(rank: ProcessExit, passed_on: Sequence[int]) -> bool:
+    """Whether its end explains anything: not if the supervisor killed it, or it ended because of another."""
+    return rank.code != 0 and (not rank.ours or rank.report is not None or bool(passed_on))
+
+
+def _cause_of(rank: ProcessExit, passed_on: Sequence[int], said: Mapping[str, int]) -> ExitCause:
+    """Why one rank ended; `said` counts the ranks with the same report, whose cause is then shared."""
+    if (report := rank.report) is not None:
+        strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
+        known = rank.name == ONLY or said[report.message] > 1 or NAMED.match(report.message) is not None
+        named = strength == INTERRUPTED or known
+        return ExitCause(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
+    if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
+        return ExitCause(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: ended at once", 128 + passed_on[0])
+    if rank.code < 0:
+        return ExitCause(KILLED, f"{rank.name} is gone: {rank.lost}" if rank.lost else _signal_text(rank), LOST)
+    return ExitCause(OWN, f"{rank.name} ended with exit code {rank.code} and without a word; see {rank.log}", rank.code)
+
+
+def _signal_text(rank: ProcessExit) -> str:
+    number = signal.Signals(-rank.code) if -rank.code in set(signal.Signals) else None
+    name = number.name if number else f"signal {-rank.code}"
+    hint = HINTS.get(number) if number else None
+    if number in CRASHES:
+        hint = "a crash in a library; its stacks are in {log}"
+    return f"{rank.name} was killed ({name})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")
+
+
+class ExitReport(NamedTuple):
+    """Why a rank ends. `kind`: error, waited (for another rank), interrupted; `when`: seconds since 1970."""
+
+    kind: str
+    message: str
+    exit_code: int
+    when: float
+
+    @classmethod
+    def from_error(cls, error: RunnerError) -> Self:
+        """The report of an error, now."""
+        kind = "waited" if isinstance(error, WAITS) else "interrupted" if isinstance(error, Interrupted) else "error"
+        return cls(kind, str(error), error.exit_code, datetime.now(UTC).timestamp())
+
+
+class HeartbeatWriter:
+    """Sends a heartbeat every second from a thread of the process, which a stopped process cannot do."""
+
+    def __init__(self, handle: int) -> None:
+        os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open
+        self._lines, self._step = JsonLines(writing=handle), 0
+        threading.Thread(target=self._beat, name="beat", daemon=True).start()
+
+    def step(self, step: int) -> None:
+        """So many steps are finished."""
+        self._step = step
+
+    def report(self, report: ExitReport) -> None:
+        """The last words."""
+        self._lines.send({"report": report})
+
+    def _beat(self) -> None:
+        here = Host.current()
+        self._lines.send({"where": {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}})
+        while True:
+            self._lines.send({"step": self._step})
+            time.sleep(BEAT_S)
+
+
+@dataclass(slots=True)
+class HeartbeatReader:
+    """The launcher's end: what one process has said so far, and when it was heard last.
+
+    handle: the pipe's descriptor; None where what it says is brought (`take`) by other means
+    """
+
+    handle: int | None = None
+    last_heard: float = field(default_factory=time.monotonic)
+    begun: bool = False  # it has spoken
+    step: int = 0
+    where: dict[str, Any] = field(default_factory=dict)  # host, boot_id, pid, once it has said so
+    report: ExitReport | None = None
+    open: bool = True
+    _lines: JsonLines = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._lines = JsonLines(self.handle)
+
+    def receive(self) -> None:
+        """Take in what is there."""
+        if self.open and self.handle is not None:
+            if (messages := self._lines.receive()) is None:
+                self.close()
+            else:
+                self._handle_messages(messages)
+
+    def feed(self, content: bytes) -> None:
+        """Hear this now."""
+        self._handle_messages(self._lines.parse(content))
+
+    def close(self) -> None:
+        """End it."""
+        if self.open:
+            self.open = False
+            if self.handle is not None:
+                os.close(self.handle)
+
+    def _handle_messages(self, messages: Sequence[dict[str, Any]]) -> None:
+        for message in messages:
+            self.last_heard, self.begun = time.monotonic(), True
+            if "report" in message:
+                self.report = ExitReport(*message["report"])
+            elif "where" in message:
+                self.where = dict(message["where"])
+            else:
+                self.step = int(message["step"])

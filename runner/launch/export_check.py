@@ -1,0 +1,147 @@
+"""Check that an exported folder answers like the run.
+
+Another process, which has transformers alone, is asked the run's own prompts, and its tokens and log-probabilities
+are compared with those of the run's model.
+
+run's model ─▶ greedy answers, log-probabilities ─┐
+folder ─export_probe.py─▶ the same ───────────────┴─▶ ExportCheck | ParityError
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runner.core.batch import pack
+from runner.core.errors import ParityError
+from runner.core.tolerance import tolerance_of
+from runner.data.config import ChatConfig
+from runner.interfaces import GenerativeModel
+from runner.launch.infer_export import prompt_ids
+from runner.launch.run_messages import ChatMarkers
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.resume_compatibility import PromptStyle
+
+PROBE = Path(__file__).with_name("export_probe.py")
+NUM_PROMPTS = 8
+MAX_NEW_TOKENS = 24
+LARGEST_CHECKED = 2_000_000_000  # bytes of weights; above, only with --check
+FALLBACK = ("Hello", "What is 2 + 2?", "Write one sentence about the sea.")  # of a run without samples
+
+
+@dataclass(frozen=True, slots=True)
+class ExportCheck:
+    """What was compared. max_logprob_diff: in nats, over all tokens of all answers."""
+
+    num_prompts: int
+    num_tokens: int
+    max_logprob_diff: float
+    by: str
+
+    def __str__(self) -> str:
+        same = f"{self.num_prompts} prompts, {self.num_tokens} tokens: the same greedy tokens"
+        return f"{same}, log-probabilities within {self.max_logprob_diff:.1e} ({self.by})"
+
+
+def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle) -> ExportCheck:
+    """Compare a written folder with the model that it was written of. The model is only asked.
+
+    Raises ParityError where the folder renders a prompt otherwise, writes other tokens, or has other log-probabilities
+    than the data type explains; RunnerError where it cannot be loaded.
+    """
+    ids = [prompt_ids(model.tokenizer, prompt, style) for prompt in prompts]
+    answers = [list(answer.ids) for answer in model.generate(ids, MAX_NEW_TOKENS)]
+    logprobs = _logprobs(model, ids, answers)
+    found = _ask_folder(model, folder, prompts, ids, answers, style)
+    dtype = str(model.compute_dtype).removeprefix("torch.")
+    largest, tolerance = 0.0, tolerance_of(dtype).values
+    ends = model.limits().stop_token_ids
+    for prompt, own, answer, wanted, theirs in zip(prompts, ids, answers, logprobs, found, strict=True):
+        if theirs["prompt_ids"] != own:
+            raise _unlike(folder, f"its tokenizer or chat template renders {prompt!r} in other tokens")
+        greedy = [token for token in theirs["greedy_ids"] if token not in ends]
+        diff = max((abs(a - b) for a, b in zip(wanted, theirs["logprobs"], strict=True)), default=0.0)
+        largest = max(largest, diff)
+        if not diff <= tolerance:
+            text = f"log-probabilities of the answer to {prompt!r} differ by {diff:.2g}, and {dtype} explains"
+            raise _unlike(folder, f"{text} {tolerance:g}")
+        if greedy != answer and dtype == "float32":
+            raise _unlike(folder, f"the greedy answer to {prompt!r} has other tokens")
+    return ExportCheck(len(prompts), sum(map(len, answers)), largest, f"transformers {version('transformers')} alone")
+
+
+def _unlike(folder: Path, why: str) -> ParityError:
+    return ParityError(
+        f"the export does not answer like the run: {why}\n"
+        "  it was not kept; run export --no-check writes it all the same, to be looked at"
+    )
+
+
+def _logprobs(model: GenerativeModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[list[float]]:
+    """log p of each token of each answer."""
+    rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    batch = pack(rows, [[1.0] * len(row) for row in rows]).to(model.device)
+    with torch.no_grad():
+        values = model.outputs(batch, frozenset({"logprobs"}))["logprobs"].float().cpu().tolist()
+    found, begin = [], 0
+    for prompt, row in zip(prompts, rows, strict=True):
+        found.append(values[begin + len(prompt) : begin + len(row)])
+        begin += len(row)
+    return found
+
+
+def _ask_folder(
+    model: GenerativeModel,
+    folder: Path,
+    prompts: Sequence[str],
+    ids: Sequence[list[int]],
+    answers: Sequence[list[int]],
+    style: PromptStyle,
+) -> list[dict[str, Any]]:
+    questions = [
+        {
+            "text": prompt,
+            "style": style,
+            "begin": _begin(model.tokenizer, prompt, own, style),
+            "answer": answer,
+            "max_new_tokens": MAX_NEW_TOKENS,
+        }
+        for prompt, own, answer in zip(prompts, ids, answers, strict=True)
+    ]
+    dtype = str(model.compute_dtype).removeprefix("torch.")
+    asked = {"folder": str(folder), "dtype": dtype, "threads": torch.get_num_threads(), "questions": questions}
+    done = subprocess.run(
+        [sys.executable, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise _unlike(folder, f"transformers cannot use it: {last}")
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) -> list[int]:
+    """What stands before a plain text in training, which no folder says."""
+    plain = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    return list(ids[: len(ids) - plain]) if style == "text" else []
+
+
+def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
+    """Prompts of the run's own: those of its newest evaluation."""
+    rows = []
+    if folder.samples.is_file():
+        with folder.samples.open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.endswith("\n")]
+    texts = [str(row["prompt"]) for row in rows if row.get("prompt")][-8 * NUM_PROMPTS :]
+    markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
+    plain = [markers.user_message(text) if markers else text for text in texts]
+    unique = list(dict.fromkeys(text for text in plain if text.strip()))
+    return unique[-NUM_PROMPTS:] or list(FALLBACK)

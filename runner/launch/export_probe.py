@@ -1,0 +1,67 @@
+"""Answer questions with an exported folder, by transformers (and peft) alone.
+
+A program of its own, which imports nothing of ours, so that it sees what any other user of the folder sees.
+
+python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer"}]}
+                       > [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+
+def load(folder: Path, dtype: str) -> Any:
+    """The folder's model in evaluation mode; an adapter on the base that it names."""
+    kind: Any = AutoModelForCausalLM
+    if (folder / "adapter_config.json").is_file():
+        from peft import AutoPeftModelForCausalLM as kind
+    return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+
+
+def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
+    """A prompt in the folder's own tokens."""
+    if style == "chat":
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@torch.no_grad()
+def answer(model: Any, tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
+    """The likeliest answer, and log p of each id of the answer that is given with the question."""
+    prompt, given = prompt_ids(tokenizer, question["text"], question["style"]), question["answer"]
+    own = model.generation_config
+    ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
+    settings = GenerationConfig(do_sample=False, max_new_tokens=question["max_new_tokens"], eos_token_id=ends)
+    settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    model.generation_config = settings  # or the folder's sampling options would be mixed in
+    start = question["begin"] + prompt
+    ids = torch.tensor([start])
+    greedy = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))[0, len(start) :].tolist()
+    model.generation_config = own
+    logits = model(input_ids=torch.tensor([start + given])).logits[0, len(start) - 1 : -1].float()
+    logprobs = torch.log_softmax(logits, -1)[range(len(given)), given].tolist() if given else []
+    return {"prompt_ids": start, "greedy_ids": greedy, "logprobs": logprobs}
+
+
+def main() -> None:
+    """Read the questions, write the answers."""
+    asked = json.load(sys.stdin)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(asked["threads"])
+    folder = Path(asked["folder"])
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, asked["dtype"])
+    json.dump([answer(model, tokenizer, question) for question in asked["questions"]], sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""Uses what a run made: answers prompts from a checkpoint, or exports one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.core.errors import DataError, EnvironmentProblem
+from runner.data.config import ChatConfig
+from runner.data.examples import PromptExample
+from runner.data.readers import Problems, SourceLocation
+from runner.data.tokenization import ExampleTokenizer
+from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
+from runner.launch.export import CardFacts, CheckFolder, write_export
+from runner.launch.run_messages import ChatMarkers, plain_sample
+from runner.run_dir.folder import RunFolder, display_path, hold_lock
+from runner.run_dir.resume_compatibility import PromptStyle
+from runner.spec.job import JobSpec
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.interfaces import TrainableModel
+
+
+def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
+    """A prompt tokenized as in training: a user's message, or plain text after the start token.
+
+    Raises DataError for a plain prompt without a token.
+    """
+    said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    problems = Problems("prompt", "what was typed")
+    asked = PromptExample(SourceLocation("prompt", 1), said)
+    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([asked], problems)
+    problems.raise_if_any()
+    if not ids:
+        raise DataError("the prompt is empty; type a text to continue")
+    return ids
+
+
+@dataclass(frozen=True, slots=True)
+class ExportResult:
+    """What was written. check: what was compared, None = nothing was."""
+
+    folder: Path
+    step: int
+    check: object | None
+
+
+def export(
+    folder: RunFolder,
+    spec: JobSpec,
+    checkpoint: Checkpoint,
+    out: Path | None,
+    *,
+    merge: bool = False,
+    check: bool | None = None,
+) -> ExportResult:
+    """Write a Hugging Face folder or a PEFT adapter from a checkpoint.
+
+    Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
+    export-step-N/ for one that was named. `merge` writes an adapter merged into its base, to a name with -merged.
+    `check` compares the folder with the run's model (see `check_export`); None = where its weights are below 2 GB.
+    """
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
+    with hold_lock(folder) if out is None else nullcontext():
+        model, loaded = load_run(folder, spec, checkpoint)
+        if merge:
+            model.merge_on_save()
+        own = folder.export if checkpoint == "last" else folder.export_of(loaded.step)
+        target = out or (own.with_name(f"{own.name}-merged") if merge else own)
+        style = loaded.state["identity"]["prompt_style"]
+        samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style, spec.chat)
+        facts = CardFacts(loaded.step, loaded.metrics, style, samples)
+        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check))
+    return ExportResult(target, loaded.step, found)
+
+
+def _folder_check(
+    model: TrainableModel, folder: RunFolder, spec: JobSpec, style: PromptStyle, wanted: bool | None
+) -> CheckFolder | None:
+    from runner.interfaces import as_generative
+    from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
+
+    generative = as_generative(model)
+    size = sum(p.numel() * p.element_size() for p in model.module.parameters())
+    if wanted is False or generative is None or (wanted is None and size > LARGEST_CHECKED):
+        return None
+    prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
+    return lambda written: check_export(generative, written, prompts, style)
+
+
+def _evaluation_samples(
+    folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle, chat: ChatConfig
+) -> list[Mapping[str, Any]]:
+    """Three answers of the last evaluation until a step, in plain words."""
+    if not folder.samples.is_file():
+        return []
+    with folder.samples.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file if line.endswith("\n")]
+    rows = [row for row in rows if row.get("step", 0) <= step and "answer" in row]
+    last = max((row["step"] for row in rows), default=0)
+    markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
+    return [plain_sample(row, markers) for row in rows if row["step"] == last][:3]
+
+
+def combine_adapters(
+    source: ModelSource,
+    out: Path,
+    how: str | None,
+    weights: Sequence[float],
+    density: float,
+    merge: bool,
+    **loading: Any,
+) -> None:
+    """Write a source's adapters as one: combined by peft as `how` says, or, with `merge`, in the base.
+
+    weights: one for each adapter; density: of ties and dare. Raises EnvironmentProblem where peft cannot combine them.
+    """
+    loaded = load_source(source, **loading)
+    names = list(loaded.adapters.values())
+    module: Any = loaded.model.module
+    active = names[0]
+    if how is not None:
+        options = {"density": density} if how.startswith(("ties", "dare")) else {}
+        try:
+            module.add_weighted_adapter(names, list(weights), "combined", combination_type=how, **options)
+        except (ValueError, RuntimeError) as error:
+            raise EnvironmentProblem(f"--combine {how}: {error}") from error
+        active = "combined"
+    module.set_adapter(active)
+    if merge:
+        loaded.model.merge_on_save()
+        loaded.model.save(out)
+        return
+    module.save_pretrained(out, selected_adapters=[active], save_embedding_layers=False)
+    if (inner := out / active).is_dir():  # where peft puts an adapter that is not called default
+        for path in inner.iterdir():
+            shutil.move(path, out / path.name)
+        inner.rmdir()
+    loaded.tokenizer.save_pretrained(out)
+
+
+def push(folder: Path, target: str) -> str:
+    """Upload an exported folder as a private repository; returns its address. Raises EnvironmentProblem.
+
+    target: hub:OWNER/NAME or modelscope:OWNER/NAME.
+    """
+    where, _, name = target.partition(":")
+    try:
+        if where == "modelscope":
+            from modelscope.hub.api import HubApi
+
+            HubApi().upload_folder(repo_id=name, folder_path=str(folder))
+            return f"https://modelscope.cn/models/{name}"
+        from huggingface_hub import HfApi
+
+        api = HfApi()
+        address = api.create_repo(name, private=True, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=folder)
+        return str(address)
+    except ImportError as error:
+        text = "--push modelscope needs the package modelscope: pip install 'posttrain-run[modelscope]'"
+        raise EnvironmentProblem(text) from error
+    except Exception as error:  # requests', httpx' and the libraries' own
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        login = "hf auth login" if where == "hub" else "modelscope login"
+        raise EnvironmentProblem(
+            f"--push {target}: {first}\n  the export is whole in {display_path(folder)}; log in ({login}) and try again"
+        ) from error
+
+
+def is_adapter(export: Path) -> bool:
+    """Whether an export is an adapter without its base."""
+    return (export / "adapter_config.json").is_file()

@@ -1,0 +1,95 @@
+"""One process of a job on several devices: reads the job from its run folder, and takes part in it.
+
+python -m runner.launch.rank_main FOLDER ATTEMPT PIPE LISTENER        its place is in torchrun's variables
+    PIPE: descriptor of the pipe to the launcher; LISTENER: that of the socket of the job's store, or - but for rank 0
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from runner.core.errors import RunnerError
+from runner.core.rank_info import RankInfo
+from runner.core.signals import StopSignal
+from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.session import Session
+from runner.launch.worker_process import enable_stack_dumps
+from runner.run_dir.folder import RunFolder, read_mapping
+from runner.run_dir.manifest import redact
+from runner.sampler.server.job_token import take_token
+from runner.spec.decode import decode
+from runner.spec.job import JobSpec
+
+
+def main(root: str, attempt: str, pipe: str, listener: str) -> int:
+    """Returns the rank's exit code; the launcher hears the reason."""
+    stop = StopSignal()
+    stop.install()
+    take_token()
+    link = HeartbeatWriter(int(pipe))
+    place = RankInfo.from_environment(os.environ)
+    folder = RunFolder(Path(root)).for_rank(place.rank)
+
+    def take_part() -> None:
+        session = Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop)
+        if listener != "-":
+            session.meet = lambda: serve_store(int(listener))
+        session.run()
+
+    return run_and_report(link, folder, take_part)
+
+
+def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], object]) -> int:
+    """Do `work`; the exit code of a process of which the launcher hears why it ends."""
+    with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
+        enable_stack_dumps(log.fileno())
+        try:
+            work()
+        except RunnerError as error:
+            link.report(ExitReport.from_error(error))
+            return error.exit_code
+        except Exception as error:
+            log.write(redact(traceback.format_exc()))
+            text = f"this is a bug of ours: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
+            link.report(ExitReport.from_error(RunnerError(text)))
+            return RunnerError.exit_code
+    return 0
+
+
+def serve_store(listener: int) -> object:
+    """Serve the job's rendezvous store in this process; the supervisor has opened its port already.
+
+    It imports torch, so the environment is set before.
+    """
+    from runner.core import torch_compat
+
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return torch_compat.serve_tcp_store(host, port, listener, wait_for_workers=False)
+
+
+def read_spec(folder: RunFolder) -> JobSpec:
+    """The job in a run folder. Raises EnvironmentProblem where it cannot be read, SpecError."""
+    return decode(read_mapping(folder.spec, must_exist=True), {})
+
+
+def exit_process(code: int) -> NoReturn:
+    """End the process without shutting libraries down.
+
+    gloo's threads need seconds for it, or crash, where other ranks have ended.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # nobody is left to read it
+            stream.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_process(main(*sys.argv[1:]))

@@ -1,0 +1,180 @@
+"""Messages of a run: model, data, and an example prompt; and where messages are shown.
+
+spec, built job ─▶ run_facts · data_text · example_prompt        logging, warnings ─▶ console_logging ─▶ screen, run.log
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.core.rank_info import RankInfo
+from runner.data.config import ChatConfig
+from runner.run_dir.folder import display_path
+from runner.spec.job import JobSpec
+from runner.tracker.console import Console
+from runner.tracker.text import count_noun, format_number, format_rate
+
+if TYPE_CHECKING:  # it brings torch, which may be broken
+    from runner.interfaces import TrainableModel
+
+LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
+NO_EXAMPLE = '"…"'
+FIRST_WORDS = 4  # of a plain text, as a prompt to continue from
+LOGGER = "runner"
+RETRIES = "huggingface_hub.utils._http"
+
+
+def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
+    """The facts of a run's first line: what learns, how many numbers of it, and where."""
+    everything = sum(_numbers(p) for p in model.module.parameters())
+    trainable = sum(_numbers(p) for p in model.trainable().values())
+    share = "all" if trainable >= everything else format_rate(trainable)
+    return {
+        "name": spec.name,
+        "model": f"{spec.model.source or spec.model.name}{_first_weights(spec)}",
+        "adapter": spec.adapter.name,
+        "parameters": f"{format_rate(everything)}, {share} trainable",
+        "device": spec.device.name,
+        "seed": str(spec.seed),
+    }
+
+
+def _numbers(parameter: Any) -> int:
+    """How many numbers a parameter has; DeepSpeed says so of one that lies in pieces."""
+    return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+
+def _first_weights(spec: JobSpec) -> str:
+    """Where they come from, if not from model.path."""
+    if spec.init_from is not None:
+        return f" (weights of {display_path(Path(spec.init_from))})"
+    return " (random weights)" if spec.model.draws_weights else ""  # tiny has no other
+
+
+def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
+    """How the ranks of a job stand to one another, and where those that have no screen write."""
+    own = spec.parallelism
+    said = f"ranks    {place.size}: parallelism={own.name}"
+    if not own.deepspeed:
+        said += f", {own.mesh(place.size)}"
+    logs = f"{display_path(folder / 'ranks')}/1.log" + (f" to {place.size - 1}.log" if place.size > 2 else "")
+    return f"{said}; this is rank 0, the others' words: {logs}"
+
+
+def data_text(spec: JobSpec, items: int) -> str:
+    """How much data a run sees: items, per step, and how often it sees each."""
+    per_step = spec.algorithm.batch_size
+    said = f"data     {count_noun(items, 'item')} · {per_step} per step · {count_noun(spec.steps, 'step')}"
+    if spec.data.is_mixture:  # a mixture's sources are gone through at paces of their own
+        return said
+    return f"{said} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMarkers:
+    """What a chat template puts around the last user's message."""
+
+    opening: str
+    closing: str
+    special: tuple[str, ...] = ()  # what an answer ends with, and its like
+
+    @classmethod
+    def from_tokenizer(cls, tokenizer: Any, chat: ChatConfig) -> ChatMarkers:
+        """The marks of a tokenizer that has a chat template."""
+        from runner.data.chat import Renderer
+
+        rendered = Renderer(tokenizer, chat).render_prompt([{"role": "user", "content": "MESSAGE"}])
+        before, _, after = "".join(segment.text for segment in rendered).rpartition("MESSAGE")
+        return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after, tuple(tokenizer.all_special_tokens))
+
+    def user_message(self, prompt: str) -> str:
+        """The last user's message of a rendered prompt; the whole prompt where it ends in another way."""
+        if not (self.opening and self.closing and prompt.endswith(self.closing)):
+            return prompt
+        _, opened, message = prompt.removesuffix(self.closing).rpartition(self.opening)
+        return message if opened else prompt
+
+    def without_special(self, text: str) -> str:
+        """A text without its special tokens."""
+        for token in self.special:
+            text = text.replace(token, "")
+        return text
+
+
+def plain_sample(row: Mapping[str, Any], turn: ChatMarkers | None) -> Mapping[str, Any]:
+    """A sample with the user's last message instead of the rendered prompt, without special tokens."""
+    if turn is None:
+        return row
+    plain = {name: turn.without_special(text) for name, text in row.items() if isinstance(text, str)}
+    if "prompt" in plain:
+        plain["prompt"] = turn.without_special(turn.user_message(row["prompt"]))
+    return {**row, **plain}
+
+
+def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | None) -> str:
+    """The first item's prompt, quoted for a shell; "…" in quotes where it is too long to type."""
+    item = items[0]
+    if hasattr(item, "weights"):
+        text = _context(item, tokenizer)
+    else:
+        text = tokenizer.decode(list(item.ids if hasattr(item, "ids") else item.prompt))
+    text = turn.user_message(text) if turn else text.strip()
+    fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
+    return _quote(text) if fits else NO_EXAMPLE
+
+
+def _context(item: Any, tokenizer: Any) -> str:
+    """Text before the first trained token; of a text that is trained on as a whole, its first words."""
+    first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
+    if first > 1:  # the very first token has nothing before it to be predicted from
+        return str(tokenizer.decode(list(item.ids[:first])))
+    return " ".join(tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
+
+
+def _quote(text: str) -> str:
+    return f'"{text}"' if not set(text) & set('"$`\\!') else shlex.quote(text)
+
+
+class _ToConsole(logging.Handler):
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._console.message(record.getMessage(), record.levelname.lower())
+
+
+@contextmanager
+def console_logging(path: Path, *, silent: bool = False) -> Iterator[Console]:
+    """A console that also shows logs under "runner" and Python's warnings inside the block.
+
+    silent: only in the log at `path`, as for the ranks that do not speak to the user
+    """
+    loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
+    levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}
+    with open(os.devnull, "w") as nowhere:
+        console = Console(path, nowhere if silent else None)
+        handler = _ToConsole(console)
+        logging.captureWarnings(True)
+        for logger in loggers:
+            logger.addHandler(handler)
+            logger.propagate = False
+        loggers[0].setLevel(logging.INFO)
+        logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
+        try:
+            yield console
+        finally:
+            logging.captureWarnings(False)
+            for logger in loggers:
+                logger.removeHandler(handler)
+                logger.propagate = True
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
+            console.stop([])

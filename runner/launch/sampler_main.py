@@ -1,0 +1,63 @@
+"""Rollout server process of a job: reads the job from its run folder, builds its sampler, serves it.
+
+python -m runner.launch.sampler_main FOLDER ATTEMPT PIPE INDEX        PIPE: descriptor of the pipe to the launcher
+
+It ends at SIGTERM, and with its launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from runner.core.auto_choices import Decisions
+from runner.core.errors import Interrupted
+from runner.core.signals import StopSignal
+from runner.device.process_setup import load_torch, set_environment
+from runner.launch.exit_cause import HeartbeatWriter
+from runner.launch.multi_node import LOOPBACK, SAMPLER_HOST
+from runner.launch.rank_main import exit_process, read_spec, run_and_report
+from runner.launch.run_messages import console_logging
+from runner.launch.session import translate_memory_errors
+from runner.run_dir.folder import RunFolder
+from runner.sampler.server.job_token import job_token, take_token
+
+
+def main(root: str, attempt: str, pipe: str, index: str) -> int:
+    """Serve until SIGTERM. Returns the exit code; the launcher reads the reason from `pipe`."""
+    folder = RunFolder(Path(root)).for_sampler(int(index))
+    stop = StopSignal()
+    stop.install()
+    take_token()
+    link = HeartbeatWriter(int(pipe))
+
+    def work() -> None:
+        if stop.number is None:
+            with suppress(Interrupted), stop.interrupt_immediately():
+                _serve(folder, int(attempt), int(index))
+
+    return run_and_report(link, folder, work)
+
+
+def _serve(folder: RunFolder, attempt: int, index: int) -> None:
+    """Serve until a signal or an error."""
+    spec = read_spec(folder)
+    with console_logging(folder.log, silent=True) as console:
+        console.message(f"sampler {index}, attempt {attempt}, process {os.getpid()}")
+        decide = Decisions(spec.strict)
+        set_environment(spec, decide)
+        load_torch(spec.device.name)
+        from runner.build.samplers import build_worker_sampler
+        from runner.inference.rollout_server import serve
+
+        with translate_memory_errors(spec):
+            sampler, stats = build_worker_sampler(spec, decide, folder)
+            stats.on_start(0)
+            token, host = job_token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
+            serve(sampler, index, folder.samplers, token=token, host=host, device_stats=stats.pop_readings)
+
+
+if __name__ == "__main__":
+    exit_process(main(*sys.argv[1:]))

@@ -1,0 +1,235 @@
+"""The machines of a Slurm job, for launch=slurm: one task per machine, whoever typed the command.
+
+no Slurm job                     ─▶ submitted (`submission`)
+a job's script, or salloc's shell ─▶ srun: the same command, once on each machine
+a task of srun                   ─▶ machines, number, address, cards from Slurm's variables, as overrides
+
+What Slurm signals (SIGTERM: preempted, requeued, cancelled; SIGUSR1, SIGUSR2: what sbatch --signal asked for) makes
+the job save and end with 75: a requeue continues in the same run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+from runner.core.device_kinds import find_kind
+from runner.core.errors import EnvironmentProblem, Interrupted
+from runner.device.device_kinds import CPU
+from runner.launch.slurm.commands import FOLDERS, address_of, allocated_cards, hosts
+from runner.run_dir.folder import RunFolder, write_atomic
+from runner.spec.base import COMMAND_LINE
+from runner.spec.job import JobSpec
+from runner.tracker.text import print_text
+
+NAME = "slurm"
+DEFAULT = f"launch/{NAME}"  # who has set an option that nobody has
+FIRST_PORT, PORTS = 15000, 15000  # below those that systems hand out by themselves
+SPECIAL_STEPS = 2**32 - 256  # numbers from here are no srun of the user's: a job's script, salloc's shell
+OF_SUBMISSION = {"partition", "account", "qos", "cpus", "time", "preempt_notice_s", "sbatch", "follow"}
+REQUEUE_CODE = 75  # exit code: worth a requeue
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Preempted(Interrupted):
+    """Slurm asked the job to end; it saved, if it had made a step."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(signal.SIGTERM, message)
+        self.exit_code = REQUEUE_CODE
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmTask:
+    """This process among the tasks of a step: one on each of `machines`, number `node`."""
+
+    job: int
+    machines: int
+    node: int
+    node_list: str  # the machines' names, in Slurm's short form
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str]) -> SlurmTask | None:
+        """The task of Slurm's variables; None outside a step. Raises EnvironmentProblem for two on a machine."""
+        if "SLURM_JOB_ID" not in variables or not 0 <= int(variables.get("SLURM_STEP_ID", -1)) < SPECIAL_STEPS:
+            return None
+        machines, tasks = (int(variables[f"SLURM_STEP_NUM_{name}"]) for name in ("NODES", "TASKS"))
+        if tasks != machines:
+            text = f"Slurm has started {tasks} tasks on {machines} machines, and launch=slurm wants one on each"
+            raise EnvironmentProblem(f"{text}: srun --nodes={machines} --ntasks-per-node=1 …, or leave srun out")
+        return cls(
+            int(variables["SLURM_JOB_ID"]), machines, int(variables["SLURM_NODEID"]), variables["SLURM_STEP_NODELIST"]
+        )
+
+    @property
+    def address(self) -> str:
+        """Where machine 0 is found: at a port that follows from the job's number. Raises EnvironmentProblem."""
+        return f"{address_of(hosts(self.node_list)[0])}:{FIRST_PORT + self.job % PORTS}"
+
+    @property
+    def name(self) -> str:
+        """What Slurm calls this machine."""
+        return hosts(self.node_list)[self.node]
+
+
+def is_outside_slurm(spec: JobSpec) -> bool:
+    """Whether this job is for Slurm, and this process is in no Slurm job."""
+    return spec.launch.name == NAME and "SLURM_JOB_ID" not in os.environ
+
+
+def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str) -> list[str]:
+    """What Slurm says of a job's machines, as overrides of `launch`, whose options came from `origins`.
+
+    Cards of this machine that Slurm shows in no variable are made visible.
+
+    Raises EnvironmentProblem where an option contradicts Slurm.
+    """
+    typed = {name for name, value in own.items() if value is not None and origins.get(f"launch.{name}") == COMMAND_LINE}
+    for name in typed & {"node_rank", "rdzv_endpoint"}:
+        raise EnvironmentProblem(f"launch.{name}={own[name]}: Slurm says it; leave it out")
+    if "SLURM_JOB_ID" not in os.environ:
+        return []
+    for name in typed & OF_SUBMISSION:
+        text = f"is for a job that is to be submitted, and this is one, {os.environ['SLURM_JOB_ID']}; leave it out"
+        raise EnvironmentProblem(f"launch.{name}: {text}")
+    if own.get("nodes") != _machines() and _is_set("nodes", origins):
+        raise EnvironmentProblem(f"launch.nodes={own.get('nodes')}: this Slurm job has {_machines()}; leave it out")
+    task = SlurmTask.from_environment(os.environ)
+    found: dict[str, Any] = {"nodes": _machines()}
+    if task is not None and task.machines > 1:
+        found |= {"node_rank": task.node, "rdzv_endpoint": task.address}
+    found |= _devices(own, origins, _cards(task, own.get("gres"), device))
+    return [f"launch.{name}={value}" for name, value in found.items()]
+
+
+def _machines() -> int:
+    """On how many machines the step, or else the Slurm job, is that this process is in."""
+    task = SlurmTask.from_environment(os.environ)
+    said = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    return task.machines if task is not None else int(said)
+
+
+def _is_set(name: str, origins: Mapping[str, str]) -> bool:
+    """Whether a person has set an option, and not the default or an attempt before."""
+    return origins.get(f"launch.{name}", DEFAULT) not in (DEFAULT, "spec.yaml")
+
+
+def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | None) -> dict[str, Any]:
+    """The number of ranks, where it follows from that of the `cards` of this machine."""
+    if cards is None:
+        return {}
+    beside = own.get("samplers") or 0
+    if origins.get("launch.devices", DEFAULT) == DEFAULT and cards > beside:
+        return {"devices": cards - beside}
+    if (wanted := own.get("devices", 1) + beside) > cards:
+        raise EnvironmentProblem(f"launch.devices wants {wanted} cards, and Slurm gave this job {cards} on a machine")
+    return {}
+
+
+def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
+    """Number of the job's cards on this machine; None where Slurm does not say.
+
+    Makes the cards visible to this process where Slurm does not.
+    """
+    kind = find_kind(device)
+    if kind.gres and kind.visible and not kind.shown_by_slurm and task is not None:
+        if numbers := allocated_cards(str(task.job), gres or kind.gres, task.name):
+            os.environ[kind.visible] = ",".join(map(str, numbers))
+        return len(numbers) or None
+    said = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(said) if (kind.shown_by_slurm or device == "auto") and said.isdecimal() else None
+
+
+def exec_srun(spec: JobSpec) -> None:
+    """In a Slurm job but in no task: become srun, which runs this command on each machine.
+
+    Returns elsewhere; a task prints a line there if Slurm gave it too few cores. Raises EnvironmentProblem where srun
+    is missing.
+    """
+    if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ:
+        return
+    if SlurmTask.from_environment(os.environ) is not None:
+        return _say_few_cores(spec)
+    machines = _machines()
+    command = srun_command([sys.executable, "-P", "-m", "runner", *sys.argv[1:]], machines)
+    print_text(
+        f"srun     {machines} × this command, one on each machine of Slurm job {os.environ['SLURM_JOB_ID']}", flush=True
+    )
+    _exec(command)
+
+
+def _say_few_cores(spec: JobSpec) -> None:
+    """Warn where processes on cards share cores: most clusters give a task with cards a single core."""
+    processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
+    if spec.device.kind is not CPU and cores < processes:
+        who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
+        text = f"{who} have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
+        more = f"launch.cpus={8 * processes}, in your own script --cpus-per-task, is more"
+        print_text(f"slurm    {text}; {more}", flush=True)
+
+
+def srun_command(command: Sequence[str], machines: int) -> list[str]:
+    """`command` as one task on each machine of this Slurm job, with all its cores there."""
+    cores = os.environ.get("SLURM_CPUS_PER_TASK")  # what sbatch was told, srun has to be told again
+    more = [f"--cpus-per-task={cores}"] if cores else []
+    return ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--cpu-bind=none", *more, *command]
+
+
+def _exec(command: Sequence[str]) -> NoReturn:
+    try:
+        os.execvp(command[0], list(command))
+    except OSError as error:
+        raise EnvironmentProblem(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+@contextmanager
+def handle_slurm_signals(spec: JobSpec) -> Iterator[None]:
+    """Handle Slurm's signals inside the block. Raises Preempted where Slurm ended the job."""
+    if spec.launch.name != NAME or SlurmTask.from_environment(os.environ) is None:
+        yield
+        return
+    for number in WARNINGS:
+        signal.signal(number, _save_and_end)
+    try:
+        yield
+    except Interrupted as error:
+        raise as_preemption(error) from error
+
+
+def as_preemption(error: Interrupted) -> Interrupted:
+    """What a job that Slurm told to end says."""
+    told = error.exit_code == 128 + signal.SIGTERM
+    return (
+        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue continues from there")
+        if told
+        else error
+    )
+
+
+def _save_and_end(number: int, frame: FrameType | None) -> None:
+    """As SIGTERM does; only once, however often Slurm warns."""
+    for warning in WARNINGS:
+        signal.signal(warning, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def record_run_folder(folder: RunFolder) -> None:
+    """Write down that this Slurm job has made this run folder, for a requeue. Raises StorageError."""
+    FOLDERS.mkdir(exist_ok=True)
+    write_atomic(FOLDERS / os.environ["SLURM_JOB_ID"], str(folder.root))
+
+
+def requeued_folder(where: Path | None) -> Path | None:
+    """The run folder of a requeued Slurm job: `where`, or the one that it made; None if there is none."""
+    if int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
+        return None
+    kept = FOLDERS / os.environ["SLURM_JOB_ID"]
+    found = where or (Path(kept.read_text(encoding="utf-8")) if kept.is_file() else None)
+    return found if found is not None and RunFolder(found).spec.is_file() else None

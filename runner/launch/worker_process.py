@@ -1,0 +1,300 @@
+"""One process of a job as its supervisor sees it: its start, its state, its status file.
+
+Supervisor ──WorkerSpec──▶ WorkerLauncher ──▶ WorkerProcess        on this machine: LocalWorker
+                                                ├─▶ WorkerStatusFile ─▶ members/<machine>.json, for `run status`
+                                                └─▶ dump_stacks: where each thread is, of a hanging process
+
+A LocalWorker is a process in a session of its own, killed by the kernel when the supervisor ends. No step waits for the
+status file, and no job ends for it: where the disk refuses it, readers see an old one.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import psutil
+
+from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.fsync_io import temporary_folder
+from runner.core.rank_info import Host, RankInfo
+from runner.core.subprocess import ChildProcess
+from runner.launch.cleanup_process import CleanupProcess
+from runner.launch.exit_cause import HeartbeatReader, ProcessExit
+from runner.run_dir.folder import RunFolder, display_path
+from runner.weight_sync.store_dir import store_dirs
+
+Role = Literal["rank", "sampler"]
+# What a process of each role runs, after the interpreter
+PROGRAMS: dict[Role, tuple[str, ...]] = {
+    "rank": ("-P", "-m", "runner.launch.rank_main"),
+    "sampler": ("-P", "-m", "runner.launch.sampler_main"),
+}
+BEAT_S = 2.0
+STACKS = signal.SIGUSR2  # asks a process for its stacks; SIGUSR1 asks a rank for a checkpoint
+DUMP_S = 1.0  # for processes to write their stacks
+HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
+FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")} | {"<frozen"})
+STOPPED = {
+    psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
+    psutil.STATUS_TRACING_STOP: "stopped by a debugger",
+    psutil.STATUS_DISK_SLEEP: "in the kernel, waiting for a disk or a device",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """A process that is to be started, as plain data: it may be carried to another machine.
+
+    index: the rank, or the number among those of its role; place: of a rank; cards: the numbers of its devices among
+    those of the job on its machine; environment: all that the launcher adds to what the machine gives; meets: holds
+    what ranks meet at
+    """
+
+    role: Role
+    index: int
+    folder: RunFolder
+    attempt: int
+    cards: tuple[int, ...]
+    environment: Mapping[str, str]
+    place: RankInfo | None = None
+    meets: bool = False
+
+    @property
+    def name(self) -> str:
+        """rank 2 of 4, sampler 0"""
+        return str(self.place) if self.place is not None else f"{self.role} {self.index}"
+
+    @property
+    def is_rank0(self) -> bool:
+        """Whether it is rank 0, which has the screen."""
+        return self.place is not None and self.place.is_rank0
+
+    @property
+    def scratch(self) -> tuple[Path, ...]:
+        """The folders that it may leave where it is killed."""
+        first = self.place is not None and self.place.local_rank == 0  # who has the weights for samplers
+        engine = self.folder.engine
+        return (engine, temporary_folder(engine), *(store_dirs(self.folder.root) if first else ()))
+
+    def command_line(self, pipe: int, listener: int | None) -> list[str]:
+        """What follows the interpreter.
+
+        pipe: the descriptor that it speaks to its launcher over; listener: that of the socket of the ranks' store
+        """
+        last = str(self.index) if self.role != "rank" else "-" if listener is None else str(listener)
+        return [*PROGRAMS[self.role], str(self.folder.root), str(self.attempt), str(pipe), last]
+
+
+class WorkerProcess(Protocol):
+    """A process of the job that was started, wherever it runs."""
+
+    order: WorkerSpec
+    heartbeat: HeartbeatReader
+
+    def is_running(self) -> bool: ...  # once it does not, all that it said was heard, and what it had started is killed
+
+    def signal(self, number: int) -> None: ...  # to itself alone
+
+    def kill(self) -> None: ...  # it, and what it started
+
+    def wait_for_exit(self) -> ProcessExit: ...  # how; waits for one that was killed just now
+
+    def status(self) -> str: ...  # one of psutil.STATUS_*; empty where it is not known
+
+
+class WorkerLauncher(Protocol):
+    """Starts the processes of an attempt. Its methods raise StorageError, EnvironmentProblem."""
+
+    def local_ranks(self) -> Sequence[RankInfo]: ...  # of the ranks that it is to start
+
+    def rendezvous_address(
+        self,
+    ) -> tuple[str, int]: ...  # host and port of the ranks' store, where somebody listens by now
+
+    def start(self, order: WorkerSpec) -> WorkerProcess: ...
+
+
+@dataclass(slots=True)
+class LocalWorker:
+    """A process on this machine. `killed`: by this supervisor, because the job ends or it hangs."""
+
+    order: WorkerSpec
+    process: ChildProcess
+    heartbeat: HeartbeatReader
+    janitor: CleanupProcess | None = None  # ends what the process has started where the launcher is killed
+    killed: bool = False
+
+    def __post_init__(self) -> None:
+        if self.janitor is not None:
+            self.janitor.watch(self.process.pid)
+
+    @classmethod
+    def start(
+        cls,
+        order: WorkerSpec,
+        environment: Mapping[str, str],
+        listener: int | None = None,
+        janitor: CleanupProcess | None = None,
+        screen: tuple[int | None, int | None] = (None, None),
+    ) -> LocalWorker:
+        """Start it. Rank 0 has the screen, the others write to their logs.
+
+        environment: all of it; listener: the socket of the ranks' store; screen: what rank 0 has for stdout and stderr,
+        by descriptor (None: this process's). Raises StorageError, EnvironmentProblem.
+        """
+        log_path = order.folder.log
+        hearing, telling = os.pipe()
+        handles = [telling, *([] if listener is None else [listener])]
+        try:
+            with log_path.open("ab") as log:
+                stdout, stderr = screen if order.is_rank0 else (log, log)
+                process = ChildProcess(
+                    [sys.executable, *order.command_line(telling, listener)],
+                    end_signal=signal.SIGKILL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment,
+                    pass_fds=handles,
+                )
+        except PermissionError as error:
+            os.close(hearing)
+            raise StorageError(f"cannot write {log_path}: {error.strerror}") from error
+        except OSError as error:
+            os.close(hearing)
+            raise EnvironmentProblem(f"cannot start {order.name}: {error}") from error
+        finally:
+            os.close(telling)
+        return cls(order, process, HeartbeatReader(hearing), janitor)
+
+    def is_running(self) -> bool:
+        """Whether it still does. Once it does not, what it has started is killed, and all it said was heard."""
+        if self.process.is_running():
+            return True
+        if self.heartbeat.open:
+            if self.janitor is not None:
+                self.janitor.forget(self.process.pid)
+            self.heartbeat.receive()
+            self.heartbeat.close()
+        return False
+
+    def signal(self, number: int) -> None:
+        """Send the process, and nothing that it started, a signal."""
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        """End it and what it started."""
+        if self.is_running():
+            self.killed = True
+            self.process.kill()
+
+    def wait_for_exit(self) -> ProcessExit:
+        """How it ended; waits for the end of one that was killed."""
+        while self.is_running():
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+        log = display_path(self.order.folder.log)
+        return ProcessExit(self.order.name, self.process.returncode, self.heartbeat.report, log, self.killed)
+
+    def status(self) -> str:
+        """What the process does, one of psutil.STATUS_*; empty where it is gone."""
+        try:
+            return psutil.Process(self.process.pid).status()
+        except psutil.NoSuchProcess:
+            return ""
+
+
+@dataclass(slots=True)
+class WorkerStatusFile:
+    """What one launcher, of machine `machine`, writes of attempt `attempt`."""
+
+    folder: RunFolder
+    attempt: int
+    machine: int = 0
+    due: float = 0.0
+
+    def write(self, members: Sequence[WorkerProcess], replaced: Mapping[str, int], *, over: bool = False) -> None:
+        """Write it, if it is due, or the attempt is `over`. replaced: number of restarts, by process name."""
+        if time.monotonic() < self.due and not over:
+            return
+        self.due = time.monotonic() + BEAT_S
+        here = Host.current()
+        launcher = {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}
+        said = [self._worker_status(member, replaced.get(member.order.name, 0)) for member in members]
+        content = {"attempt": self.attempt, "written": _now(), "over": over, "launcher": launcher, "members": said}
+        path = self.folder.members / f"{self.machine}.json"
+        with suppress(OSError):
+            path.parent.mkdir(exist_ok=True)
+            staged = path.with_name(f".{path.name}")
+            staged.write_text(json.dumps(content, indent=1))
+            staged.replace(path)
+
+    def _worker_status(self, member: WorkerProcess, replaced: int) -> dict[str, Any]:
+        order, ear = member.order, member.heartbeat
+        return {
+            "name": order.name,
+            "role": order.role,
+            "index": order.index,
+            **ear.where,
+            "runs": member.is_running(),
+            "begun": ear.begun,
+            "step": ear.step if order.role == "rank" else None,
+            "heard": _now() - (time.monotonic() - ear.last_heard),
+            "replaced": replaced,
+            "log": str(order.folder.log.relative_to(order.folder.root)),
+        }
+
+
+def _now() -> float:
+    """Seconds since 1970."""
+    return datetime.now(UTC).timestamp()
+
+
+def enable_stack_dumps(handle: int) -> None:
+    """Dump every thread's stack to this descriptor on a crash, and when the supervisor requests it."""
+    faulthandler.enable(handle)
+    faulthandler.register(STACKS, handle, all_threads=True)
+
+
+def dump_stacks(members: Sequence[WorkerProcess], lagging: Sequence[WorkerProcess]) -> list[str]:
+    """Have each process write its stacks to its log; returns a line for each of the lagging ones."""
+    before = {member.order.name: log_size(member.order.folder.log) for member in members}
+    for member in members:
+        member.signal(STACKS)
+    time.sleep(DUMP_S)
+    return [f"{member.order.name} {_activity_text(member, before[member.order.name])}" for member in lagging]
+
+
+def log_size(log: Path) -> int:
+    """Bytes that a log has; 0 if it is not there."""
+    return log.stat().st_size if log.exists() else 0
+
+
+def _activity_text(member: WorkerProcess, before: int) -> str:
+    """What a process does, as the kernel and its main thread's stack tell; of a rank, in which step."""
+    step = [f"in step {member.heartbeat.step + 1}"] if member.order.role == "rank" else []
+    if stopped := STOPPED.get(member.status()):
+        return " and ".join(f"is {words}" for words in (*step, stopped))
+    log = member.order.folder.log
+    found = main_thread_location(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""
+    return f"is {', '.join((*step, found or 'where it does not say: a library holds its threads'))}"
+
+
+def main_thread_location(stacks: str) -> str:
+    """Where the main thread is, outside of libraries (faulthandler writes it last); empty if nowhere."""
+    last = HEAD.split(stacks)[-1] if HEAD.search(stacks) else ""
+    frames = list(FRAME.finditer(last))
+    own = next((frame for frame in frames if not frame["file"].startswith(LIBRARIES)), next(iter(frames), None))
+    return f"at {own['file']}:{own['line']}, in {own['function']}" if own else ""

@@ -1,0 +1,205 @@
+"""What a model can do, found out at build time on a handful of tokens instead of assumed.
+
+    head_objection     may the LM head be applied to the backbone's hidden states in chunks?
+    packed_objection   does the packed layout give what the model's own attention gives?
+    kernel_objection   does a device's kernel give what attention is defined as?
+    dense_objection    the same of a kernel for rows side by side
+
+All answer with the reason why not, or None. No weight, mode or random stream is changed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.core.batch import pack
+from runner.core.tolerance import tolerance_of
+from runner.interfaces import DenseAttention, VarlenAttention
+from runner.model.batch_layout import run_packed
+from runner.model.packed_attention import PACKED_ATTENTION, UnsupportedAttention
+
+PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
+PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def is_close(got: Tensor, wanted: Tensor) -> bool:
+    """Whether `got` is `wanted` but for the rounding of its data type."""
+    limit = tolerance_of(_matmul_dtype(wanted)).values * float(wanted.abs().max())
+    return got.shape == wanted.shape and float((got - wanted).abs().max()) <= limit
+
+
+def _matmul_dtype(tensor: Tensor) -> str:
+    """The data type that what gave a tensor has multiplied in."""
+    low = tensor.is_cuda and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if low else str(tensor.dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def head_objection(causal: Any, device: torch.device) -> str | None:
+    """Why logits are not simply head(hidden); None where they are.
+
+    Replaces the head's output by a ramp for one call: whatever the model does to its logits (soft cap, scale) or to the
+    head's input becomes visible, also on small weights.
+    """
+    head = causal.get_output_embeddings()
+    if head is None or causal.base_model is causal:
+        return "the model does not show its backbone and its LM head"
+    if device.type == "meta":  # where nothing is computed, nothing can be tried
+        return None
+    seen: list[Tensor] = []
+
+    def replace(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        return torch.linspace(-100, 100, output.numel(), device=output.device).view_as(output).to(output.dtype)
+
+    ids = torch.tensor([PROBE_ROWS[0]], device=device)
+    handle = head.register_forward_hook(replace)
+    try:
+        logits = causal(input_ids=ids, use_cache=False).logits
+    finally:
+        handle.remove()
+    ramp = torch.linspace(-100, 100, logits.numel(), device=device).view_as(logits)
+    if not seen or not torch.allclose(logits.float(), ramp, rtol=1e-2, atol=1e-2):
+        return "the model changes its logits after the LM head"
+    hidden = causal.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return None if is_close(seen[0], hidden) else "the model changes the hidden states before the LM head"
+
+
+def _static_objection(causal: Any) -> str | None:
+    parameters = inspect.signature(causal.base_model.forward).parameters
+    if "position_ids" not in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return "its forward does not accept positions and further keywords"
+    strange = set(getattr(causal.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
+    if strange:
+        return f"it has layers of type {', '.join(sorted(strange))}"
+    causal.set_attn_implementation(PACKED_ATTENTION)
+    return None if causal.config._attn_implementation == PACKED_ATTENTION else "its attention cannot be exchanged"
+
+
+@torch.no_grad()
+def packed_objection(causal: Any, device: torch.device) -> str | None:
+    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
+    own = causal.config._attn_implementation
+    if causal.base_model is causal:
+        return "the model does not show its backbone"
+    if device.type == "meta":
+        return _static_objection(causal)
+
+    def forward(**keywords: Any) -> Tensor:
+        hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
+        return hidden
+
+    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in PROBE_ROWS])
+    reason = _static_objection(causal)
+    if reason is None:
+        batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
+        try:
+            got = run_packed(forward, batch)
+            reason = None if is_close(got, wanted) else "its packed rows do not give what single rows give"
+        except UnsupportedAttention as error:
+            reason = str(error)
+    if reason is not None:
+        causal.set_attn_implementation(own)
+    return reason
+
+
+def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why `kernel` does not work for a model of this config: its value or gradient is not attention."""
+    queries, keys = (3, 2, 5), (3, 6, 5)  # the second sequence continues another one
+    heads, kv_heads, size = _head_shape(config)
+    drawn = _random_inputs([(sum(queries), heads, size), *[(sum(keys), kv_heads, size)] * 2], dtype, device)
+    for window in (None, 2):
+        options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": size**-0.5}
+        if reason := _kernel_difference(kernel, _reference_varlen, drawn, options):
+            return reason + f" in a window of {window}" * bool(window)
+    return None
+
+
+def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+    """The same for padded rows: causal; a mask with a query that sees nothing; one query on all keys."""
+    heads, kv_heads, size = _head_shape(config)
+    mask = torch.ones(2, 1, 4, 6, dtype=torch.bool).tril(2)
+    mask[1, :, :, :3] = False
+    for queries, keys, seen in ((4, 4, None), (4, 6, mask.to(device)), (1, 6, None)):
+        drawn = _random_inputs([(2, heads, queries, size), *[(2, kv_heads, keys, size)] * 2], dtype, device)
+        options = {"mask": seen, "causal": queries == keys, "scale": size**-0.5}
+        if reason := _kernel_difference(kernel, _reference_dense, drawn, options):
+            return f"{reason}, for {queries} queries on {keys} keys"
+    return None
+
+
+def _head_shape(config: Any) -> tuple[int, int, int]:
+    """Of queries, of keys, and their size. An encoder has as many of both."""
+    heads = config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+
+
+def _random_inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    stream = torch.Generator().manual_seed(0)
+    return [torch.randn(*shape, generator=stream).to(device, dtype).requires_grad_() for shape in shapes]
+
+
+def _kernel_difference(kernel: Any, defined: Any, drawn: list[Tensor], options: dict[str, Any]) -> str | None:
+    """Whether value or gradient of `kernel` differ from those of `defined`, computed in float32 or better."""
+    if drawn[0].device.type == "meta":
+        return None
+    wide = torch.promote_types(drawn[0].dtype, torch.float32)
+    try:
+        got = _with_gradients(kernel, drawn, dropout=0.0, **options)
+    except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
+        return f"its kernel says {str(error).strip().splitlines()[0]}"
+    wanted = _with_gradients(defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
+    if all(is_close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
+        return None
+    return "its kernel does not give what attention is defined as"
+
+
+@torch.enable_grad()
+def _with_gradients(attend: Any, tensors: list[Tensor], **options: Any) -> list[Tensor]:
+    """The output and the gradients of the sum of its squares."""
+    out: Tensor = attend(*tensors, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), tensors)]
+
+
+def _reference_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    query_lengths: tuple[int, ...],
+    key_lengths: tuple[int, ...],
+    window: int | None,
+    scale: float,
+) -> Tensor:
+    """Attention by its definition, sequence by sequence; see `VarlenAttention`."""
+    groups = query.shape[1] // key.shape[1]
+    done = []
+    cut = (query.split(query_lengths), key.split(key_lengths), value.split(key_lengths))
+    for q, k, v in zip(*cut, strict=True):
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        place = torch.arange(len(k), device=k.device)
+        behind = place[-len(q) :, None] - place
+        unseen = (behind < 0) | (behind >= (window or len(k)))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+        done.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
+    return torch.cat(done)
+
+
+def _reference_dense(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, causal: bool, scale: float
+) -> Tensor:
+    """Attention by its definition, row by row; see `DenseAttention`."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * scale
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    seen = seen.tril() if causal else seen if mask is None else seen & mask
+    scores = scores.masked_fill(~seen, -torch.inf)
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = (scores - top.masked_fill(top.isinf(), 0)).exp()  # all 0 where nothing is seen
+    return weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).tiny) @ value

@@ -1,0 +1,309 @@
+"""A causal language model behind the verbs of training: score a ragged batch, write text, be saved.
+
+    batch ──layout──▶ backbone ──▶ hidden [W, H] ──rows of parents──▶ chunked LM head ──▶ logprobs, entropy [T]
+
+Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S predicted there, H hidden size (see
+`runner.core.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from runner.core.auto_choices import Decisions
+from runner.core.batch import Batch
+from runner.core.errors import UnsupportedModelError
+from runner.distributed.dtensor_utils import full_tensor
+from runner.interfaces import Decide, GreedyOutput, LogitTermsFn, ModelLimits, StopCriterion
+from runner.model import chunked_lm_head
+from runner.model.batch_layout import BatchTokens, max_row_length
+from runner.model.capability_probe import head_objection
+from runner.model.config import ModelConfig
+from runner.model.export import merge_temporarily
+from runner.model.parameters import cache_casts
+from runner.model.transformers_model import TransformersModel
+from runner.spec.base import Head
+
+if TYPE_CHECKING:
+    from runner.model.generation import CompletionGenerator
+    from runner.model.kv_cache import MakeDecoder
+
+
+class CausalLM(TransformersModel):
+    """A transformers causal LM, or a peft model around one, with its tokenizer."""
+
+    supported_outputs = frozenset({"logprobs", "entropy", "hidden"})
+
+    def __init__(self, module: nn.Module, tokenizer: Any, config: ModelConfig, *, decide: Decide, **more: Any) -> None:
+        """See `TransformersModel`."""
+        super().__init__(module, tokenizer, config, decide=decide, **more)
+        self.causal: Any = self.inner
+        self._choose_head(decide)
+
+    def _choose_head(self, decide: Decide) -> None:
+        with self._own_attention():
+            objection = head_objection(self.causal, self.device)
+        self.chunked = objection is None
+        if objection:
+            decide("lm_head", "chunked", "full logits", objection)
+
+    def export_probe(self) -> dict[str, Any]:
+        """See `TransformersModel`."""
+        return {**super().export_probe(), "chunked": self.chunked}
+
+    def import_probe(self, found: Mapping[str, Any]) -> None:
+        """See `TransformersModel`."""
+        super().import_probe(found)
+        self.chunked = found["chunked"]
+
+    def _plain_lm_head(self) -> Any:
+        """See `TransformersModel`."""
+        lm_head = self.causal.get_output_embeddings()
+        return lm_head if self.chunked and chunked_lm_head.is_plain_linear(lm_head) and lm_head.bias is None else None
+
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The outputs named in `needs`, differentiable where gradients are enabled.
+
+        logprobs: [T], log p(ids[t] | its ancestors); entropy: [T], of the distribution that ids[t] was drawn from, in
+        nats; float32 or better, 0 at roots. The token channel `temperature`, where the batch has it, divides the
+        logits that predict each token. hidden: [T, H], what ids[t] is predicted from, see `lm_head`. Raises SpecError
+        for an unknown name.
+        """
+        self._refuse_unknown_outputs(needs)
+        if not needs:
+            return {}
+        if not self.stage.is_last:
+            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
+        tokens = self.shard_tokens(batch)
+        places = tokens.predicted_positions()
+
+        def work() -> dict[str, Tensor]:
+            values = dict[str, Tensor]()
+            if "hidden" in needs:
+                values["hidden"] = tokens.values_at(self._backbone(tokens), batch.tokens["parent"][places])
+            if needs & {"logprobs", "entropy"}:
+                values |= zip(("logprobs", "entropy"), self._score(tokens, places), strict=True)
+            return {name: tokens.scatter_and_sum(values[name], places, batch.num_tokens) for name in sorted(needs)}
+
+        return self._run_pass(work)
+
+    def lm_head(self) -> Callable[[Tensor], Tensor]:
+        """The function from `hidden` [S, H] to logits [S, V], without gradient; for a frozen model.
+
+        Of a sharded model it holds the whole head, and is collective to get, not to call.
+
+        Raises UnfitModel where the logits are not the head's, of the last hidden states.
+        """
+        if not self.chunked:
+            text = f"the logits of {type(self.causal).__name__} are not its head's, of its last hidden states"
+            raise UnsupportedModelError(text)
+
+        lm_head = self.causal.get_output_embeddings()
+        parameters = {name: full_tensor(p) for name, p in lm_head.named_parameters()}
+        if self._head_dtype is not None:
+            parameters = {name: p.to(self._head_dtype) for name, p in parameters.items()}
+
+        @torch.no_grad()
+        def logits(hidden: Tensor) -> Tensor:
+            made: Tensor = functional_call(lm_head, parameters, (hidden.to(parameters["weight"].dtype),))
+            return made
+
+        return logits
+
+    def linear_loss(
+        self, batch: Batch, coefficients: Tensor, terms: LogitTermsFn | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ coefficients · logprobs, or · terms["loss"], and the detached outputs; the head runs only where a
+        coefficient is not 0.
+
+        coefficients: float [T], constant, 0 at roots; best on the CPU, so that counting those that are not 0 waits for
+        no device. The total can be differentiated once. Outputs: logprobs, or the terms, float32 [T], 0 where the
+        coefficient is.
+        """
+        if not self.stage.is_last:
+            return self._pipeline_placeholder(batch).sum(), {}
+        tokens = self.shard_tokens(batch)
+        places = tokens.locally_predicted(coefficients.nonzero()[:, 0])
+        chosen, places = tokens.to_device(coefficients[places]), tokens.to_device(places)
+
+        def work() -> tuple[Tensor, dict[str, Tensor]]:
+            if terms is None:
+                total, values = self._logprob_loss(tokens, places, chosen)
+            else:
+                total, values = self._logit_loss(tokens, places, chosen, terms)
+            outputs = {name: tokens.scatter_and_sum(value, places, batch.num_tokens) for name, value in values.items()}
+            return tokens.sum_over_ranks(total), outputs
+
+        return self._run_pass(work)
+
+    def _logprob_loss(self, tokens: BatchTokens, places: Tensor, chosen: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ chosen · logprobs at `places` [S], with coefficients `chosen` [S], and the detached logprobs [S]."""
+        if self.chunked:
+            parts = self._head_inputs(tokens, places)
+            total, values = chunked_lm_head.chunked_logprob_loss(
+                *parts, chosen, self.config.lm_head_chunk_tokens, self._head_dtype, _temperature(tokens, places)
+            )
+        else:
+            values, _ = self._score(tokens, places)
+            total = (values * chosen).sum()
+        return total, {"logprobs": values.detach()}
+
+    def _logit_loss(
+        self, tokens: BatchTokens, places: Tensor, chosen: Tensor, terms: LogitTermsFn
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Σ chosen · terms["loss"] at `places` [S] with coefficients `chosen` [S]; and the detached terms [S]."""
+        from runner.model.chunked_logit_loss import chunked_logit_loss
+
+        assert "temperature" not in tokens.batch.tokens, "a loss of logits has a temperature of its own"
+        channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
+        if self.chunked:
+            lm_head, states, _ = self._head_inputs(tokens, places)
+        else:
+            lm_head, states = (
+                nn.Identity(),
+                tokens.values_at(self._logits(tokens), tokens.batch.tokens["parent"][places]),
+            )
+        return chunked_logit_loss(
+            lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._head_dtype
+        )
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        rows: int | None = None,
+        finish: StopCriterion | None = None,
+    ) -> list[GreedyOutput]:
+        """A greedy answer to each prompt.
+
+        It ends at the end of sequence, where `finish` says so, and at the model's maximum length: it may be empty.
+        rows: maximum number of concurrent answers, None = all; finish: None = at `max_new_tokens`. Raises ValueError
+        for an empty prompt.
+        """
+        from runner.model import generation  # here and below: a job that writes no text does without it
+
+        rows, finish = rows or len(prompts), finish or generation.finish_at_limit
+        with self.summon_full_params():  # also where there is nothing to write, for the sake of the other ranks
+            generator = self._make_generator(self._greedy_decoder)
+            return generation.greedy_decode(generator, prompts, max_new_tokens, rows, finish)
+
+    @cached_property
+    def _greedy_decoder(self) -> MakeDecoder:
+        from runner.model.kv_cache import choose_decoder
+
+        with self._generation_mode():
+            return choose_decoder(self.causal, Decisions())
+
+    def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
+        """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
+
+        Raises SpecError if the model cannot be sampled from; `decide` is told if the way is not the fast one.
+        """
+        from runner.model.kv_cache import choose_decoder
+
+        with self._generation_mode():
+            make_decoder = choose_decoder(self.causal, decide)
+        return self._make_generator(make_decoder, merge)
+
+    def limits(self) -> ModelLimits:
+        """What bounds an answer, whoever writes it."""
+        from runner.model.generation import eos_token_ids
+
+        config, ends = self.causal.config, eos_token_ids(self.causal, self.tokenizer)
+        return ModelLimits(ends, config.get_text_config().vocab_size, max_row_length(config))
+
+    def _make_generator(self, make_decoder: MakeDecoder, merge: bool = True) -> CompletionGenerator:
+        from runner.model.generation import CompletionGenerator, eos_token_ids
+
+        ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
+        return CompletionGenerator(self.causal, ends, make_decoder, mode)
+
+    @contextmanager
+    def _own_attention(self) -> Iterator[None]:
+        """The model's own attention for a while, as text is written and not scored."""
+        config = self.causal.config
+        before, config._attn_implementation = config._attn_implementation, self.default_attention
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    @contextmanager
+    def _generation_mode(self) -> Iterator[None]:
+        """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
+        self._set_mode(False)
+        with self.summon_full_params(), self._without_compiled_layers(), self._own_attention(), torch.no_grad():
+            yield
+
+    @contextmanager
+    def _bulk_generation_mode(self, merge: bool = True) -> Iterator[None]:
+        """Generation mode with adapters merged where products are in float32, else with weights cast once."""
+        training = self.module.training
+        prepared: AbstractContextManager[None] = nullcontext()
+        if self._compute_dtype is not None:
+            prepared = cache_casts(self.module)
+        elif merge:
+            prepared = merge_temporarily(self.module)
+        try:
+            with self.summon_full_params(), prepared, self._generation_mode():
+                yield
+        finally:
+            self._set_mode(training)
+
+    def _visible_output(self, tokens: BatchTokens) -> Tensor:
+        """See `TransformersModel`; logits of a model that shows no backbone."""
+        return self._logits(tokens) if self.causal.base_model is self.causal else self._backbone(tokens)
+
+    def _logits(self, tokens: BatchTokens) -> Tensor:
+        def forward(**keywords: Any) -> Tensor:
+            logits: Tensor = self.causal(use_cache=False, **keywords).logits
+            return logits
+
+        return self._forward_tokens(forward, tokens)
+
+    def _head_inputs(
+        self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None
+    ) -> tuple[nn.Module, Tensor, Tensor]:
+        """The head, the hidden states [S, H] that predict the tokens at `places` [S], and their ids [S]."""
+        batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
+        states = tokens.values_at(hidden, batch.tokens["parent"][places])
+        return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]
+
+    def _score(self, tokens: BatchTokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
+
+        made: the hidden states [W, H], or the logits [W, V] where the head is not `chunked`; None = to be made.
+        """
+        if self.chunked:
+            return chunked_lm_head.chunked_logprobs(
+                *self._head_inputs(tokens, places, made),
+                self.config.lm_head_chunk_tokens,
+                self._head_dtype,
+                _temperature(tokens, places),
+            )
+        batch = tokens.batch
+        logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
+        logits = chunked_lm_head.divide_logits(logits, _temperature(tokens, places))
+        return chunked_lm_head.logprobs_and_entropy(logits, batch.tokens["ids"][places])
+
+
+def _temperature(tokens: BatchTokens, places: Tensor) -> Tensor | None:
+    """What divides the logits that predict the tokens at `places` [S], [S]; None = 1 for all."""
+    channel = tokens.batch.tokens.get("temperature")
+    return None if channel is None else channel[places]
+
+
+def model_class_for_head(head: Head) -> type[TransformersModel]:
+    """What trains a model with this head."""
+    if head == "lm":
+        return CausalLM
+    from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel  # which are made of what is here
+
+    return ScalarHeadModel if head == "scalar" else PolicyWithValueHead

@@ -1,0 +1,212 @@
+"""Dropout, activation checkpointing and torch.compile of decoder layers in training.
+
+    full        what goes into the layer is kept                     (Chen et al., 1604.06174)
+    every n-th  the same in layers 0, n, 2n, …; the others keep everything
+    selective   that, what attention gives and every second matrix product  (Korthikanti et al., 2205.05198, section 5,
+                keep all but attention; attention's kernels keep no scores, so that it is attention that is dear here)
+
+    layer ──▶ its parts (norms, attention, feed-forward), each compiled once for all layers and for any number of tokens
+                             └── attention over rows end to end stays as it is, between two compiled pieces
+
+Legend: k inner size of a matrix product, n columns of what it gives. transformers runs its layers through the function
+that is set here, in training mode. Dropout draws the same numbers in both passes, so that no gradient is another.
+Parts are compiled and not the layer: what is recomputed and what is gathered (FSDP2) happens around them. Attention
+over rows is cut where rows end, which is another cut in every batch, and would be compiled for each. Text is written by
+what is not compiled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Decide
+from runner.model.packed_attention import PACKED_ATTENTION, packed_attention
+
+
+def max_dropout_rate(module: nn.Module) -> float:
+    """The largest dropout rate: of activations, attention, adapters' inputs or whole layers."""
+    return max((getattr(part, name) for part, name in _dropout_rates(module)), default=0.0)
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Let training mode drop nothing."""
+    for part, name in list(_dropout_rates(module)):
+        setattr(part, name, 0.0)
+
+
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
+    (attention_dropout, attn_pdrop, layerdrop, …)."""
+    for part in module.modules():
+        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_dropout_rate(n, v)]
+        yield from ((part, name) for name in names)
+
+
+def _is_dropout_rate(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, float)
+
+
+OPTION = "model.gradient_checkpointing"
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+NARROW = 16  # times: adapters and routers are this much narrower on one side, and quickly made again
+DRAWS = {"dropout_p": 0.0, "p_dropout": 0.0, "keep_prob": 1.0}  # an operator's arguments, and where it draws nothing
+CheckpointingMode = bool | int | str  # of model.gradient_checkpointing
+
+
+def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, decide: Decide) -> None:
+    """Let the layers of the transformers model `inner` keep less from now on.
+
+    way: true = all layers in full, n = every n-th, "selective"; offload: what is kept of a layer's input waits on the
+    host, which with `selective` is not all there is. `decide` hears of a model that cannot do so.
+    """
+    if not inner.supports_gradient_checkpointing:
+        decide(OPTION, _option_text(mode), "false", f"{type(inner).__name__} does not support it")
+        return
+    # the older name, until transformers 5.5 is no longer supported
+    enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    layers = [part for part in inner.modules() if isinstance(part, GradientCheckpointingLayer)]
+    if not layers and (offload or mode is not True):
+        decide(OPTION, _option_text(mode), "true", f"{type(inner).__name__} does not show its layers")
+    run: Any = partial(checkpoint, use_reentrant=False)
+    if mode == "selective":
+        run = partial(run, context_fn=_selective_contexts)
+    if offload:
+        run = partial(_run_offloaded, run)
+    every = mode if isinstance(mode, int) else 1  # true is 1
+    for place, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = run
+        layer.gradient_checkpointing = place % every == 0
+
+
+def _option_text(mode: CheckpointingMode) -> str:
+    return str(mode).lower()
+
+
+def _run_offloaded(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    """`run(layer, *inputs)`, which saves the inputs, with these on the host until the backward pass."""
+    kind = next(one for one in inputs if isinstance(one, Tensor)).device.type
+    with _save_on_host(kind):
+        return run(layer, *inputs)
+
+
+def _save_on_host(kind: str) -> AbstractContextManager[Any]:
+    if kind == "meta":  # where nothing can be copied from: it only is no longer there
+        return saved_tensors_hooks(lambda tensor: (tensor.shape, tensor.dtype), lambda kept: _empty(*kept))
+    return save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Around the first and around the second pass of a layer."""
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(SelectivePolicy())
+    return contexts
+
+
+class SelectivePolicy:
+    """Which results of one layer's operators are kept.
+
+    Of the matrix products the second, fourth, …: the first of a layer are cheap to make again from its input, and the
+    last one, the seventh of a Llama, is read by no backward pass. torchtitan keeps the others of them.
+    """
+
+    def __init__(self) -> None:
+        self._products = Counter[bool]()  # counted by pass; torch 2.13 asks in the first one only
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: Any, *arguments: Any, **named: Any
+    ) -> CheckpointPolicy:
+        """See `create_selective_checkpoint_contexts`."""
+        keep = _is_attention(operator, arguments, named)
+        if operator in PRODUCTS and _is_wide(arguments[-1]):
+            self._products[context.is_recompute] += 1
+            keep = self._products[context.is_recompute] % 2 == 0
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_wide(weight: Tensor) -> bool:
+    k, n = weight.shape
+    return max(k, n) < NARROW * min(k, n)
+
+
+def _is_attention(operator: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether it is an attention kernel that need not run again in the backward pass.
+
+    One that draws random numbers has to run again, or later operators would draw other numbers.
+    """
+    if "attention" not in (name := str(operator)) and "attn" not in name:
+        return False
+    names = [one.name for one in operator._schema.arguments]
+    given = dict(zip(names, arguments, strict=False)) | named
+    return all(given.get(name, nothing) == nothing for name, nothing in DRAWS.items())
+
+
+OPTIONS: dict[str, Any] = {
+    "dynamic": True,
+    "options": {"fallback_random": True},  # dropout draws what it draws without
+}
+
+
+class CompiledLayers:
+    """Some layers, whose parts compute by what torch has compiled from now on."""
+
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
+        """Prepare the layers; nothing is compiled before it runs.
+
+        Adapters and the device's operators must be installed before.
+        """
+        ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
+        self._parts: list[tuple[Any, Callable[..., Any]]] = []
+        for part in (part for layer in layers for part in layer.children()):
+            self._parts.append((part, part.forward))
+            part.forward = torch.compile(part.forward, **OPTIONS)
+
+    @contextmanager
+    def run_eagerly(self) -> Iterator[None]:
+        """Let the parts compute as they did, for as long as the block lasts."""
+        compiled = [part.forward for part, _ in self._parts]
+        for part, forward in self._parts:
+            part.forward = forward
+        try:
+            yield
+        finally:
+            for (part, _), forward in zip(self._parts, compiled, strict=True):
+                part.forward = forward
+
+
+@cache
+def refuse_without_compiler(device: torch.device) -> None:
+    """Raise EnvironmentProblem where torch cannot compile for `device`: it is tried with a sum."""
+
+    def double(numbers: Tensor) -> Tensor:
+        return numbers + numbers
+
+    try:
+        torch.compile(double, **OPTIONS)(torch.ones(4, device=device))
+    except RuntimeError as error:  # of whatever kind a compiler fails with
+        said = str(error).strip().splitlines()[0]
+        needs = "a C++ compiler (g++) on the path" if device.type == "cpu" else "its device's compiler, e.g. triton"
+        raise EnvironmentProblem(
+            f"model.compile=true: torch cannot compile for {device.type}: {said}\n  install {needs}, or leave it out"
+        ) from error

@@ -1,0 +1,206 @@
+"""Where a model's first weights come from, and what has to be equal for them to be the same again.
+
+folder   sha256 of config.json; of the weights too where some of them never learn, which no checkpoint holds
+hub      the commit
+drawn    the seed, and what it was drawn for
+
+What the building of every model has in common: drawn weights, data type, device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.model.parameters import float32_modules
+from runner.spec.base import Dtype
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsSource:
+    """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
+
+    drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
+    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
+    """
+
+    folder: Path | None = None
+    commit: str | None = None
+    drawn: str | None = None
+    adapter: Path | None = None
+    image_tensors: int = 0
+
+    def identity(self, *, weights: bool) -> dict[str, str]:
+        """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
+        found = {}
+        if self.commit is not None:
+            found["commit"] = self.commit
+        if self.folder is not None:
+            found["config"] = sha256(self.folder.glob("config.json"))
+        if self.adapter is not None:
+            found["adapter"] = sha256(sorted(self.adapter.glob("adapter_*")))
+        if self.drawn is not None:
+            found["drawn"] = self.drawn
+        elif self.folder is not None and weights:
+            found["weights"] = sha256(sorted(self.folder.glob("*.safetensors")))
+        return found
+
+    def refuse_lost_tensors(self, key: str) -> None:
+        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
+        if count := self.image_tensors:
+            text = f"the folder has {count} tensors for images or sound, which training of text would leave out of the"
+            text += " export; type adapter=lora, or write the text model once, in Python: "
+            text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
+            raise SpecError([Problem(key, text)])
+
+
+def sha256(files: Iterable[Path]) -> str:
+    """One digest of the names and contents of files."""
+    whole = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+    return whole.hexdigest()
+
+
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEADS = frozenset({"lm_head.weight", "score.weight"})  # what a model with the other head has instead
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+InstallFusedOps = Callable[[nn.Module], None]
+CheckArchitecture = Callable[[Any], None]  # raises for a transformers config that will not do, before there are weights
+M = TypeVar("M", bound=nn.Module)
+
+
+def init_with_seed(make: Callable[[], M], seed: int) -> M:
+    """`make()` with its random numbers from `seed`; the process's own stream is left as it was.
+
+    Drawn on the CPU in float32, so that every device and data type starts from the same model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def place_on_device(
+    module: M,
+    dtype: torch.dtype,
+    device: torch.device,
+    fit: InstallFusedOps | None = None,
+    compute: torch.dtype | None = None,
+) -> M:
+    """The module with its parameters in `dtype` on `device`, `float32_modules` in float32.
+
+    Buffers (rotary frequencies) keep their type. `fit` may replace modules by the device's own, which it tries in
+    `compute`, the data type that the module will compute in (None: `dtype`).
+    """
+    wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
+    module.config.dtype = dtype
+    module = module.to(device)
+    if fit is not None:
+        kept = [(parameter, parameter.data) for parameter in module.parameters()]
+        for parameter, data in kept:
+            parameter.data = data.to(compute or data.dtype)
+        fit(module)
+        for parameter, data in kept:
+            parameter.data = data
+    return module
+
+
+def refuse_nonfinite_weights(module: nn.Module, source: str) -> None:
+    """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity.
+
+    `source`: the option and path that they were read from.
+    """
+    found = {
+        name: int((~tensor.isfinite()).sum())
+        for name, tensor in module.state_dict().items()
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all())
+    }
+    if found:
+        shown = "; ".join(f"{name} ({count} numbers)" for name, count in list(found.items())[:3])
+        raise EnvironmentProblem(
+            f"{source}: {len(found)} of its weights hold NaN or infinity: {shown}\n"
+            "  the file is damaged, or a run that diverged wrote it; give another folder, or an earlier checkpoint"
+        )
+
+
+def load_folder(module: nn.Module, folder: str) -> None:
+    """Fill `module` with a folder's safetensors; ignore a head of another kind on both sides.
+
+    An adapter that is saved later names the folder as its base. On the meta device nothing is read. Raises
+    EnvironmentProblem for NaN, and unless all other names and shapes agree, and the number of heads, which no shape
+    shows.
+    """
+    module.config._name_or_path = folder  # type: ignore[union-attr]
+    if next(module.parameters()).device.type == "meta":
+        return
+    _refuse_other_heads(module.config, Path(folder))
+    files = sorted(Path(folder).glob("*.safetensors"))
+    wanted = dict(module.state_dict(keep_vars=True))
+    filled = dict.fromkeys(wanted, 0)  # how many numbers of each were there
+    with torch.no_grad():
+        for file in files:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  # safe_open is no mapping
+                    tensor = tensors.get_tensor(name)
+                    whole, part = _find_target(name, wanted)
+                    if part is not None and part.shape == tensor.shape:
+                        part.copy_(tensor)
+                        filled[whole] += tensor.numel()
+                    elif name not in HEADS:
+                        why = (
+                            f"{name} has no place in this model "
+                            f"({file.name}){_layer_count_hint(module.config, Path(folder))}"
+                        )
+                        raise EnvironmentProblem(f"init_from={folder}: {why}")
+    if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
+        more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
+        raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+    refuse_nonfinite_weights(module, f"init_from={folder}")
+
+
+def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:
+    """The model's tensor that a tensor of a folder belongs to, and the part of it.
+
+    A folder has each expert of a layer by itself, with gate and up apart.
+    """
+    if (found := EXPERT.fullmatch(name)) is None:
+        return name, wanted.get(name)
+    layer, number, kind = found.groups()
+    whole = f"{layer}.{'down_proj' if kind == 'down' else 'gate_up_proj'}"
+    if whole not in wanted or int(number) >= len(wanted[whole]):
+        return whole, None
+    own = wanted[whole][int(number)]
+    return whole, own if kind == "down" else own.chunk(2)[kind == "up"]
+
+
+def _layer_count_hint(config: Any, folder: Path) -> str:
+    """`; it has 4 layers, this model 2`, where the folder says how many and they differ."""
+    described = folder / "config.json"
+    there = json.loads(described.read_text()).get("num_hidden_layers") if described.is_file() else None
+    here = getattr(config, "num_hidden_layers", None)
+    return f"; it has {there} layers, this model {here}" if there not in (None, here) else ""
+
+
+def _refuse_other_heads(config: Any, folder: Path) -> None:
+    """Weights of as many numbers for other heads would load, and be another function."""
+    described = folder / "config.json"
+    theirs = json.loads(described.read_text()) if described.is_file() else {}
+    for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
+        if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
+            raise EnvironmentProblem(
+                f"init_from={folder} has {name}={there}, and this model {here}\n"
+                "  its weights would load and mean something else: give the model the options that they were made with"
+            )

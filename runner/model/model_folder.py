@@ -1,0 +1,209 @@
+"""What a model's folder is and whether its files are whole, found without torch.
+
+Weights are judged by their headers: a Git-LFS pointer, an empty or truncated file, an index that does not fit its
+files, numbers that are quantised. Each is an error that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MODEL_CARD = "README.md"
+PROMPT_STYLE = "prompt_style"  # in the card's head, where prompts are plain text
+INDEX = "model.safetensors.index.json"
+LFS_POINTER = b"version https://git-lfs"
+TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
+SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # bytes
+FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+HEADER_LIMIT = 100_000_000  # bytes; safetensors' own
+# which change the base's weights as they are made, so that the saved adapter fits the changed base alone
+INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
+
+
+def says_plain_text(folder: Path) -> bool:
+    """Whether the model card of an export says that prompts were plain text in training, and no chat."""
+    card = folder / MODEL_CARD
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
+    return f"{PROMPT_STYLE}: text" in lines[:40]
+
+
+def is_adapter(folder: str | Path) -> bool:
+    """Whether a folder is a PEFT adapter without its base."""
+    return (Path(folder) / ADAPTER_CONFIG).is_file()
+
+
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a folder has the files of a tokenizer."""
+    return any(any(Path(folder).glob(pattern)) for pattern in TOKENIZERS)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The settings of a PEFT adapter. Raises CheckpointError if they cannot be read.
+
+    Raises EnvironmentProblem for an adapter that is not LoRA, or that fits no published base.
+    """
+    config = read_json(folder / ADAPTER_CONFIG)
+    if (kind := str(config.get("peft_type"))) != "LORA":
+        raise EnvironmentProblem(
+            f"{folder}: an adapter of type {kind}; only LORA is supported\n"
+            "  merge it into its base with peft: merge_and_unload(), then give that folder"
+        )
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
+        raise EnvironmentProblem(
+            f"{folder}: init_lora_weights={init} has changed the weights of its base, which the adapter alone does not "
+            "hold\n  save it with peft's path_initial_model_for_weight_conversion, or merged into its base"
+        )
+    return config
+
+
+def adapter_base(folder: str | Path) -> str:
+    """The folder or hub id of an adapter's base. Raises EnvironmentProblem if there is none here."""
+    from runner.model.hub_access import is_hub_id
+
+    folder = Path(folder)
+    base = read_adapter_config(folder).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise EnvironmentProblem(f"{folder / ADAPTER_CONFIG} does not name the adapter's base; {BASE_HINT}")
+    for path in (Path(base).expanduser(), folder / base):
+        if (path / "config.json").is_file():
+            return str(path.resolve())
+    if is_hub_id(base) and not Path(base).expanduser().exists():
+        return base
+    raise EnvironmentProblem(f"{folder}: its base, {base}, is no model's folder here; {BASE_HINT}")
+
+
+BASE_HINT = (
+    "give the folder or hub id of its base: model.base=FOLDER (run infer, chat, serve and export: --base FOLDER)"
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file of a model. Raises CheckpointError if it cannot be read."""
+    _refuse_stub(path)
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no JSON object; copy or download it again")
+    return found
+
+
+def check_model_folder(folder: Path, key: str) -> None:
+    """Check the files of a model or an adapter; `key` is the option that names the folder.
+
+    Raises CheckpointError for a file that is damaged or missing, EnvironmentProblem for quantised weights,
+    SecurityError for pickles.
+    """
+    adapter = is_adapter(folder)
+    if not adapter and not (folder / "config.json").exists():
+        raise EnvironmentProblem(f"{key}={folder} holds no model: no config.json")
+    config = read_adapter_config(folder) if adapter else read_json(folder / "config.json")
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            read_json(folder / name)
+    shards = sorted(folder.glob(ADAPTER_WEIGHTS if adapter else "*.safetensors"))
+    if not shards:
+        _refuse_pickles(folder, key)
+    dtypes = dict[str, str]()
+    for shard in shards:
+        for name, tensor in read_header(shard).items():
+            if len(tensor["shape"]) > 1 and tensor["dtype"] not in FLOATS:
+                dtypes.setdefault(tensor["dtype"], f"{name} in {shard.name}")
+    quantised = config.get("quantization_config")
+    if dtypes or quantised:
+        what = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
+        method = f"quantization_config says {quantised.get('quant_method')}" if isinstance(quantised, dict) else ""
+        raise EnvironmentProblem(
+            f"{key}={folder} is quantised ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
+            "  give the model in float32, bfloat16 or float16"
+        )
+    if (folder / INDEX).is_file():
+        _check_index(folder / INDEX)
+
+
+def _check_index(path: Path) -> None:
+    index = read_json(path)
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} has no weight_map: it says of no tensor where it is; copy or download it again")
+    if not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(
+            f'{path} has no metadata, without which transformers cannot read it; add "metadata": {{}}'
+        )
+    for file in sorted({str(file) for file in weight_map.values()}):
+        shard = path.parent / file
+        wanted = [name for name, where in weight_map.items() if where == file]
+        if shard.parent != path.parent or not shard.is_file():
+            raise CheckpointError(
+                f"{path.parent} lacks {file}, which {path.name} names for {len(wanted)} tensors; download it again"
+            )
+        if missing := sorted({*wanted} - read_header(shard).keys()):
+            raise CheckpointError(
+                f"{shard} lacks {missing[0]}, which {path.name} says is there; copy or download both again"
+            )
+
+
+def _refuse_pickles(folder: Path, key: str) -> None:
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
+    if pickles:
+        raise SecurityError(
+            f"{key}={folder} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
+            "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+        )
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Type, shape and place of each tensor of a safetensors file. Raises CheckpointError if truncated."""
+    _refuse_stub(path)
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(size - 8, HEADER_LIMIT):
+            raise _truncated_file_error(path, "its header is cut off, or it is no safetensors file")
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+        end = max((_checked_end(name, tensor) for name, tensor in tensors.items()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
+    if size - 8 - length != end:
+        raise _truncated_file_error(path, f"it has {size} bytes, its header says {8 + length + end}")
+    return tensors
+
+
+def _checked_end(name: str, tensor: Mapping[str, Any]) -> int:
+    begin, end = tensor["data_offsets"]
+    if (wide := SIZES.get(tensor["dtype"])) is not None and end - begin != prod(tensor["shape"]) * wide:
+        raise ValueError(f"{name} has {end - begin} bytes, its shape {tensor['shape']} takes more or fewer")
+    return int(end)
+
+
+def _truncated_file_error(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not whole: {why}; copy or download it again")
+
+
+def _refuse_stub(path: Path) -> None:
+    """Raise CheckpointError for a missing or empty file, or the pointer that Git LFS leaves instead."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(LFS_POINTER))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if not start:
+        raise CheckpointError(f"{path} is empty; copy or download it again")
+    if start == LFS_POINTER:
+        raise CheckpointError(
+            f"{path} is a Git-LFS pointer, not the file itself\n"
+            f"  git -C {path.parent} lfs pull     (or: hf download OWNER/NAME --local-dir {path.parent})"
+        )

@@ -1,0 +1,234 @@
+"""Attention over rows that lie end to end, without a [T, T] mask.
+
+    q, k, v [1, heads, T, d] ──cut at row ends──▶ causal attention per row, bucket of rows, or in one call of a kernel
+                                                  for rows end to end ──▶ [1, T, heads, d]
+
+Legend: N rows, T tokens in all rows, P tokens of all paths, d head size. The function is registered with
+transformers under the name `ragged`; having no mask function of that name, transformers builds no mask, and the row
+ends travel as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
+fastest there (no copy, no padding). Elsewhere one call of the device's kernel does all rows; where it has none, rows
+of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see
+`runner.core.prefix_tree`) see its keys before their own: these are repeated here and nowhere else; its queries only
+where there is no kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from runner.core.batch import Batch
+from runner.core.prefix_tree import Paths, contexts, paths, rows_as_paths
+from runner.interfaces import VarlenAttention
+
+PACKED_ATTENTION = "ragged"
+# Keywords that models hand to an attention function and that do not change what is computed.
+IGNORABLE_OPTIONS = frozenset(
+    {"position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+
+
+class UnsupportedAttention(Exception):
+    """The model asks of attention what this function cannot do; its text is the reason."""
+
+
+class AttentionPlan(Protocol):
+    """What knows the tokens of one pass, and attends for all of them; see `PackedRows.attend`."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBucket:
+    """Rows of similar lengths: the batch index of each of their rows·width tokens, padded with the last."""
+
+    index: Tensor  # int64 [rows * width]
+    rows: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedRows:
+    """Where rows end. `buckets` is empty if each row is attended alone; `inverse` [T] undoes buckets.
+
+    With a kernel: of each row the number of keys that it sees, `key_lengths`, and `key_index`, int64 [K], where they
+    all lie in the batch; None if each row sees itself alone.
+    """
+
+    lengths: tuple[int, ...]
+    buckets: tuple[LengthBucket, ...] = ()
+    inverse: Tensor | None = None
+    kernel: VarlenAttention | None = None
+    key_lengths: tuple[int, ...] = ()
+    key_index: Tensor | None = None
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+    ) -> Tensor:
+        """Causal attention inside each row, or along each path.
+
+        query [1, heads, T, d]; key, value [1, kv heads, T, d]; window in tokens or None. Returns [1, T, heads, d].
+        """
+        attend_rows = _attend_by_kernel if self.kernel else _attend_by_bucket if self.buckets else _attend_by_row
+        return attend_rows(query, key, value, self, window, dropout, scale)
+
+
+def plan_attention(batch: Batch, kernel: VarlenAttention | None = None) -> PackedRows:
+    """The plan for one batch: by the kernel if there is one; else row by row on the CPU, else in buckets.
+
+    Rows that share prompts are always in buckets. It is made on the CPU; of a batch on a device nothing is read back.
+    """
+    device = batch.tokens["ids"].device
+    if kernel is not None:
+        lengths = tuple(batch.structure.rows["lengths"].tolist())
+        keys, index = contexts(batch) or (lengths, None)
+        moved = None if index is None else _to_device(index, device)
+        return PackedRows(lengths, kernel=kernel, key_lengths=keys, key_index=moved)
+    shared = paths(batch)
+    if shared is None and device.type == "cpu":
+        return PackedRows(tuple(batch.rows["lengths"].tolist()))
+    return bucket_by_length(shared or rows_as_paths(batch), device)
+
+
+def bucket_by_length(paths: Paths, device: torch.device) -> PackedRows:
+    """Group paths; none is shorter than half the longest of its bucket, so padding stays below 50 %."""
+    lengths = paths.lengths
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    groups: list[list[int]] = []
+    for row in order:
+        if groups and lengths[row] * 2 >= lengths[groups[-1][0]]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return pad_into_buckets(paths, groups, device)
+
+
+def pad_into_buckets(paths: Paths, groups: Sequence[Sequence[int]], device: torch.device) -> PackedRows:
+    """A bucket for each group of paths, padded to its longest."""
+    sizes = torch.tensor(paths.lengths)
+    starts = torch.cumsum(sizes, 0) - sizes
+    slots = torch.empty(sum(paths.lengths), dtype=torch.int64)  # of each place of the paths
+    buckets, offset = [], 0
+    for group in groups:
+        chosen = torch.tensor(group)
+        last = sizes[chosen, None] - 1
+        column = torch.arange(int(last.max()) + 1)
+        source = starts[chosen, None] + torch.minimum(column, last)
+        real = column <= last
+        slots[source[real]] = offset + real.flatten().nonzero()[:, 0]
+        buckets.append(LengthBucket(_to_device(paths.index[source.flatten()], device), len(group), len(column)))
+        offset += source.numel()
+    return PackedRows(paths.lengths, tuple(buckets), _to_device(slots[paths.inverse], device))
+
+
+def _to_device(index: Tensor, device: torch.device) -> Tensor:
+    return index.to(device, non_blocking=True)
+
+
+def _causal(
+    query: Tensor, key: Tensor, value: Tensor, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    """[n, heads, L, d] → [n, L, heads, d]; a token sees the last `window` tokens, itself included, or all."""
+    length = query.shape[2]
+    mask = None
+    if window is not None and length > window:
+        ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+        mask = ones.tril().triu(1 - window)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        dropout_p=dropout,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2)
+
+
+def _attend_by_row(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, *options: Any) -> Tensor:
+    # split, whose gradient is one concatenation, and not slices, whose gradient is N tensors of T tokens
+    cut = [tensor.split(rows.lengths, dim=2) for tensor in (query, key, value)]
+    return torch.cat([_causal(q, k, v, *options) for q, k, v in zip(*cut, strict=True)], dim=1)
+
+
+def _attend_by_bucket(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, *options: Any) -> Tensor:
+    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
+    done = []
+    for bucket in rows.buckets:
+        shape = (bucket.rows, bucket.width)
+        block = [f.index_select(0, bucket.index).unflatten(0, shape).transpose(1, 2) for f in flat]
+        done.append(_causal(block[0], block[1], block[2], *options).flatten(0, 1))
+    assert rows.inverse is not None
+    return torch.cat(done).index_select(0, rows.inverse)[None]
+
+
+def _attend_by_kernel(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, window: int | None, dropout: float, scale: float | None
+) -> Tensor:
+    assert rows.kernel is not None
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in promote_to_common_dtype(query, key, value))
+    if rows.key_index is not None:
+        k, v = k.index_select(0, rows.key_index), v.index_select(0, rows.key_index)
+    return rows.kernel(
+        q,
+        k,
+        v,
+        query_lengths=rows.lengths,
+        key_lengths=rows.key_lengths,
+        window=window,
+        dropout=dropout,
+        scale=query.shape[-1] ** -0.5 if scale is None else scale,
+    )[None]
+
+
+def promote_to_common_dtype(*tensors: Tensor) -> list[Tensor]:
+    """All in the widest type among them: rotary positions may have left some in float32."""
+    wide = max((tensor.dtype for tensor in tensors), key=lambda dtype: torch.finfo(dtype).bits)
+    return [tensor.to(wide) for tensor in tensors]
+
+
+def _refuse_ignored_options(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Raise UnsupportedAttention for anything that would otherwise be ignored."""
+    unknown = sorted(key for key, value in options.items() if value is not None and key not in IGNORABLE_OPTIONS)
+    if unknown:
+        raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
+    if attention_mask is not None:
+        raise UnsupportedAttention("it makes an attention mask of its own")
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    ragged: AttentionPlan | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The function that transformers calls in every attention layer; see `PackedRows.attend` for shapes."""
+    if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
+        raise UnsupportedAttention("it does not hand its sliding window to the attention function")
+    window = options.pop("sliding_window", None)
+    _refuse_ignored_options(module, attention_mask, options)
+    if ragged is None:
+        raise UnsupportedAttention("it does not hand keywords on to its attention layers")
+    if is_causal is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttention("its attention is not causal")
+    return ragged.attend(query, key, value, window, dropout, scaling), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)

@@ -1,0 +1,252 @@
+"""The processes of a job as one of them sees them: process groups, model layout, gradient reduction.
+
+place, device ──build──▶ process groups, warmed up ──▶ ParallelContext ──close──▶ released
+backward ──▶ a part on each rank ──summed over the replicas of the same weights──▶ the same on all that hold them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
+
+from runner.core.device_kinds import find_kind
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.rank_info import RankInfo
+from runner.distributed.dtensor_utils import is_expert_sharded, is_reduced_in_backward, local_tensor, total_norm
+from runner.distributed.work_partition import SINGLE_PROCESS, add_gradients, fill_missing_gradients
+from runner.interfaces import Decide, Device, GradientReducer, PipelineStage, RankCollectives, TrainableModel
+from runner.parallelism.config import DdpConfig, MeshConfig, MultiProcessConfig, ParallelismConfig
+from runner.parallelism.mesh import Mesh, model_sizes
+
+if TYPE_CHECKING:  # one process needs nothing of what joins several
+    from runner.parallelism.process_groups import MeshGroups
+
+
+@dataclass(frozen=True, slots=True)
+class MeshGradientReducer:
+    """Sums gradients over the ranks of a mesh.
+
+    copies: the ranks whose gradients of the same weights are summed; experts: those of the same experts; stages:
+    those that have the other layers; ends: the first and the last of these, on both; stage: what this rank has of
+    the model; device: where it computes.
+    """
+
+    copies: RankCollectives
+    experts: RankCollectives
+    stages: RankCollectives
+    ends: RankCollectives
+    stage: PipelineStage
+    device: torch.device
+
+    def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `GradientReducer`."""
+        found = fill_missing_gradients([p for p in parameters if not is_reduced_in_backward(p)], self.copies)
+        for peers, experts in ((self.copies, False), (self.experts, True)):
+            peers.all_reduce_(
+                [local_tensor(p.grad) for p in found if p.grad is not None and is_expert_sharded(p) is experts]
+            )
+        tied = {id(one) for one in self.stage.tied_parameters()}
+        if both := [p for p in parameters if id(p) in tied]:
+            add_gradients(both, self.ends)
+
+    def total_norm(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """See `GradientReducer`."""
+        if self.stages is SINGLE_PROCESS:
+            return total_norm([p.grad for p in parameters if p.grad is not None])
+        return self._norm_of_stages(parameters)
+
+    def _norm_of_stages(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """The total norm from the norm of each gradient, in the order of parameters.
+
+        So it equals that of one process to the last bit, except for shards, of which stages give the sum of squares.
+        """
+        count = len(parameters)
+        dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+        norms = torch.zeros(2 * count + 1, dtype=dtype, device=self.device)  # norms, which there are, squares
+        counted = {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()  # by the first stage
+        mine = [p.grad if id(p) not in counted else None for p in parameters]
+        for place, gradient in enumerate(mine):
+            if gradient is not None and not isinstance(gradient, DTensor):
+                norms[place], norms[count + place] = total_norm([gradient]), 1
+        if pieces := [gradient for gradient in mine if isinstance(gradient, DTensor)]:
+            norms[-1] = total_norm(pieces).to(dtype).square()
+        self.stages.all_reduce_([norms])
+        whole = torch.linalg.vector_norm(norms[:count][norms[count:-1] > 0])
+        return (whole.square() + norms[-1]).sqrt() if norms[-1] else whole
+
+
+M = TypeVar("M", bound=TrainableModel)
+
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelContext:
+    """Process groups of a job, by purpose; None where there is one process.
+
+    peers: the data ranks, which share a step's batch; copies: those whose gradients are summed; everyone: all ranks;
+    these for the training thread. feed_peers: all ranks, for the thread that collects; saving_peers: for the one that
+    writes checkpoints.
+    """
+
+    config: ParallelismConfig
+    device: Device
+    place: RankInfo
+    mesh: Mesh
+    groups: MeshGroups | None
+    peers: RankCollectives
+    replica_peers: RankCollectives
+    world_peers: RankCollectives
+    rollout_peers: RankCollectives
+    checkpoint_peers: RankCollectives
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether models lie in pieces."""
+        return self.config.shards or self.mesh.model_parallel_size > 1
+
+    @property
+    def layout(self) -> str:
+        """What makes the order of summation, in words."""
+        return f"{self.mesh}, {self.config.name}" if self.config.deepspeed else str(self.mesh)
+
+    def check_divisible(self, architecture: Any) -> None:
+        """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
+        if found := self.config.divisibility_problems(self.mesh, model_sizes(architecture)):
+            raise SpecError(found)
+
+    def as_ddp(self) -> ParallelContext:
+        """The same ranks for a model that is whole on each of them."""
+        return replace(self, config=DdpConfig(), mesh=Mesh(dp_replicate=self.place.size), groups=None)
+
+    def load(self, make: Callable[[torch.device], M]) -> M:
+        """The model that `make` builds: with weights on the CPU of rank 0, elsewhere without weights.
+
+        See `weight_scatter.load_on_rank0`.
+        """
+        from runner.parallelism.weight_scatter import load_on_rank0
+
+        return load_on_rank0(make, self.world_peers)
+
+    def shard(self, model: TrainableModel, decide: Decide) -> None:
+        """Spread a loaded model's weights over all ranks' devices. See `ParallelismPlan.apply`."""
+        from runner.parallelism.apply import ParallelismPlan
+
+        ParallelismPlan(self.config, self.mesh, self.groups, self.world_peers, self.device, decide).apply(model)
+
+    def gradient_reducer(self, model: TrainableModel) -> GradientReducer:
+        """What makes one of the gradients that all ranks find of a model that was spread."""
+        experts: RankCollectives = self.replica_peers
+        stages: RankCollectives = SINGLE_PROCESS
+        ends: RankCollectives = SINGLE_PROCESS
+        if self.groups is not None and self.mesh.ep > 1:
+            experts = self._peers(self.groups.by_name["expert_copies"])
+        if self.groups is not None and self.mesh.pp > 1:
+            stages, ends = (self._peers(self.groups.by_name[name]) for name in ("pp", "ends"))
+        return MeshGradientReducer(self.replica_peers, experts, stages, ends, model.stage, self.device.torch_device)
+
+    def _peers(self, group: Any) -> RankCollectives:
+        """Those of a group; none for who is not in it."""
+        assert isinstance(self.config, MeshConfig)
+        from runner.parallelism.process_groups import ProcessGroupCollectives
+
+        member = distributed.get_rank(group) >= 0 if group is not None else False
+        return ProcessGroupCollectives(group, self.config.timeout_s) if member else SINGLE_PROCESS
+
+    def summon_full_params(self, model: TrainableModel) -> AbstractContextManager[Any]:
+        """While `model` has whole weights, so that ranks may call it as often as each one needs."""
+        return model.summon_full_params() if self.is_sharded or self.config.deepspeed else nullcontext()
+
+    def close(self) -> None:
+        """End the process groups; every rank is here."""
+        if self.place.size > 1:
+            distributed.destroy_process_group()
+
+
+def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> ParallelContext:
+    """Join the other processes of the job, at the address that torchrun's variables say.
+
+    Raises SpecError for a mesh that is not of so many processes, EnvironmentProblem where they do not meet.
+    """
+    mesh = config.mesh(place.size)
+    config.preflight()
+    if not isinstance(config, MultiProcessConfig):
+        return ParallelContext(
+            config,
+            device,
+            place,
+            mesh,
+            None,
+            SINGLE_PROCESS,
+            SINGLE_PROCESS,
+            SINGLE_PROCESS,
+            SINGLE_PROCESS,
+            SINGLE_PROCESS,
+        )
+    chunks = config.stage_chunks
+    return ParallelContext(
+        config, device, place, mesh, *_init_process_groups(device, place, mesh, chunks, config.timeout_s)
+    )
+
+
+def _init_process_groups(
+    device: Device, place: RankInfo, mesh: Mesh, chunks: int, timeout_s: float
+) -> tuple[MeshGroups, RankCollectives, RankCollectives, RankCollectives, RankCollectives, RankCollectives]:
+    """All groups, and the peers of a `ParallelContext` in their order."""
+    from runner.parallelism.process_groups import ProcessGroupCollectives, create_groups
+
+    timeout = timedelta(seconds=timeout_s)
+    here = device.torch_device
+    try:
+        distributed.init_process_group(
+            device.backend,
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timeout,
+            device_id=here if find_kind(here.type).binds_groups else None,
+        )
+        threads = [distributed.new_group(backend="gloo", timeout=timeout) for _ in ("collecting", "saving")]
+        found = create_groups(mesh, here.type, device.backend, timeout, chunks)
+    except (RuntimeError, ValueError) as error:
+        raise EnvironmentProblem(
+            f"{place} does not meet the others: {(str(error).splitlines() or [''])[0]}\n"
+            f"  they meet at {' and '.join(ADDRESS)}, which `run` and torchrun set; parallelism.timeout_s={timeout_s:g}"
+        ) from error
+    members = (found.by_name["copies"], distributed.group.WORLD, *threads)
+    copies, everyone, feed, saving = (ProcessGroupCollectives(group, timeout_s) for group in members)
+    data = data_peers(found, here, timeout_s)
+    if found.stage_links is not None:
+        found.stage_links.warm_up(here)
+    _warm_up(everyone, here)
+    for group in dict.fromkeys(found.by_name.values()):  # in the same order on all ranks
+        if group is not None:  # it is in none of these
+            _warm_up(ProcessGroupCollectives(group, timeout_s), here)
+    for peers in (feed, saving):
+        peers.all_gather(place.rank)
+    return found, data, copies, everyone, feed, saving
+
+
+def data_peers(found: MeshGroups, device: torch.device, timeout_s: float) -> RankCollectives:
+    """Those who share out the work."""
+    from runner.parallelism.process_groups import PipelineCollectives, ProcessGroupCollectives
+
+    if found.stage_links is None:
+        return ProcessGroupCollectives(found.by_name["data"], timeout_s)
+    return PipelineCollectives(
+        found.by_name["data"], ProcessGroupCollectives(found.by_name["stages"], timeout_s), timeout_s, device
+    )
+
+
+def _warm_up(peers: RankCollectives, device: torch.device) -> None:
+    """One small sum, so that what is wrong between the ranks is known now."""
+    ones = torch.ones(1, device=device)
+    peers.all_reduce_([ones])
+    if round(float(ones)) != peers.size:
+        raise EnvironmentProblem(f"{peers.size} ranks add 1 each and find {float(ones)}: the devices do not add up")

@@ -1,0 +1,227 @@
+"""Run the code of completions against tests: in a bubblewrap sandbox or a SandboxFusion service.
+
+    completion ──extract──▶ code ─┬─ + tests ──▶ one run: all tests passed, as its last line says
+                                  └─ inputs, outputs ──▶ a run per input: what it prints is the output
+
+bwrap (https://github.com/containers/bubblewrap): namespaces of its own for users, network, processes and IPC; of the
+files only Python and the system's libraries, read-only; no variables. Root's processes cannot be limited in number and
+may read root's files, so under root the code runs as a user that nobody else is, in place of a user namespace.
+
+Tests run in the process of the code, which can fool them on purpose. Outputs are compared here: they cannot be fooled.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from runner.core.errors import EnvironmentProblem
+from runner.reward.config import CodeConfig
+from runner.reward.group_scorer import (
+    GroupScorer,
+    ScoringFailures,
+    UnscorableError,
+    require_column,
+    score_each,
+)
+from runner.reward.rules import extract_answer
+
+if TYPE_CHECKING:
+    from runner.interfaces import Completion
+
+PROGRAM = "/tmp/answer.py"
+READABLE = ("/usr", "/lib", "/lib64", "/bin")
+NAMESPACES = ("--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try")
+OWN_USER = ("--unshare-user", "--disable-userns", "--cap-drop", "ALL")
+# under root: what is needed to become another user, and lost by it
+OTHER_USER = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
+FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of containers
+SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
+LARGEST_REPLY_BYTES = 64 << 20
+
+# The first lines of the process: limits, then the code. argv: memory, file size, processes, CPU seconds, user.
+START = f"""
+import os, resource, runpy, sys
+memory, size, processes, seconds, user = map(int, sys.argv[1:])
+if user:
+    os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)
+for limit, value in (
+    (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, size),
+    (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_AS, memory),
+):
+    resource.setrlimit(limit, (value, value))
+sys.argv = [{PROGRAM!r}]
+runpy.run_path({PROGRAM!r}, run_name="__main__")
+"""
+
+
+class SandboxError(Exception):
+    """The sandbox itself failed: nothing is known of the code."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """How a run of code ended: exit code 0, and what it printed; a limit that ended it is no success."""
+
+    succeeded: bool
+    stdout: str
+
+
+Runner = Callable[[str, str], RunResult]  # code, standard input; raises SandboxError
+
+
+def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
+    """Run code in a sandbox that ends with the run, or after `timeout_s`. Raises SandboxError."""
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise SandboxError("bwrap is not installed")
+    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as said, _file() as status:
+        command = [bwrap, *_sandbox(config, program.fileno(), status.fileno()), *_python(config)]
+        passed = (program.fileno(), status.fileno())
+        with subprocess.Popen(
+            command, stdin=given, stdout=out, stderr=said, env={}, pass_fds=passed, start_new_session=True
+        ) as process:
+            try:
+                process.wait(config.timeout_s)
+            except subprocess.TimeoutExpired:
+                return RunResult(False, "")
+            finally:
+                process.kill()  # and with it all that it started (--die-with-parent, and its process namespace)
+        if b'"exit-code"' not in _read_all(status):  # bwrap writes it where the sandbox was made and Python started
+            raise SandboxError(_read_all(said)[:1000].decode(errors="replace").strip() or "bwrap ended without a word")
+        return RunResult(process.returncode == 0, _read_all(out).decode(errors="replace"))
+
+
+def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
+    """The options of bwrap."""
+    yield from (*NAMESPACES, *(OTHER_USER if os.geteuid() == 0 else OWN_USER), "--die-with-parent", "--new-session")
+    yield from ("--size", str(config.memory_bytes), "--perms", "1777", "--tmpfs", "/tmp")
+    readable = dict.fromkeys((*READABLE, sys.base_prefix, sys.prefix))
+    above = dict.fromkeys(str(folder) for path in readable for folder in reversed(Path(path).parents[:-1]))
+    for folder in above:  # which bwrap would make for root alone
+        yield from ("--perms", "0755", "--dir", folder) if folder != "/tmp" else ()
+    for path in readable:
+        yield from ("--ro-bind-try", path, path)
+    yield from ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
+    yield from ("--perms", "0444", "--file", str(program), PROGRAM, "--chdir", "/tmp", "--remount-ro", "/")
+    yield from ("--json-status-fd", str(status))
+
+
+def _python(config: CodeConfig) -> list[str]:
+    """The command inside of the sandbox."""
+    user = FIRST_FREE_USER + secrets.randbelow(FIRST_FREE_USER) if os.geteuid() == 0 else 0
+    limits = (config.memory_bytes, config.output_bytes, config.processes, math.ceil(config.timeout_s) + 1, user)
+    return [sys.executable, "-I", "-c", START, *map(str, limits)]
+
+
+def _file(content: str = "") -> IO[bytes]:
+    """A file without a name, read from its start."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    file.write(content.encode(errors="replace"))
+    file.seek(0)
+    return file
+
+
+def _read_all(file: IO[bytes]) -> bytes:
+    file.seek(0)
+    return file.read()
+
+
+def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
+    """Run code by SandboxFusion's POST /run_code. Raises SandboxError.
+
+    Source: https://bytedance.github.io/SandboxFusion
+    """
+    from aiohttp import ClientError
+
+    from runner.core.bounded_text import parse_json
+    from runner.core.http_client import failure_reason, request, run_coroutine
+    from runner.reward.request_payload import encode_json
+
+    assert config.url is not None
+    url = f"{config.url.rstrip('/')}/run_code"
+    body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": config.timeout_s}
+    body["memory_limit_MB"] = config.memory_bytes >> 20
+    within = config.timeout_s + SERVICE_MARGIN_S
+    sent = request("POST", url, timeout_s=within, largest_bytes=LARGEST_REPLY_BYTES, body=encode_json(body))
+    try:
+        status, content = run_coroutine(sent)
+        if status != 200:
+            raise SandboxError(f"{url}: status {status}: {content[:200].decode(errors='replace')!r}")
+        reply = parse_json(content)
+    except TimeoutError as error:
+        raise SandboxError(f"{url}: no whole answer within {within:g} s") from error
+    except (OSError, ClientError, ValueError) as error:
+        raise SandboxError(f"{url}: {failure_reason(error)}") from error
+    run = reply.get("run_result") if isinstance(reply, Mapping) else None
+    if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
+        raise SandboxError(f"{url}: no result of a run: {str(reply)[:200]}")
+    succeeded = run.get("status") == "Finished" and run.get("return_code") == 0
+    return RunResult(succeeded, str(run.get("stdout") or ""))
+
+
+def sandbox_problem(config: CodeConfig) -> str | None:
+    """Why code cannot be run here; None if it can. Tries a sandbox; a service is not asked."""
+    if config.url is not None:
+        return None
+    try:
+        result = run_in_bubblewrap(config, "print(6 * 7)", "")
+    except (SandboxError, OSError) as error:
+        return str(error)
+    return None if result.stdout.strip() == "42" else "a sandbox starts, but Python does not work in it"
+
+
+def passes(run: Runner, code: str, tests: Any) -> bool:
+    """Whether code passes tests: Python text, a list of such, or {"inputs": […], "outputs": […]}.
+
+    Raises UnscorableError for tests of another kind, SandboxError.
+    """
+    if isinstance(tests, Mapping):
+        inputs, outputs = tests.get("inputs"), tests.get("outputs")
+        if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
+            raise UnscorableError("no tests", 'expected as many "inputs" as "outputs", and one at least')
+        return all(_prints(run, code, str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
+    lines = [tests] if isinstance(tests, str) else tests
+    if not isinstance(lines, list) or not lines or not all(isinstance(line, str) and line.strip() for line in lines):
+        raise UnscorableError(
+            "no tests", f"expected Python code, a list of it, or inputs and outputs, got {tests!r:.80}"
+        )
+    word = secrets.token_hex(16)  # code that ends the process before the tests does not print it
+    result = run("\n".join([code, *lines, f"print('\\n{word}')"]), "")
+    return result.succeeded and result.stdout.rstrip().endswith(word)
+
+
+def _prints(run: Runner, code: str, given: str, wanted: str) -> bool:
+    """Whether code prints what is wanted, but for blanks at the ends of lines and of the text."""
+    result = run(code, given)
+    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (result.stdout, wanted)]
+    return result.succeeded and lines[0] == lines[1]
+
+
+def build(config: CodeConfig, **_: Any) -> GroupScorer:
+    """The reward. Raises EnvironmentProblem where code cannot be run."""
+    config.preflight()
+    backend = run_in_bubblewrap if config.url is None else run_in_service
+
+    def rate(completion: Completion) -> float:
+        tests = require_column(completion, config.column, "column")
+        code = extract_answer(completion, config)
+        if code is None:
+            return 0.0
+        try:
+            return float(passes(lambda text, stdin: backend(config, text, stdin), code, tests))
+        except SandboxError as error:
+            raise UnscorableError("the sandbox failed", str(error)) from error
+
+    remedy = "set reward.column to a column of tests" if config.url is None else "look after the service of reward.url"
+    faults = ScoringFailures("reward=code", config.max_failures, remedy, EnvironmentProblem)
+    return GroupScorer(score_each(rate), faults, config.workers)

@@ -1,0 +1,163 @@
+"""The base of most rewards: scores one group at a time, in threads, and counts failures.
+
+    groups ──▶ ask(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
+
+`ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
+
+The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
+that it needs. `fit` puts the device's own operators and attention into a transformers model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from runner.core.errors import DataError, RunnerError
+
+if TYPE_CHECKING:
+    from runner.interfaces import Completion
+
+log = logging.getLogger("runner")
+CHOSEN = "the reward returned None for every sample"
+MOST_KINDS = 20  # said one by one; a scorer that fails in more ways than that is only counted
+
+
+class UnscorableError(Exception):
+    """A sample cannot be scored. `kind` is the sort of reason, `message` the reason in words."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringFailure:
+    """Why `samples` samples of a group have no score."""
+
+    kind: str
+    message: str
+    samples: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScores:
+    """One group's scores, None where there is none, and the faults behind those; raised: by a function."""
+
+    values: list[float | None]
+    failures: tuple[ScoringFailure, ...] = ()
+    raised: bool = False
+
+
+def unscored_group(size: int, kind: str, message: str) -> GroupScores:
+    """A group of which no sample has a score, for one reason."""
+    return GroupScores([None] * size, (ScoringFailure(kind, message, size),))
+
+
+class ScoringFailures:
+    """Keeps account of a reward's faults."""
+
+    def __init__(self, label: str, max_failures: int, remedy: str, error: type[RunnerError] = DataError) -> None:
+        self._label, self._remedy, self._error = label, remedy, error
+        self._max_failures = max_failures
+        self._in_a_row = 0  # groups of which no sample could be scored
+        self._samples = 0
+        self._counts: Counter[str] = Counter()
+
+    def record_group(self, scored: GroupScores) -> list[float | None]:
+        """Count a group and return its scores. Raises `error` after `max_failures` groups in a row without a
+        score, whatever the cause: DataError where the reward itself returned None for each sample."""
+        for fault in scored.failures:
+            self._say(fault)
+        self._samples += len(scored.values)
+        if not scored.values:
+            return scored.values
+        self._in_a_row = self._in_a_row + 1 if all(value is None for value in scored.values) else 0
+        if self._in_a_row >= self._max_failures:
+            error, reason = (self._error, scored.failures[-1].message) if scored.failures else (DataError, CHOSEN)
+            raise error(
+                f"{self._label}: no sample of {self._in_a_row} groups in a row could be scored; the last reason:\n"
+                f"  {reason}\n  {self._remedy}"
+            )
+        return scored.values
+
+    def close(self) -> None:
+        """Say how many samples had no score, by kind."""
+        if self._counts:
+            kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
+            total = self._counts.total()
+            log.warning("%s: %d of %d samples could not be scored: %s", self._label, total, self._samples, kinds)
+        self._counts.clear()
+
+    def _say(self, fault: ScoringFailure) -> None:
+        kind = fault.kind if fault.kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
+        if kind not in self._counts:
+            log.warning("%s: not scored: %s", self._label, fault.message)
+        self._counts[kind] += fault.samples
+
+
+Group = Sequence["Completion"]
+
+
+class GroupScorer:
+    """A reward made of `ask`; with more than one worker it is asked from threads, that many at a time."""
+
+    def __init__(
+        self,
+        ask: Callable[[Group], GroupScores],
+        faults: ScoringFailures,
+        workers: int = 1,
+        end: Callable[[], None] | None = None,
+    ) -> None:
+        self._ask, self._faults, self._end = ask, faults, end
+        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward") if workers > 1 else None
+
+    def score(self, groups: Sequence[Group]) -> list[list[float | None]]:
+        """One list per group, None where a sample could not be scored. Raises when nothing can be any more."""
+        return [self._faults.record_group(scored) for scored in self._score_groups(groups)]
+
+    def preview(self, groups: Sequence[Group]) -> list[GroupScores]:
+        """The scores with the reasons of those that are missing, none of which is counted."""
+        return list(self._score_groups(groups))
+
+    def close(self) -> None:
+        """End what was started, and say what could not be scored."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+        if self._end is not None:
+            self._end()
+        self._faults.close()
+
+    def _score_groups(self, groups: Sequence[Group]) -> Iterator[GroupScores]:
+        go = map if self._threads is None else self._threads.map
+        return go(lambda group: self._ask(group) if group else GroupScores([]), groups)
+
+
+def score_each(rate: Callable[[Completion], float]) -> Callable[[Group], GroupScores]:
+    """Scores a group sample by sample; one for which `rate` raises Unscorable has none."""
+
+    def ask(group: Group) -> GroupScores:
+        values, faults = list[float | None](), list[ScoringFailure]()
+        for completion in group:
+            try:
+                values.append(rate(completion))
+            except UnscorableError as reason:
+                values.append(None)
+                faults.append(ScoringFailure(reason.kind, str(reason)))
+        return GroupScores(values, tuple(faults))
+
+    return ask
+
+
+def require_column(completion: Completion, name: str, option: str) -> Any:
+    """The value of a column. Raises UnscorableError where the row has none; `option` names the column."""
+    value = completion.prompt.columns.get(name)
+    if value is None:
+        has = ", ".join(completion.prompt.columns) or "none"
+        state = "is empty (null)" if name in completion.prompt.columns else "is not there"
+        raise UnscorableError(f"no column {name}", f"column '{name}' {state}; the row has: {has} (set reward.{option})")
+    return value

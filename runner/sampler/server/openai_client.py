@@ -1,0 +1,164 @@
+"""JSON over HTTP to an external server: retries while it is busy or down, up to a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import ClientConnectorError, ClientError
+
+from runner.core.bounded_text import parse_json
+from runner.core.errors import EnvironmentProblem, SamplerError
+from runner.core.http_client import CancellableRunner, failure_reason, request
+
+LARGEST_BYTES = 256 << 20
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+SAID = 300  # characters of a server's own words
+WARN_S = 60.0  # between two lines on a server that does not answer
+MARKUP = re.compile(r"(?s)<(style|script)\b.*?</\1>|<[^>]*>")  # a page, as web servers give it with an error
+log = logging.getLogger("runner")
+
+
+class StatusError(Exception):
+    """The server answered, and not with 200; `said` are its words."""
+
+    def __init__(self, status: int, said: str) -> None:
+        super().__init__(f"status {status}: {said}")
+        self.status, self.said = status, said
+
+    @property
+    def passing(self) -> bool:
+        """Whether it may be another one soon."""
+        return self.status == 429 or self.status >= 500
+
+
+class GarbledError(Exception):
+    """The server's answer is no JSON."""
+
+
+class OpenAiClient:
+    """Asks one server, from any number of threads; each request has a connection of its own.
+
+    url: with or without a closing /v1; key: sent with each request; retries: further tries, each after a wait twice as
+    long as the one before; `retried` counts those that were made
+    """
+
+    def __init__(self, url: str, key: str | None, retries: int) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._keyed, self.retries, self.retried = key is not None, retries, 0
+        self._runner, self._lock, self._closed = CancellableRunner(), threading.Lock(), threading.Event()
+        self._warned_at = float("-inf")
+
+    def get(self, path: str, until: float) -> Any:
+        """The answer to a question without a body; see `post`."""
+        return _decode_json(self._patiently("GET", path, None, until, again=True))
+
+    def text(self, path: str, until: float) -> str:
+        """The same where it is text."""
+        return self._patiently("GET", path, None, until, again=True).decode(errors="replace")
+
+    def post(self, path: str, body: Mapping[str, Any], until: float, *, again: bool = True) -> Any:
+        """The answer, decoded; None for an empty one.
+
+        until: time.monotonic() at which patience ends; again: it may be sent twice, and a status of 500 and above may
+        pass; else it is sent again only where no connection was made. Raises StatusError for one that does not pass,
+        GarbledError, SamplerError if there is no answer, EnvironmentProblem if the key is wrong.
+        """
+        content = json.dumps(body, allow_nan=False).encode()
+        return _decode_json(self._patiently("POST", path, content, until, again=again))
+
+    def close(self) -> None:
+        """End what is under way: it raises SamplerError at once, wherever it waits."""
+        self._closed.set()
+        self._runner.cancel()
+
+    def _patiently(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
+        tried = 0
+        while True:
+            failure: BaseException
+            try:
+                return self._once(method, path, content, until)
+            except StatusError as error:
+                if error.status in (401, 403):
+                    raise self._locked_out(error) from None
+                if not error.passing or not again or tried >= self.retries:
+                    raise
+                failure = error
+            except (OSError, ClientError, asyncio.CancelledError) as error:
+                failure = error
+            unsent = isinstance(failure, ClientConnectorError)
+            self._wait(failure, tried, self.retries if again or unsent else 0, until)
+            tried += 1
+
+    def _wait(self, failure: BaseException, tried: int, retries: int, until: float) -> None:
+        late = "no whole answer in time (sampler.timeout_s)"
+        reason = late if isinstance(failure, TimeoutError) else failure_reason(failure)
+        if self._closed.is_set():
+            raise SamplerError(f"{self.url}: the sampler was closed while it waited for an answer") from failure
+        pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
+        if tried >= retries or time.monotonic() + pause >= until:
+            text = f"{self.url} does not answer, asked {tried + 1} times: {reason}"
+            raise SamplerError(
+                f"{text}; look after the server, or raise sampler.retries, sampler.timeout_s"
+            ) from failure
+        with self._lock:
+            self.retried += 1
+            warns = time.monotonic() - self._warned_at > WARN_S
+            self._warned_at = time.monotonic() if warns else self._warned_at
+        if warns:
+            more = f"and is asked again, {retries - tried} times at most"
+            log.warning("%s does not answer (%s), %s", self.url, reason, more)
+        self._closed.wait(pause)
+
+    def _locked_out(self, error: StatusError) -> EnvironmentProblem:
+        instead = "its key is wrong" if self._keyed else "it wants a key; type sampler.api_key_env=NAME"
+        return EnvironmentProblem(f"{self.url} refuses to answer ({error}): {instead}")
+
+    def _once(self, method: str, path: str, content: bytes | None, until: float) -> bytes:
+        left = until - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        sent = request(
+            method,
+            self.url + path,
+            timeout_s=left,
+            largest_bytes=LARGEST_BYTES,
+            body=content,
+            headers=self._headers,
+        )
+        status, answer = self._runner.run(sent)
+        if status != 200:
+            raise StatusError(status, _words(answer))
+        return answer
+
+
+def _decode_json(content: bytes) -> Any:
+    if not content:
+        return None
+    try:
+        return parse_json(content)
+    except ValueError as error:
+        raise GarbledError(f"the answer is no JSON: {error}") from error
+
+
+def _words(content: bytes) -> str:
+    """What a server says of a failure, as it comes in several forms."""
+    text = content.decode(errors="replace")
+    try:
+        found = parse_json(text)
+    except ValueError:
+        return _cut_short(" ".join(MARKUP.sub(" ", text).split()))
+    while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
+        found = inner
+    return _cut_short(str(found))
+
+
+def _cut_short(text: str) -> str:
+    return text if len(text) <= SAID else f"{text[:SAID]} …"

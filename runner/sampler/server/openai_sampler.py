@@ -1,0 +1,248 @@
+"""The sampler that asks a running server: one request per answer, so that each has a seed of its own.
+
+    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
+                                                                                          │
+    the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
+
+A server that was restarted has the weights that it was started with, and says nothing of it. It is known by the
+time at which its process began, and by what it says of a fixed row of tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from runner.core.errors import SamplerError
+from runner.interfaces import Request, Rollout
+from runner.sampler.config import ServerSamplerConfig
+from runner.sampler.sampling import StopCriteria, answer_limit
+from runner.sampler.server.openai_client import GarbledError, StatusError
+from runner.sampler.server.openai_protocol import RequestTemplate, ServerFingerprint, parse_completion, read_fingerprint
+from runner.sampler.server.openai_server import OpenAiServer
+from runner.sampler.server.openai_weight_sync import NoSync, WeightSync
+from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
+from runner.weight_sync.weight_store import StoredWeights
+
+log = logging.getLogger("runner")
+
+TRIES = 2  # of a request whose answer cannot be one
+GONE = 404  # of a model's name that the server does not know
+
+
+class LostAdapterError(Exception):
+    """The server does not know the adapter any more."""
+
+
+class OpenAiSampler:
+    """Draws rollouts from a server; see `Sampler` for what its methods do."""
+
+    def __init__(
+        self,
+        config: ServerSamplerConfig,
+        server: OpenAiServer,
+        sync: WeightSync,
+        stops: StopCriteria,
+        template: RequestTemplate,
+        limits: AnswerLimits,
+        longest: tuple[int, str] | None,
+        fixed_row: Sequence[int],
+        folder: Path,
+        *,
+        reports_raw: bool,
+    ) -> None:
+        """Sample from `server`.
+
+        stops: how answers end here
+        template: how the server is asked
+        limits: of what may come back
+        longest: most tokens of a prompt and its answer, and why
+        fixed_row: ids by whose log-probabilities weights are known
+        folder: removed when it is closed
+        reports_raw: whether answers come with raw_logprobs
+        """
+        self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
+        self._server, self._sync, self._stops, self._template, self._limits = server, sync, stops, template, limits
+        self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
+        self._folder, self._reports_raw = folder, reports_raw
+        self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
+        self._naps, self._asleep = config.sleep, False
+        self._version = 0
+        self._weights: StoredWeights | None = None
+        self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
+        self._seconds = self._load_s = 0.0
+        self._fingerprint = self._now()
+
+    @property
+    def max_model_len(self) -> int | None:
+        """See `Sampler`."""
+        return None if self._longest is None else self._longest[0]
+
+    def load_weights(self, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Bring the server to these weights; with sampler.weight_sync=none it keeps its own (version 0).
+
+        Raises SamplerError if it refuses them, StorageError if they cannot be written.
+        """
+        if isinstance(self._sync, NoSync):
+            return
+        if not isinstance(weights, StoredWeights):
+            raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
+        begun, started = time.monotonic(), self._server.process_start()
+        self._wake()
+        self._sync.load(weights)
+        self._version, self._weights, self._fingerprint = version, weights, replace(self._now(), started=started)
+        self._load_s += time.monotonic() - begun
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order.
+
+        Raises ValueError and DataError for what cannot be asked, SamplerError for what is not answered.
+        """
+        limits = [answer_limit(request, self.max_new_tokens, self._longest) for request in requests]
+        begun = time.monotonic()
+        self._wake()
+        found = self._all(requests, limits)
+        if found is None:
+            self._resync()
+            found = self._all(requests, limits)
+        if found is None:
+            raise SamplerError(f"{self._server} lost its weights twice in one step; look after it, then: run resume")
+        self._seconds += time.monotonic() - begun
+        self._counts["tokens"] += sum(len(rollout.ids) for rollout in found)
+        return found
+
+    def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+        """See `Sampler`; whatever is behind the address counts as one engine."""
+        self._wake()
+        return [[self._score_row(row) for row in rows]]
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Sampling tokens per second, load seconds, failed tries, refused answers, weights sent again."""
+        counts, seconds = dict(self._counts), self._seconds
+        found = {
+            "tokens_per_s": counts.pop("tokens") / seconds if seconds else 0.0,
+            "load_s": self._load_s,
+            "retries": float(self._server.client.retried),
+            **{name: float(count) for name, count in counts.items()},
+        }
+        self._counts, self._seconds, self._load_s = dict.fromkeys(self._counts, 0), 0.0, 0.0
+        self._server.client.retried = 0
+        return found
+
+    def release_memory(self) -> None:
+        """With sampler.sleep it sleeps until it is next asked for something."""
+        if self._naps and not self._asleep:
+            self._server.sleep()
+            self._asleep = True
+
+    def close(self) -> None:
+        """End what is under way, and remove what was written; the server keeps running."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._server.part()
+        with ExitStack() as ends:  # each of them, whatever comes of the others
+            ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
+            ends.callback(self._pool.shutdown)
+            ends.callback(self._server.client.close)
+            ends.callback(self._sync.close)
+            if self._asleep:
+                self._server.wake()
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._server.wake()
+            self._asleep = False
+
+    def _now(self) -> ServerFingerprint:
+        return read_fingerprint(self._server, self._fixed_row, self._sync.model)
+
+    def _resync(self) -> None:
+        """Give the server the weights again that it has lost."""
+        if self._weights is None:
+            text = "has other weights than when the run began, and sampler.weight_sync=none sends it none"
+            raise SamplerError(f"{self._server} {text}; start it with the same ones, then: run resume")
+        log.warning("%s has lost version %d: it is sent again", self._server, self._version)
+        self._counts["resyncs"] += 1
+        before = self._fingerprint
+        self.load_weights(self._weights, self._version)
+        if before.scores is not None and replace(before, started=self._fingerprint.started).is_other(self._fingerprint):
+            raise SamplerError(
+                f"{self._server} was sent its weights again, and does not say what it said with them before"
+            )
+
+    def _all(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Rollout] | None:
+        """All answers, or None if they are not of the weights that were loaded."""
+        until, end = self._server.until(), threading.Event()
+        tasks = [
+            self._pool.submit(self._one, request, limit, until, end)
+            for request, limit in zip(requests, limits, strict=True)
+        ]
+        try:
+            wait(tasks, return_when=FIRST_EXCEPTION)
+        finally:
+            end.set()
+            for task in tasks:
+                task.cancel()
+        failed = [error for task in tasks if not task.cancelled() and task.done() and (error := task.exception())]
+        if any(isinstance(error, LostAdapterError) for error in failed):
+            return None
+        if failed:
+            raise failed[0]
+        return None if self._fingerprint.is_other(self._now()) else [task.result() for task in tasks]
+
+    def _one(self, request: Request, limit: int, until: float, end: threading.Event) -> Rollout:
+        for last in (False, True):
+            try:
+                return self._request(request, limit, until)
+            except (InvalidAnswerError, GarbledError) as error:
+                with self._lock:
+                    self._counts["rejected"] += 1
+                if last or end.is_set():
+                    text = f"{self._server} gives answers that cannot be right, {TRIES} times: {error}"
+                    raise SamplerError(f"{text}; look after the server") from error
+                log.warning("an answer of %s cannot be right, it is asked again: %s", self._server, error)
+            except StatusError as error:
+                if error.status == GONE and self._sync.model != self._server.model:
+                    raise LostAdapterError from error
+                raise SamplerError(f"{self._server} refuses to sample: {error}") from error
+        raise AssertionError("the last try returns or raises")
+
+    def _request(self, request: Request, limit: int, until: float) -> Rollout:
+        body = self._template.body(self._sync.model, request.prompt, limit, request.seed)
+        found = parse_completion(self._server.client.post("/v1/completions", body, until), request.prompt)
+        raw: tuple[float, ...] | None = None
+        if request.raw and self._reports_raw:
+            raw = tuple(found.logprobs)
+        elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
+            raw = tuple(self._score_row([*request.prompt, *found.ids])[len(request.prompt) - 1 :])
+        rollout = Rollout(tuple(found.ids), tuple(found.logprobs), raw, self._version, "stop")
+        check_rollout(rollout, request, self._version, self._limits, "the answer")
+        return self._cut_at_stop(rollout, limit, found.stopped_by)
+
+    def _cut_at_stop(self, rollout: Rollout, limit: int, stopped_by: str | None) -> Rollout:
+        """The answer up to its end here: a server may see the end later, but never earlier, except strings."""
+        found = self._stops.first_stop(rollout.ids, limit)
+        if found is None and stopped_by in self._strings:
+            found = len(rollout.ids), "stop"  # its text, made token by token, has the string, and ours has not
+        if found is None:
+            last = rollout.ids[-1]
+            raise InvalidAnswerError(
+                f"it ends after {len(rollout.ids)} of {limit} tokens, with the id {last}, which ends nothing"
+            )
+        size, finish = found
+        raw = None if rollout.raw_logprobs is None else rollout.raw_logprobs[:size]
+        return Rollout(rollout.ids[:size], rollout.logprobs[:size], raw, rollout.version, finish)
+
+    def _score_row(self, row: Sequence[int]) -> list[float]:
+        try:
+            return self._server.score(row, self._sync.model)
+        except (InvalidAnswerError, StatusError, GarbledError) as error:
+            raise SamplerError(f"{self._server} does not say how likely given tokens are: {error}") from error

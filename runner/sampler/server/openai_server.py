@@ -1,0 +1,181 @@
+"""A running server: who it is, what it can do, and the requests beside those for answers.
+
+    0.10.2 and newer   token ids come as they are (return_token_ids)
+    0.16 and newer     weights are read again from a path in one call; before, the model's path is changed first
+    all of them        endpoints for development (VLLM_SERVER_DEV_MODE=1), adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
+
+Which way a server has is found by a request, not from its version, which is for messages alone.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from runner.core.errors import EnvironmentProblem, SamplerError
+from runner.sampler.server.openai_client import GarbledError, OpenAiClient, StatusError
+from runner.sampler.server.openai_protocol import Json, parse_scores, score_request
+
+STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
+RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
+PARTING_S = 10.0  # for what can also be left undone
+ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: sampler.weight_sync=reload"
+NO_RELOAD = "a server on vllm-ascend (0.23) cannot read them again: sampler.weight_sync=adapter there, or sampler=vllm"
+DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach it; run serve: weight_updates=true"
+
+
+class OpenAiServer:
+    """One server, and one model of it.
+
+    version: "" where it does not say; longest: tokens of a prompt and its answer; tells: whether it says when its
+    process began
+    """
+
+    def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
+        """Ask who it is.
+
+        Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer.
+        """
+        self.client, self._timeout_s = client, timeout_s
+        self.url = client.url
+        self.version = self._version()
+        card = self._card(model)
+        self.model: str = card["id"]
+        self.longest: int | None = card.get("max_model_len")
+        self._at_once = True
+        self.tells = bool(self._began())
+
+    def __str__(self) -> str:
+        return f"vLLM {self.version} at {self.url}" if self.version else self.url
+
+    def until(self) -> float:
+        """When patience with what is asked now ends."""
+        return time.monotonic() + self._timeout_s
+
+    def score(self, row: Sequence[int], model: str) -> list[float]:
+        """Log-probabilities of the row's ids but the first. Raises InvalidAnswerError if there are none."""
+        answer = self.client.post("/v1/completions", score_request(model, row), self.until())
+        return parse_scores(answer, row)
+
+    def process_start(self) -> str:
+        """When its process began, "" where it does not say. Raises SamplerError if it does not answer.
+
+        A restarted one has not the weights that this one was given. One that did not say so at first is not asked
+        again.
+        """
+        return self._began() if self.tells else ""
+
+    def check_adapters(self) -> None:
+        """Raise EnvironmentProblem where no adapter can be loaded."""
+        self._expect("/v1/load_lora_adapter", {"lora_name": "", "lora_path": ""}, ADAPTERS)
+
+    def check_development(self) -> None:
+        """Raise EnvironmentProblem where the endpoints for development are off."""
+        self._expect("/collective_rpc", {}, DEVELOPMENT)
+
+    def load_adapter(self, name: str, folder: Path) -> None:
+        """Have it read an adapter. Raises SamplerError with its words."""
+        self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ADAPTERS)
+
+    def unload_adapter(self, name: str) -> None:
+        """Make the server forget an adapter; one that was restarted has forgotten already."""
+        try:
+            self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, self.until(), again=False)
+        except GarbledError:
+            return  # words, after a success
+        except StatusError as error:
+            if error.status not in (400, 404):
+                raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
+
+    def reload(self, folder: Path) -> None:
+        """Make the server read all weights again from a folder. Raises SamplerError with its words."""
+        if self._at_once:
+            try:
+                self._call("reload_weights", {"weights_path": str(folder)})
+            except StatusError as error:
+                self._in_two_steps(folder, f"; and in one: {error}")
+                self._at_once = False
+        else:
+            self._in_two_steps(folder)
+        self._reset_cache()
+
+    def sleep(self) -> None:
+        """Have it give up its cache and keep its weights in the host's memory."""
+        self._do("/sleep?level=1", {}, DEVELOPMENT)
+
+    def wake(self) -> None:
+        """Have it take its memory again."""
+        self._do("/wake_up", {}, DEVELOPMENT)
+
+    def part(self) -> None:
+        """From here on it is asked once, and waited for no longer than a goodbye may take."""
+        self._timeout_s, self.client.retries = min(self._timeout_s, PARTING_S), 0
+
+    def _began(self) -> str:
+        try:
+            found = STARTED.search(self.client.text("/metrics", self.until()))
+        except (StatusError, EnvironmentProblem):  # what stands before it may keep this page, and no other, to itself
+            return ""
+        return found[1] if found else ""
+
+    def _version(self) -> str:
+        try:
+            found = self.client.get("/version", self.until())
+        except (StatusError, GarbledError):
+            return ""
+        return str(found.get("version", "")) if isinstance(found, dict) else ""
+
+    def _card(self, model: str | None) -> Json:
+        try:
+            answer = self.client.get("/v1/models", self.until())
+            cards = [one for one in answer["data"] if isinstance(one.get("id"), str) and not one.get("parent")]
+        except (StatusError, GarbledError, KeyError, TypeError, AttributeError) as error:
+            text = f"{self.url} does not list its models ({self.url}/v1/models: {error})"
+            raise EnvironmentProblem(f"{text}; sampler.url wants an OpenAI-compatible server") from error
+        found = [one for one in cards if model in (None, one["id"])]
+        if len(found) != 1:
+            names = ", ".join(one["id"] for one in cards) or "none"
+            raise EnvironmentProblem(f"{self.url} has the models {names}; type sampler.model=NAME for one of them")
+        return dict(found[0])
+
+    def _in_two_steps(self, folder: Path, before: str = "") -> None:
+        try:
+            self._call("update_config", {"overrides": {"model_config": {"model": str(folder)}}})
+            self._call("reload_weights", {})
+        except StatusError as error:
+            raise SamplerError(
+                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {NO_RELOAD}"
+            ) from error
+
+    def _call(self, method: str, options: Json) -> None:
+        with suppress(GarbledError):  # words, after a success
+            self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
+
+    def _reset_cache(self) -> None:
+        """Drop what older weights have computed; old versions do not report it, newer ones whether they did."""
+        for _ in range(RESETS):
+            answer = self._do("/reset_prefix_cache", {}, DEVELOPMENT)
+            if not isinstance(answer, dict) or answer.get("success", True):
+                return
+            time.sleep(RESET_WAIT_S)
+        text = "keeps its prefix cache, which older weights have computed: other requests are under way"
+        raise SamplerError(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
+
+    def _do(self, path: str, body: Json, instead: str) -> object:
+        try:
+            return self.client.post(path, body, self.until(), again=False)
+        except GarbledError:
+            return None  # words, as old versions say them after a success
+        except StatusError as error:
+            raise SamplerError(f"{self} refuses {path}: {error}; {instead}") from error
+
+    def _expect(self, path: str, body: Json, instead: str) -> None:
+        """Raise EnvironmentProblem if there is no such endpoint, to which `body` is a question without effect."""
+        try:
+            self.client.post(path, body, self.until(), again=False)
+        except (StatusError, GarbledError) as error:
+            if isinstance(error, StatusError) and error.status in (404, 405):
+                raise EnvironmentProblem(f"{self} has no {path}: {instead}") from None

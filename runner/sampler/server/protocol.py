@@ -1,0 +1,281 @@
+r"""The protocol of a trainer and its rollout servers: a line of JSON, then arrays, in one HTTP body.
+
+    {"version": 7, "digest": …, "arrays": [["i4", 96], …]}\n<little-endian bytes>
+
+    GET  /health            what the server holds, at once
+    POST /rollouts/sample   a step's requests in one call ─▶ token ids and log-probabilities, bit for bit
+    POST /rollouts/score    rows ─▶ their log-probabilities by each engine
+    POST /rollouts/release  give up memory until the next call
+    POST /weights/load      {"version", "digest", "files"} ─▶ loaded, or {"missing": [names]}
+    PUT  /weights/NAME      the bytes of a file that the server does not see
+
+A POST is answered with a line feed each second while it is at work, so that a stopped process is noticed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runner.core import fsync_io
+from runner.core.bounded_text import parse_json
+from runner.core.errors import OutOfMemory, RunnerError
+from runner.interfaces import Request, Rollout
+from runner.weight_sync.weight_store import FIXED
+
+PROTOCOL = "posttrain-run rollouts 1"  # what /health says
+SAMPLE, SCORE, RELEASE, LOAD = "/rollouts/sample", "/rollouts/score", "/rollouts/release", "/weights/load"
+BEAT_S = 1.0  # between two line feeds of a server that is at work
+MAX_BODY_BYTES = 1 << 30
+STALE = "StaleWeights"  # the kind of an error: other weights are held than were named
+ROUNDING = 1e-3  # by which a log-probability may lie above 0
+Json = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class InvalidAnswerError(Exception):
+    """A response that cannot be the answer to the request; says which part and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerLimits:
+    """What an answer may contain: ids below `vocab_size`, and at most `max_new_tokens` of them."""
+
+    vocab_size: int
+    max_new_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeldWeights:
+    """The weights that a server has, version -1 before the first; `session` is new with every process."""
+
+    version: int
+    digest: str
+    session: str
+
+    def match(self, version: int, digest: str) -> bool:
+        """Whether they are these."""
+        return (self.version, self.digest) == (version, digest)
+
+    def __str__(self) -> str:
+        return f"version {self.version} ({self.digest[:8]})" if self.digest else "no weights"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFile:
+    """A weight file as another machine identifies it: where its path shows the same, it is not sent."""
+
+    name: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def at(cls, path: Path) -> WeightFile:
+        """The file at a path. Raises OSError."""
+        status = path.stat()
+        return cls(path.name, status.st_size, status.st_mtime_ns)
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it is the same in every version."""
+        return self.name.startswith(FIXED)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerError:
+    """An error of a server's: the class, the message, and the exit code that it stands for."""
+
+    kind: str
+    message: str
+    exit_code: int
+
+    @classmethod
+    def from_exception(cls, error: Exception) -> ServerError:
+        """As it is sent; of an error that has no words for users, the class and the first line."""
+        first = (str(error).splitlines() or [""])[0]
+        text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {first}"
+        torch = sys.modules.get("torch")
+        full = torch is not None and isinstance(error, torch.OutOfMemoryError)
+        return cls(type(error).__name__, text, OutOfMemory.exit_code if full else getattr(error, "exit_code", 1))
+
+    def to_exception(self, server: str) -> RunnerError:
+        """As the trainer raises it."""
+        error = RunnerError(f"{server}: {self.message}")
+        error.exit_code = self.exit_code
+        return error
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a rollout server listens, and which process it is."""
+
+    url: str
+    pid: int
+    session: str
+
+    def write(self, path: Path) -> None:
+        """Write the file by which a client finds the server, atomically. Raises OSError."""
+        fsync_io.atomic_write(path, json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def read(cls, path: Path) -> Endpoint:
+        """Read such a file. Raises OSError, and ValueError where it holds something else."""
+        found = parse_json(path.read_bytes())
+        try:
+            return cls(str(found["url"]), int(found["pid"]), str(found["session"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not say where a sampler is: {error}") from error
+
+
+def endpoint_path(folder: Path, index: int) -> Path:
+    """The file of sampler `index`."""
+    return folder / f"{index}.json"
+
+
+def encode(header: Mapping[str, Any], *arrays: Array) -> bytes:
+    """A body of a header and arrays of numbers."""
+    shapes = [[array.dtype.newbyteorder("<").str[1:], array.size] for array in arrays]
+    parts = (array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays)
+    return json.dumps({**header, "arrays": shapes}).encode() + b"\n" + b"".join(parts)
+
+
+def decode(body: bytes) -> tuple[Json, list[Array]]:
+    """The header and the arrays again; line feeds before them are skipped. Raises ValueError."""
+    head, _, rest = body.lstrip(b"\n").partition(b"\n")
+    header = parse_json(head)
+    if not isinstance(header, dict) or not isinstance(shapes := header.pop("arrays", None), list):
+        raise ValueError("the body has no header")
+    arrays, begin = list[Array](), 0
+    for shape in shapes:
+        match shape:
+            case ["i4" | "f8" as kind, int(size)] if size >= 0:
+                end = begin + int(kind[1]) * size
+                arrays.append(np.frombuffer(rest[begin:end], f"<{kind}"))
+                begin = end
+            case _:
+                raise ValueError(f"{shape!r} is no array")
+    if begin != len(rest):
+        raise ValueError(f"the arrays have {begin} bytes, and {len(rest)} came")
+    return header, arrays
+
+
+def encode_requests(requests: Sequence[Request], header: Mapping[str, Any]) -> bytes:
+    """A batch of requests, each prompt once."""
+    prompts: dict[tuple[int, ...], int] = {}
+    rows = [[prompts.setdefault(r.prompt, len(prompts)), r.seed, r.max_new_tokens, r.group, r.raw] for r in requests]
+    return encode({**header, "requests": rows}, *_pack_rows(list(prompts)))
+
+
+def decode_requests(header: Mapping[str, Any], arrays: Sequence[Array]) -> list[Request]:
+    """The requests again. Raises ValueError, TypeError, KeyError, IndexError for anything else."""
+    prompts = [tuple(row) for row in unpack_rows(*arrays)]
+    return [
+        Request(prompts[at], int(seed), int(most), int(group), bool(raw))
+        for at, seed, most, group, raw in header["requests"]
+    ]
+
+
+def encode_rows(rows: Sequence[Sequence[int]], header: Mapping[str, Any]) -> bytes:
+    """Rows of token ids."""
+    return encode(header, *_pack_rows(rows))
+
+
+def _pack_rows(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
+    sizes = np.array([len(row) for row in rows], np.int32)
+    return sizes, np.array([value for row in rows for value in row], np.int32)
+
+
+def unpack_rows(sizes: Array, values: Array) -> list[list[Any]]:
+    """Rows of numbers that lie end to end. Raises ValueError where the sizes are not those of the values."""
+    if sizes.dtype.kind != "i" or (sizes < 0).any() or sizes.sum() != values.size:
+        raise ValueError(f"{values.size} values are not rows of these sizes")
+    flat, ends = values.tolist(), np.cumsum(sizes).tolist()
+    return [flat[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
+
+
+def encode_rollouts(rollouts: Sequence[Rollout], header: Mapping[str, Any]) -> bytes:
+    """Rollouts; log-probabilities as float64, which holds every float32 exactly."""
+    rows = [[r.version, r.finish, r.raw_logprobs is not None] for r in rollouts]
+    return encode(
+        {**header, "rollouts": rows},
+        *_pack_rows([r.ids for r in rollouts]),
+        np.array([value for r in rollouts for value in r.logprobs], np.float64),
+        np.array([value for r in rollouts for value in r.raw_logprobs or ()], np.float64),
+    )
+
+
+def decode_rollouts(
+    header: Mapping[str, Any], arrays: Sequence[Array], requests: Sequence[Request], version: int, limits: AnswerLimits
+) -> list[Rollout]:
+    """Rollouts in the order of the requests. Raises InvalidAnswerError for what cannot be answers to them."""
+    try:
+        rows, (sizes, ids, logprobs, raw) = header["rollouts"], arrays
+        with_raw = np.array([size if has_raw else 0 for size, (_, _, has_raw) in zip(sizes, rows, strict=True)])
+        columns = unpack_rows(sizes, ids), unpack_rows(sizes, logprobs), unpack_rows(with_raw.astype(int), raw)
+        answers = list(zip(rows, *columns, strict=True))
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"the answer cannot be read: {error}") from error
+    if len(answers) != len(requests):
+        raise InvalidAnswerError(f"{len(requests)} answers were requested, and {len(answers)} came")
+    found = list[Rollout]()
+    for at, (request, ((held, finish, has_raw), tokens, values, raws)) in enumerate(
+        zip(requests, answers, strict=True)
+    ):
+        raw_logprobs = tuple(raws) if has_raw else None
+        rollout = Rollout(tuple(tokens), tuple(values), raw_logprobs if request.raw else None, held, finish)
+        check_rollout(rollout, request, version, limits, f"answer {at}")
+        found.append(rollout)
+    return found
+
+
+def check_rollout(rollout: Rollout, request: Request, version: int, limits: AnswerLimits, name: str) -> None:
+    """Raise InvalidAnswerError where a rollout cannot answer a request under the weights of `version`."""
+    most, size = min(request.max_new_tokens, limits.max_new_tokens), len(rollout.ids)
+    if not 0 < size <= most:
+        raise InvalidAnswerError(f"{name} has {size} tokens, not 1 to {most}")
+    if wrong := [token for token in rollout.ids if type(token) is not int or not 0 <= token < limits.vocab_size]:
+        raise InvalidAnswerError(f"{name} has the id {wrong[0]!r}, and the vocabulary has {limits.vocab_size} ids")
+    if rollout.version != version:
+        raise InvalidAnswerError(f"{name} is of version {rollout.version!r}, not {version}")
+    if rollout.finish not in ("stop", "length"):
+        raise InvalidAnswerError(f"{name} ends with {rollout.finish!r}, not with stop or length")
+    for values in (rollout.logprobs, rollout.raw_logprobs or rollout.logprobs):
+        check_logprobs(values, size, name)
+
+
+def check_logprobs(values: Sequence[Any], size: int, name: str) -> None:
+    """Raise InvalidAnswerError unless there are `size` numbers that can be log-probabilities."""
+    if len(values) != size:
+        raise InvalidAnswerError(f"{name} has {len(values)} log-probabilities for {size} tokens")
+    for value in values:
+        if type(value) not in (float, int) or not math.isfinite(value) or value > ROUNDING:
+            raise InvalidAnswerError(f"{name} has the log-probability {value!r}")
+
+
+def encode_scores(scores: Sequence[Sequence[Sequence[float]]], header: Mapping[str, Any]) -> bytes:
+    """Log-probabilities by engine and row."""
+    rows = [row for engine in scores for row in engine]
+    sizes = np.array([len(row) for row in rows], np.int32)
+    return encode({**header, "engines": len(scores)}, sizes, np.array([v for row in rows for v in row], np.float64))
+
+
+def decode_scores(
+    header: Mapping[str, Any], arrays: Sequence[Array], rows: Sequence[Sequence[int]]
+) -> list[list[list[float]]]:
+    """Scores of `rows` by engine. Raises InvalidAnswerError for anything else."""
+    try:
+        engines, found = int(header["engines"]), unpack_rows(*arrays)
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidAnswerError(f"the answer cannot be read: {error}") from error
+    if engines < 1 or len(found) != engines * len(rows):
+        raise InvalidAnswerError(f"{len(rows)} rows were sent, and {engines} engines gave {len(found)}")
+    for at, scores in enumerate(found):
+        check_logprobs(scores, len(rows[at % len(rows)]) - 1, f"row {at % len(rows)}")
+    return [found[at : at + len(rows)] for at in range(0, len(found), len(rows))]

@@ -1,0 +1,107 @@
+"""The sync probe: after a weight sync, samplers score fixed rows, which must match the trainer.
+
+    publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
+
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
+kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
+some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
+0.12), and weights that are a step old are not told from that: `runner.core.tolerance` has the limits.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from itertools import chain
+
+import numpy as np
+from torch import Tensor
+
+from runner.core.errors import SamplerError
+from runner.core.rng import derive_seed
+from runner.interfaces import Sampler
+
+log = logging.getLogger("runner")
+
+ROWS, TOKENS = 4, 16
+MAX_LOADS = 2  # before it is given up
+
+Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
+
+
+class SyncProbe:
+    """Expected scores of `rows` by version.
+
+    last: the largest mean absolute difference of log-probabilities at the newest load, in nats
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], limit: float) -> None:
+        self.rows = tuple(tuple(row) for row in rows)
+        self.limit = limit
+        self.last_difference = 0.0
+        self._expected: dict[int, Scores] = {}
+
+    @classmethod
+    def from_seed(cls, seed: int, vocabulary: int, limit: float) -> SyncProbe:
+        """Rows of ids that are drawn from the run's seed."""
+        draws = np.random.Generator(np.random.Philox(key=derive_seed(seed, "probe")))
+        return cls(draws.integers(0, vocabulary, (ROWS, TOKENS)).tolist(), limit)
+
+    def expect(self, version: int, scores: Scores) -> None:
+        """What the trainer says of the rows with these weights."""
+        self._expected[version] = scores
+
+    def drop_below(self, version: int) -> None:
+        """Forget older versions."""
+        for old in [one for one in self._expected if one < version]:
+            del self._expected[old]
+
+    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int, name: str = "") -> None:
+        """Give a sampler these weights, and once more if it then does not say what the trainer does.
+
+        name: of the sampler, for words. Raises SamplerError if it says something else again, and what `load` and
+        `score` raise.
+        """
+        for once_more in reversed(range(MAX_LOADS)):
+            sampler.load_weights(weights, version)
+            engines = sampler.score(self.rows)
+            self.last_difference = self.difference(engines, version)
+            if self.last_difference <= self.limit:
+                return
+            who = name or self._farthest(engines, version)
+            found = f"{who} is {self.last_difference:.4g} off the trainer after the weights of version {version}"
+            if once_more:
+                log.warning(
+                    "%s were sent (sampler.sync_logprob_tolerance=%g): they are sent once more", found, self.limit
+                )
+        raise SamplerError(
+            f"{found} were sent, twice: log-probabilities of {ROWS * (TOKENS - 1)} fixed tokens, mean absolute "
+            f"difference, and sampler.sync_logprob_tolerance={self.limit:g}\n"
+            "  what it would draw is not of these weights. Is its data type the model's (model.dtype, sampler.dtype)? "
+            "Does its version load weights while it runs (docs/vllm.md)? If such a difference is meant: "
+            f"sampler.sync_logprob_tolerance={self.last_difference * 2:.1g}"
+        )
+
+    def difference(self, engines: Sequence[Scores], version: int) -> float:
+        """The largest mean absolute difference from the expected scores of a version, over engines.
+
+        Infinite where an answer has not the rows' shape, or is no number.
+        """
+        wanted = self._expected[version]
+        return max((_difference(scores, wanted) for scores in engines), default=math.inf)
+
+    def _farthest(self, engines: Sequence[Scores], version: int) -> str:
+        """Words for the engine with the largest difference; engines come in the order of samplers or ranks."""
+        if len(engines) < 2:
+            return "a sampler"
+        off = [_difference(scores, self._expected[version]) for scores in engines]
+        return f"sampler {off.index(max(off))} of 0 to {len(engines) - 1}"
+
+
+def _difference(scores: Scores, wanted: Scores) -> float:
+    if [len(row) for row in scores] != [len(row) for row in wanted]:
+        return math.inf
+    pairs = list(zip(chain.from_iterable(scores), chain.from_iterable(wanted), strict=True))
+    found = sum(abs(one - other) for one, other in pairs) / max(len(pairs), 1)
+    return found if math.isfinite(found) else math.inf

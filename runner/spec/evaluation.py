@@ -1,0 +1,227 @@
+"""Options of held-out evaluation: when, how questions are answered, and named sets.
+
+    evaluation.sets.gsm8k={data: {name: file, path: test.jsonl}, reward: {name: numeric}, samples: 4}
+
+A set names components as a job's groups do. A problem of one has the key evaluation.sets.NAME.OPTION.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from runner.core.errors import Problem, SpecError
+from runner.spec import suggest
+from runner.spec.base import ComponentConfig, Config
+from runner.spec.suggest import format_value, value_complaint
+
+SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
+COMPONENTS = ("data", "reward", "environment")  # groups of which a set may have its own component
+LOW, HIGH = "_ci_low", "_ci_high"  # suffixes of the bounds of a metric's 95 % interval
+RESERVED = ("reward",)  # eval/reward/… are metrics of the job's own rows
+
+
+class AnswersConfig(Config):
+    """How held-out questions are answered, and which answers pass."""
+
+    samples: int = Field(
+        default=0, ge=0, description="Sampled answers to each question, for pass@k; 0 = one greedy answer."
+    )
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampled answers; greedy ones have none.")
+    max_new_tokens: int = Field(
+        default=64, ge=1, description="Longest answer in tokens; it ends earlier where the model has no room."
+    )
+    pass_threshold: float = Field(
+        default=1.0, description="Lowest reward of an answer that passes; without a reward, an exact match passes."
+    )
+
+    def answer_problems(self, key: str) -> list[tuple[str, str]]:
+        """What is set of sampled answers where none is sampled."""
+        if self.samples == 0 and self.temperature != 1.0:
+            return [(f"{key}.temperature", f"a greedy answer has no temperature; set {key}.samples=N, or leave it out")]
+        return []
+
+
+class EvaluationSetConfig(AnswersConfig):
+    """One named set; a component that is left out is the job's."""
+
+    data: dict[str, Any] | None = Field(default=None, description="Where its questions come from; null = the job's.")
+    reward: dict[str, Any] | None = Field(default=None, description="What scores its answers; null = the job's.")
+    environment: dict[str, Any] | None = Field(default=None, description="What replies to turns; null = the job's.")
+    limit: int | None = Field(default=None, ge=1, description="The first so many questions; null = all that are held.")
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """A decoded set: its options, and its own components by group."""
+
+    name: str
+    options: EvaluationSetConfig
+    components: Mapping[str, ComponentConfig]
+
+
+class EvaluationConfig(AnswersConfig):
+    """When and how the model is asked held-out questions."""
+
+    every: int = Field(
+        default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
+    )
+    batch_size: int = Field(
+        default=64, ge=1, description="Most questions in work at once; an answer that ends makes room for the next."
+    )
+    logged_samples: int = Field(
+        default=8, ge=0, description="Answers per evaluation and set that are written to samples.jsonl."
+    )
+    sets: dict[str, dict[str, Any]] = Field(
+        default={},
+        description="Named sets beside the job's own held-out rows: name → {data, reward, environment, samples, "
+        "temperature, max_new_tokens, pass_threshold, limit}; metrics are eval/NAME/….",
+    )
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = self.answer_problems("evaluation")
+        if self.sets and not self.every:
+            found.append(("evaluation.sets", "never measured, because evaluation.every=0; leave one of them out"))
+        for name, given in self.sets.items():
+            one = decode_set(name, given)
+            found += _set_problems(one, job) if isinstance(one, EvaluationSet) else one
+        if not found and self.every and (best := job.checkpoint.best) and (why := unmeasured_reason(best, job)):
+            found.append(("checkpoint.best", why))
+        return found
+
+    def decoded_sets(self) -> list[EvaluationSet]:
+        """The sets, in the order given. Raises SpecError with every problem of theirs."""
+        decoded = [decode_set(name, given) for name, given in self.sets.items()]
+        if found := [problem for one in decoded if isinstance(one, list) for problem in one]:
+            raise SpecError([Problem(key, message) for key, message in found])
+        return [one for one in decoded if isinstance(one, EvaluationSet)]
+
+    def with_absolute_paths(self) -> EvaluationConfig:
+        """The same config with the paths of local files made absolute."""
+        return self.model_copy(update={"sets": {one.name: _with_absolute_paths(one) for one in self.decoded_sets()}})
+
+    def preflight(self) -> None:
+        """Raise what the data and rewards of sets find wrong with files and packages; imports no torch."""
+        for one in self.decoded_sets():
+            with prefix_set_errors(one.name):
+                if (reward := one.components.get("reward")) is not None:
+                    reward.preflight()  # type: ignore[attr-defined]
+                if (data := one.components.get("data")) is not None:
+                    data.as_held_out().preflight("prompts")  # type: ignore[attr-defined]
+
+
+Found = tuple[str, str]  # key, message
+
+
+def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Found]:
+    """The set with its components, or what is wrong with it."""
+    key = f"evaluation.sets.{name}"
+    if not SET_NAME.fullmatch(name) or name in RESERVED:
+        return [(key, f"cannot be a set's name: letters, digits, _ and -, and none of {', '.join(RESERVED)}")]
+    try:
+        options = EvaluationSetConfig.model_validate(given)
+    except ValidationError as error:
+        return list(_complaints(error, EvaluationSetConfig, given, key, "a set"))
+    found, components = list[Found](), dict[str, ComponentConfig]()
+    for group in COMPONENTS:
+        if (record := getattr(options, group)) is not None:
+            component = _decode_component(group, record, f"{key}.{group}")
+            if isinstance(component, ComponentConfig):
+                components[group] = component
+            else:
+                found += component
+    return found or EvaluationSet(name, options, components)
+
+
+def _decode_component(group: str, record: Mapping[str, Any], key: str) -> ComponentConfig | list[Found]:
+    from runner.spec.registry import default_registry
+
+    known = default_registry().classes(group)
+    name = record.get("name")
+    if name not in known:
+        meant = suggest.suggest_name(group, str(name), known) if name is not None else None
+        hint = f"; did you mean '{meant}'?" if meant else ""
+        return [(f"{key}.name", f"no {group} named {format_value(name)}{hint} ({', '.join(sorted(known))})")]
+    try:
+        return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
+    except ValidationError as error:
+        return list(_complaints(error, known[name], record, key, f"{group}={name}"))
+
+
+def _complaints(
+    error: ValidationError, cls: type[Config], given: Mapping[str, Any], key: str, owner: str
+) -> Iterator[Found]:
+    """The first fault of each option, under its key."""
+    first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
+    for field, kind in first.items():
+        if field not in cls.model_fields:
+            close = suggest.nearest_word(field, cls.model_fields)
+            yield f"{key}.{field}", f"not an option of {owner}" + (f"; did you mean '{close}'?" if close else "")
+        elif kind == "missing":
+            yield f"{key}.{field}", f"must be given  ({cls.model_fields[field].description})"
+        else:
+            schema = cls.model_json_schema()["properties"][field]
+            yield f"{key}.{field}", value_complaint(schema, field, given[field])
+
+
+def ks_of(samples: int) -> list[int]:
+    """The k of pass@k: powers of two above 1 and below n, and n; pass@1 is mean@n."""
+    powers = (2**i for i in range(1, samples.bit_length()))
+    return sorted({k for k in powers if k < samples} | {samples}) if samples > 1 else []
+
+
+def unmeasured_reason(metric: str, job: Any) -> str | None:
+    """Why this job's evaluation cannot measure `metric`; None where it can, or where that is unknown."""
+    if not metric.startswith("eval/"):
+        return None
+    first, _, rest = (name := metric.removeprefix("eval/")).partition("/")
+    options, reward, section = job.evaluation, job.reward, "evaluation"
+    if (one := next((s for s in job.evaluation.decoded_sets() if s.name == first), None)) is not None:
+        options, reward, name = one.options, one.components.get("reward", reward), rest
+        section = f"evaluation.sets.{first}"
+    elif rest and first != "reward":
+        sets = ", ".join(job.evaluation.sets) or "none"
+        return f"{metric}: no evaluation set is called {first} (sets: {sets}); add evaluation.sets.{first}={{…}}"
+    if name.startswith("reward/") and reward.name == "none":
+        return f"{metric} needs a reward, and this job has none: set {section}.reward, or reward=NAME"
+    if re.fullmatch(r"(pass|mean)@\d+", name):
+        measured = [f"mean@{options.samples or 1}", *(f"pass@{k}" for k in ks_of(options.samples))]
+        if name not in measured:
+            return f"{name} is not measured with {section}.samples={options.samples}, only {', '.join(measured)}"
+    return None
+
+
+def _set_problems(one: EvaluationSet, job: Any) -> list[Found]:
+    """Contradictions inside a set, each component judged as a part of this job."""
+    key = f"evaluation.sets.{one.name}"
+    inside = job.model_copy(update=dict(one.components))
+    found = one.options.answer_problems(key)
+    if isinstance(getattr(one.components.get("data"), "source", ""), tuple):
+        found.append((f"{key}.data.path", "a set has one source; give each of them a set of its own"))
+    for component in one.components.values():
+        found += [(f"{key}.{name}", message) for name, message in component.problems(inside)]
+    return found
+
+
+def _with_absolute_paths(one: EvaluationSet) -> dict[str, Any]:
+    """The set as plain data, its local paths absolute."""
+    record = one.options.model_dump(mode="json")
+    for group in ("data", "reward"):
+        if (component := one.components.get(group)) is not None:
+            record[group] = component.with_absolute_paths().model_dump(mode="json")  # type: ignore[attr-defined]
+    return record
+
+
+@contextmanager
+def prefix_set_errors(name: str) -> Iterator[None]:
+    """Gives a SpecError about a component the keys of the set that it belongs to."""
+    try:
+        yield
+    except SpecError as error:
+        key = f"evaluation.sets.{name}"
+        raise SpecError([Problem(f"{key}.{p.key}", p.message, p.origin) for p in error.problems]) from error

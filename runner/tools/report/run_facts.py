@@ -1,0 +1,135 @@
+"""What a run folder says of a run: its metrics as series, spec, state, code, versions, device and
+decisions. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.run_dir.folder import RunFolder, read_mapping
+from runner.run_dir.manifest import redact_values
+from runner.tracker.screen import METRICS
+
+log = logging.getLogger("runner")
+
+PREFERRED: list[str] = METRICS["preferred"]
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One metric of one run: (step, value) in order; what is not finite is left out.
+
+    lost: the newest step that measured it, where the value there is not finite
+    """
+
+    points: tuple[tuple[int, float], ...]
+    lost: int | None = None
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """The newest step that measured it, and the value: NaN, where that is not finite."""
+        return self.points[-1] if self.lost is None else (self.lost, math.nan)
+
+    def best(self, mode: str) -> tuple[int, float]:
+        """The step with the best value, the earliest of equals; what is not finite is no value."""
+        sign = -1.0 if mode == "max" else 1.0
+        return min(self.points, key=lambda point: (sign * point[1], point[0]))
+
+    def downsample(self, most: int) -> Series:
+        """At most about `most` points: means of neighbours, at the last step of each group."""
+        if len(self.points) <= most:
+            return self
+        size = math.ceil(len(self.points) / most)
+        groups = [self.points[i : i + size] for i in range(0, len(self.points), size)]
+        return Series(tuple((group[-1][0], math.fsum(v for _, v in group) / len(group)) for group in groups))
+
+
+def read_metrics(path: Path) -> dict[str, Series]:
+    """Every metric of a metrics.jsonl; empty where there is none yet.
+
+    A last line without its newline is still being written, or torn, and left out; any other damaged line is named.
+    """
+    found: dict[str, list[tuple[int, float]]] = {}
+    lost: dict[str, int | None] = {}
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            step = int(row.pop("step"))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
+            continue
+        for name, value in row.items():
+            is_finite = isinstance(value, int | float) and math.isfinite(value)
+            lost[name] = None if is_finite else step
+            if is_finite:
+                found.setdefault(name, []).append((step, float(value)))
+    return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
+
+
+def whole_lines(path: Path) -> list[str]:
+    """The lines of a file that end in a newline; none where there is no file."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [line for line in lines if line.endswith("\n")]
+
+
+SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """A run as its folder tells it; what is missing is empty."""
+
+    folder: RunFolder
+    spec: Mapping[str, Any]
+    set_by: Mapping[str, str]
+    typed: tuple[str, ...]
+    status: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    data: str  # the fingerprint of its data, from its newest checkpoint; empty before there is one
+    series: Mapping[str, Series]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What it was made of, one line each: code, versions, device."""
+        made, code = self.manifest, self.manifest.get("code", {})
+        commit = code.get("commit") or code.get("reason") or "not known"
+        lines = {
+            "code": f"{commit}{' with uncommitted changes' if code.get('dirty') else ''}",
+            "branch": str(code.get("branch") or ""),
+            "python": str(made.get("python", {}).get("version", "")),
+            "machine": str(made.get("platform", {}).get("system", "")),
+            "device": ", ".join(f"{k} {v}" for k, v in made.get("device", {}).items()),
+        }
+        lines |= {name: made.get("packages", {}).get(name, "") for name in SHOWN_PACKAGES}
+        lines |= made.get("environment", {})
+        return {name: str(value) for name, value in lines.items() if value}
+
+
+def read_run(folder: RunFolder) -> RunFacts:
+    """All facts of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
+    spec = read_mapping(folder.spec, must_exist=True)
+    overrides = read_mapping(folder.overrides)
+    return RunFacts(
+        folder,
+        redact_values(spec),
+        overrides.get("set_by", {}),
+        tuple(redact_values(overrides.get("typed", []))),
+        read_mapping(folder.status),
+        read_mapping(folder.manifest),
+        _fingerprint(folder),
+        read_metrics(folder.metrics),
+    )
+
+
+def _fingerprint(folder: RunFolder) -> str:
+    newest = max(folder.checkpoints.glob("step-*/state.json"), default=None)
+    identity = read_mapping(newest).get("identity", {}) if newest is not None else {}
+    return str(identity.get("data", "")) if isinstance(identity, dict) else ""

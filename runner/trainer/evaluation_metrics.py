@@ -1,0 +1,90 @@
+"""Statistics of answers to held-out questions: pass@k, and 95 % intervals clustered by question.
+
+The answers to one question are not independent, so a question is one observation: an estimate is the mean over
+questions of a number of each, and its variance is that among questions (Miller 2024, "Adding Error Bars to Evals",
+§2.2; arXiv 2411.00640).
+
+Legend: Q questions, n samples of a question, c of them pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import NormalDist, fmean, variance
+
+from runner.spec.evaluation import HIGH, LOW, ks_of
+
+Z = NormalDist().inv_cdf(0.975)
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Probability that one of k samples passes, unbiased from n ≥ k samples: 1 − C(n−c, k) / C(n, k).
+
+    Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1 (arXiv 2107.03374).
+    """
+    if not 1 <= k <= samples or not 0 <= passed <= samples:
+        raise ValueError(f"pass@{k} of {samples} samples, {passed} of which pass")
+    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
+
+
+def t_quantile(degrees: int) -> float:
+    """The 97.5 % quantile of Student's t, within 1 % from 4 degrees on (Abramowitz and Stegun, 26.7.5)."""
+    z, v = Z, degrees
+    terms = (
+        z,
+        (z**3 + z) / (4 * v),
+        (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2),
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3),
+    )
+    return sum(terms)
+
+
+def mean_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean over questions, by Student's t; None for fewer than two questions."""
+    if len(values) < 2:
+        return None
+    half = t_quantile(len(values) - 1) * math.sqrt(variance(values) / len(values))
+    return fmean(values) - half, fmean(values) + half
+
+
+def share_interval(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95 % interval of the mean of one share (0 to 1) per question; None for fewer than two questions.
+
+    Wilson's interval with the effective sample size p(1−p)/SE² (Korn and Graubard 1998, "Confidence Intervals for
+    Proportions with Small Expected Number of Positive Counts"), so that it stays inside 0 to 1 and has a width where
+    all questions agree.
+    """
+    if len(values) < 2:
+        return None
+    p, squared_error = fmean(values), variance(values) / len(values)
+    size = p * (1 - p) / squared_error if squared_error > 0 else float(len(values))
+    t2 = t_quantile(len(values) - 1) ** 2
+    center = (p + t2 / (2 * size)) / (1 + t2 / size)
+    half = math.sqrt(t2 * p * (1 - p) / size + t2**2 / (4 * size**2)) / (1 + t2 / size)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def with_interval(name: str, values: Sequence[float], *, share: bool) -> dict[str, float]:
+    """The mean over questions under `name`, and the bounds of its interval; nothing for no question."""
+    if not values:
+        return {}
+    bounds = (share_interval if share else mean_interval)(values)
+    return {name: fmean(values), **({} if bounds is None else {name + LOW: bounds[0], name + HIGH: bounds[1]})}
+
+
+def pass_metrics(passed: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """mean@n and pass@k of n samples of each question, with intervals. n is that of the first question."""
+    samples = len(passed[0])
+    metrics = with_interval(f"mean@{samples}", [fmean(question) for question in passed], share=True)
+    for k in ks_of(samples):
+        values = [pass_at_k(len(question), sum(question), k) for question in passed]
+        metrics |= with_interval(f"pass@{k}", values, share=True)
+    return metrics
+
+
+def component_means(components: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
+    """The mean score of each part of a reward, over the answers that it scored."""
+    names = dict.fromkeys(name for one in components for name in one)
+    known = {name: [s for one in components if (s := one.get(name)) is not None] for name in names}
+    return {name: fmean(scores) for name, scores in known.items() if scores}

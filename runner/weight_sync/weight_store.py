@@ -1,0 +1,223 @@
+"""Versions of a model's weights in files that samplers read: written tensor by tensor, mapped lazily.
+
+    tensors ──64 MiB at a time──▶ .staging-… ──renamed──▶ fixed-0000.safetensors …   the same in every version
+                                                          v7-0000.safetensors …      those of version 7
+
+While a file is written the tensors of the next one are made, and those of a version that was dropped are written over
+(`reusable_file`). A version is always complete, so that a sampler that restarts needs nothing else. Its digest
+(`weight_checksum`) identifies it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor
+
+from runner.core.errors import StorageError
+from runner.core.fsync_io import error_reason, format_bytes
+from runner.weight_sync.reusable_file import set_aside, supports_leases, write_file
+from runner.weight_sync.store_dir import ReservedDir
+from runner.weight_sync.weight_checksum import TensorDigests, combine_digests, tensor_digests
+
+FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger
+WRITERS = min(2, os.cpu_count() or 1)  # files that are written at once, beside the one whose tensors are being made
+KIND, FIXED, CHANGED = "runner", "fixed", "changed"  # in a file's metadata: what it holds
+REMEMBERED = 4096  # files whose digests are
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """One version of the weights, all of it. A tensor is read when it is asked for, and then only mapped.
+
+    digest: as it was made; None = to be computed from what the files hold, when it is first asked for
+    changed: the names that may differ from version to version; the others are the same in all versions of an attempt
+    """
+
+    def __init__(self, files: Sequence[Path], version: int, digest: str | None = None) -> None:
+        """Read the files' headers. Raises OSError or SafetensorError for missing or damaged files."""
+        self.files, self.version = tuple(files), version
+        self._digest = digest
+        self._paths: dict[str, Path] = {}
+        self._changing: list[Path] = []  # the files of this version alone
+        self._mapped: dict[Path, Any] = {}  # those that were digested, so that the next to read finds their pages
+        for path in self.files:
+            with safe_open(path, "pt") as file:
+                self._paths.update(dict.fromkeys(file.keys(), path))
+                if (file.metadata() or {}).get(KIND) != FIXED:
+                    self._changing.append(path)
+        self.changed = frozenset(name for name, path in self._paths.items() if path in self._changing)
+
+    @property
+    def digest(self) -> str:
+        """What these weights are; equal for equal names, types, shapes and bytes."""
+        if self._digest is None:
+            self._digest = self.compute_digest()
+        return self._digest
+
+    @property
+    def file_names(self) -> dict[str, str]:
+        """The name of each tensor's file."""
+        return {name: path.name for name, path in self._paths.items()}
+
+    @property
+    def num_changed_bytes(self) -> int:
+        """Size of those of this version alone."""
+        return sum(path.stat().st_size for path in self._changing)
+
+    def compute_digest(self) -> str:
+        """The digest of what the files hold now; of those that all versions share it is remembered.
+
+        The others stay mapped as long as this is there: to map them once more takes longer than to digest them.
+        """
+        known: dict[str, bytes] = {}
+        for path in self.files:
+            if path in self._changing:
+                self._mapped[path] = safe_open(path, "pt")
+                continue
+            status = path.stat()
+            known.update(_file_digests(path, status.st_ino, status.st_size, status.st_mtime_ns))
+        return combine_digests(known | tensor_digests({name: self[name] for name in self if name in self.changed}))
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._paths[name]
+        file = self._mapped.get(path) or safe_open(path, "pt")
+        found: Tensor = file.get_tensor(name)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class WeightStore:
+    """The versions that samplers may still ask for.
+
+    `put` belongs to the thread that trains; `get` may be called from another one.
+    """
+
+    def __init__(self, reserved: ReservedDir) -> None:
+        """Raises StorageError where nothing can be written."""
+        self._reserved: ReservedDir | None = reserved
+        self.folder = reserved.folder
+        self._fixed: list[Path] = []
+        self._fixed_digests: TensorDigests = {}
+        self._versions: dict[int, tuple[StoredWeights, list[Path]]] = {}
+        self._spare: list[Path] = []  # files that are to be written over
+        self._lock = threading.Lock()
+        try:
+            self._spares = supports_leases(self.folder)
+        except OSError as error:
+            raise self._full("to be", error) from error
+
+    def keep(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write what is the same in every version, before the first of them. Raises as `put`."""
+        self._fixed, self._fixed_digests = self._write_files(FIXED, tensors)
+
+    def put(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> StoredWeights:
+        """Write a version: what may have changed of it. Needs WRITERS + 1 times FILE_BYTES, and a tensor.
+
+        What is raised is raised after all tensors were taken, as others may hold pieces of them. Raises StorageError
+        where there is no room, ValueError for a tensor that was said to stay the same.
+        """
+        files, digests = self._write_files(f"v{version}", tensors)
+        if twice := digests.keys() & self._fixed_digests.keys():
+            raise ValueError(f"{len(twice)} tensors were to stay the same and are in version {version}: {min(twice)}")
+        whole = combine_digests({**self._fixed_digests, **digests})
+        made = StoredWeights([*self._fixed, *files], version, whole)
+        with self._lock:
+            self._versions[version] = made, files
+        return made
+
+    def get(self, version: int) -> StoredWeights:
+        """A version that was put and not dropped."""
+        with self._lock:
+            return self._versions[version][0]
+
+    def drop_below(self, version: int) -> None:
+        """Remove older versions; who has one mapped keeps it. The next one overwrites the others if it can."""
+        with self._lock:
+            old = [self._versions.pop(one)[1] for one in sorted(self._versions) if one < version]
+        for path in [path for files in old for path in files if path.exists()]:
+            if self._spares:
+                self._spare.append(set_aside(path))
+            else:
+                path.unlink()
+
+    def close(self) -> None:
+        """Remove everything."""
+        if self._reserved is not None:
+            self._reserved.release()
+            self._reserved = None
+
+    def _write_files(self, stem: str, tensors: Iterable[tuple[str, Tensor]]) -> tuple[list[Path], dict[str, bytes]]:
+        """Write tensors as files that begin with `stem`; these, and the tensors' digests."""
+        rest, files, digests = iter(tensors), list[Path](), dict[str, bytes]()
+        kind = {KIND: FIXED if stem == FIXED else CHANGED}
+        try:
+            with ThreadPoolExecutor(WRITERS) as pool:
+                pending: list[Future[dict[str, bytes]]] = []
+                for group in _groups(rest):
+                    files.append(self.folder / f"{stem}-{len(files):04d}.safetensors")
+                    spare = self._spare.pop(0) if self._spare else None
+                    pending.append(pool.submit(write_file, files[-1], group, kind, spare))
+                    del group  # or it would be there while the next one is made
+                    while len(pending) > WRITERS:
+                        digests.update(pending.pop(0).result())
+                for one in pending:
+                    digests.update(one.result())
+            return files, digests
+        except Exception as error:
+            for _ in rest:
+                pass
+            for path in files:
+                path.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                raise self._full(stem, error) from error
+            raise
+        finally:
+            self._drop_spare()
+
+    def _drop_spare(self) -> None:
+        """What was not needed: this version is smaller, or failed."""
+        while self._spare:
+            self._spare.pop().unlink()
+
+    def _full(self, stem: str, error: OSError) -> StorageError:
+        room = (
+            format_bytes(os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize)
+            if self.folder.is_dir()
+            else 0
+        )
+        return StorageError(
+            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} "
+            f"({room} left); make "
+            "room there (df -h /dev/shm; a container's is set by --shm-size), then: run resume"
+        )
+
+
+def _groups(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Runs of tensors on the CPU, of at most FILE_BYTES or one tensor."""
+    held: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if held and sum(one.nbytes for one in held.values()) + tensor.nbytes > FILE_BYTES:
+            yield held
+            held = {}
+        held[name] = tensor.detach().cpu().contiguous()
+    if held:
+        yield held
+
+
+@lru_cache(REMEMBERED)
+def _file_digests(path: Path, inode: int, size: int, mtime_ns: int) -> TensorDigests:
+    """The digests of the tensors in a file; the other arguments say that it is still the same one."""
+    with safe_open(path, "pt") as file:
+        return tensor_digests({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118

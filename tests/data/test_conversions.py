@@ -1,0 +1,167 @@
+"""Rows in the formats of other projects become this project's columns, and no column disappears unsaid."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.core.auto_choices import Decisions
+from runner.data.examples import AnswersExample, ChatExample, PromptExample, Reading
+from runner.data.formats import FormatCheck
+from runner.data.readers import Problems, Row, SourceLocation
+from tests.data.conftest import chat
+from tests.data.test_file import data, said, texts
+
+SHAREGPT: dict[str, Any] = {
+    "conversations": [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "2+2?"},
+        {"from": "gpt", "value": "4", "markdown": None},
+    ],
+    "id": 7,
+}
+ALPACA = {"instruction": "add", "input": "2 2", "output": "4", "history": [["hi", "hello"]], "system": "be brief"}
+BRIEF = chat("2+2?", "4", system="be brief")
+ADDED = chat("hi", "hello", "add\n2 2", "4", system="be brief")
+
+
+def check(reading: Reading, *rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
+    """Examples, the check, and the error's text or nothing."""
+    problems = Problems("data.path", "a.jsonl")
+    found = FormatCheck(problems, reading)
+    examples = list(found.examples(Row(SourceLocation("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
+    return examples, found, str(problems.error()) if problems.count else ""
+
+
+@pytest.mark.parametrize(
+    ("row", "name", "messages"),
+    [
+        (SHAREGPT, "ShareGPT", BRIEF),
+        ({"messages": SHAREGPT["conversations"]}, "ShareGPT", BRIEF),
+        ({"conversations": SHAREGPT["conversations"][1:], "system": "be brief"}, "ShareGPT", BRIEF),
+        ({"conversations": BRIEF}, "ShareGPT", BRIEF),  # with the keys role and content already
+        (ALPACA, "Alpaca", ADDED),
+        ({"instruction": "add", "input": "", "output": "4", "text": "### add"}, "Alpaca", chat("add", "4")),
+        ({"query": "2+2?", "response": "4", "system": "be brief", "history": []}, "query/response", BRIEF),
+    ],
+)
+def test_a_format_of_another_project_becomes_messages(row: Any, name: str, messages: list[Any]) -> None:
+    [example], found, message = check("sft", row)
+    assert isinstance(example, ChatExample)
+    assert (list(example.messages), str(found.format), message) == (messages, f"{name} → messages", "")
+    assert {*found.converted, *found.ignored} >= row.keys()  # no column without a word
+
+
+def test_columns_and_keys_that_are_not_read_are_known() -> None:
+    found = check("sft", SHAREGPT, {**SHAREGPT, "source": "x"})[1]
+    assert (found.converted, found.ignored) == ({"conversations"}, {"id", "source", "conversations[].markdown"})
+    assert check("sft", {**ALPACA, "text": "x"})[1].ignored == {"text"}
+
+
+def test_function_calls_and_observations_become_tool_calls_and_tool_turns() -> None:
+    turns = [
+        {"from": "human", "value": "2+2?"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
+        {"from": "observation", "value": "4"},
+        {"from": "gpt", "value": "four", "weight": 0},
+    ]
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    [example], found, message = check("sft", {"conversations": turns, "tools": json.dumps(tools)})
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    assert message == ""
+    assert (example.tools, found.ignored) == (tuple(tools), set())
+    assert list(example.messages[1:]) == [
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "four", "weight": 0},
+    ]
+
+
+def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
+    [pair], found, message = check(
+        "pairs", {"instruction": "add", "input": "", "chosen": "4", "rejected": "5", "id": 1}
+    )
+    assert message == "" and isinstance(pair, AnswersExample)
+    assert [list(answer.messages) for answer in pair.answers if isinstance(answer, ChatExample)] == [
+        chat("add", "4"),
+        chat("add", "5"),
+    ]
+    assert found.ignored == {"id"}
+    turns = {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
+    turns["chosen"]["score"] = "9"
+    [pair], found, message = check("pairs", {"conversations": SHAREGPT["conversations"][:2], **turns})
+    assert (message, found.ignored) == ("", {"chosen[].score"})
+    assert list(pair.answers[1].messages) == chat("2+2?", "5", system="be brief")
+    [judged], _, message = check("judged", {**ALPACA, "label": False})
+    assert message == "" and (list(judged.answers[0].messages), judged.facts) == (ADDED, {"good": False})
+    [prompt], found, message = check("prompts", {**ALPACA, "level": 3})
+    assert message == "" and isinstance(prompt, PromptExample)
+    assert (list(prompt.prompt), prompt.columns) == (ADDED[:-1], {"answer": "4", "level": 3})
+    [question], _, message = check("questions", SHAREGPT)
+    assert message == "" and list(question.answers[0].messages) == BRIEF
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"conversations": [{"from": "alien", "value": "x"}]},
+            "conversations[0].from: unknown speaker 'alien'; expected",
+        ),
+        (
+            {"conversations": [{"from": "human"}]},
+            "conversations[0]: no value; expected the keys from and value, found from",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "add"}]},
+            "conversations[0].value: text that is no JSON",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": '{"tool": "add"}'}]},
+            "expected objects with the keys name and arguments, found",
+        ),
+        ({**SHAREGPT, "system": "x"}, "a column system and a system turn in conversations; expected one of them"),
+        ({**ALPACA, "history": "[]"}, "column history: expected a list of [query, response]"),
+        ({**ALPACA, "instruction": None}, "column instruction: expected text, found null"),
+        ({**ALPACA, "output": ""}, "the assistant's turn is empty; expected text (read as Alpaca)"),
+        ({"query": "a"}, "found query"),
+    ],
+)
+def test_a_fault_names_the_column_of_the_data(row: Any, expected: str) -> None:
+    examples, _, message = check("sft", row)
+    assert examples == []
+    assert expected in message
+
+
+def test_a_later_row_of_another_format_is_an_error() -> None:
+    assert "column instruction: expected text, found null" in check("sft", ALPACA, SHAREGPT)[2]
+
+
+def test_own_columns_win_over_those_of_other_projects() -> None:
+    [example], found, _ = check("sft", {"messages": BRIEF, "conversations": [], "instruction": "x", "output": "y"})
+    assert list(example.messages) == BRIEF
+    assert found.ignored == {"conversations", "instruction", "output"}
+
+
+def test_a_file_trains_on_the_same_tokens_in_each_format(
+    tokenizer: Any, tmp_path: Path, jsonl: Callable[..., str]
+) -> None:
+    decide = Decisions(strict=True)
+    plain = data(tokenizer, tmp_path, path=jsonl([{"messages": BRIEF}], "a.jsonl"))
+    found = data(tokenizer, tmp_path, decide, path=jsonl([SHAREGPT], "b.jsonl"))
+    assert found.take(0, 1) == plain.take(0, 1)
+    assert "be brief" in texts(tokenizer, found, 0, 1)[0]
+    assert "ShareGPT → messages" in said(decide, "data.format")[0]
+    assert "messages made of conversations" in said(decide, "data.format")[0]
+    assert "not read: conversations[].markdown, id" in said(decide, "data.rename_columns")[0]
+
+
+def test_an_answer_that_would_be_lost_is_refused() -> None:
+    assert "the last turn and the column answer are two answers" in check("prompts", {**ALPACA, "answer": "5"})[2]
+    call = {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}
+    row = {"conversations": [SHAREGPT["conversations"][1], call]}
+    assert "the last turn is a tool call; give the prompt as `prompt`" in check("prompts", row)[2]

@@ -1,0 +1,96 @@
+"""An adapter that was trained elsewhere is trained further: under which reference, and merged where nothing adapts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig, NoAdapterConfig
+from runner.core.auto_choices import Decisions
+from runner.model import hf
+from runner.model.config import HfConfig
+from tests import command
+from tests.inference.model_folders import write_adapter, write_base
+from tests.model.zoo import CPU, LOGPROBS, batch
+
+JOB = ("model=hf", "tracker=none", "data.items=32", "data.held_out=8", "algorithm.batch_size=8", "evaluation.every=0")
+JOB = (*JOB, "schedule=constant", "checkpoint.best=null", "steps=2")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_adapter(root / "a", write_base(root / "base"))
+    return root
+
+
+def run(cwd: Path, *words: str) -> str:
+    return command.run(*words, *JOB, cwd=cwd, RUNNER_CACHE=str(cwd / "cache"))
+
+
+def losses(cwd: Path) -> list[float]:
+    lines = (cwd / "outputs/latest/metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["train/loss"] for line in lines]
+
+
+def built(path: Path, decide: Decisions, **options: Any) -> Any:
+    config = HfConfig(path=str(path), **options)
+    return hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=decide)
+
+
+def test_full_fine_tuning_of_an_adapter_begins_with_it_in_the_weights(folders: Path) -> None:
+    decide = Decisions(strict=True)
+    adapted = built(folders / "a", decide)
+    wanted = adapted.outputs(batch(), LOGPROBS)["logprobs"].detach()
+    merged = lora.train_all(NoAdapterConfig(), adapted, decide=decide)
+    assert merged.module is merged.inner and "merged into its base" in str(decide.entries[-1])
+    torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"].detach(), wanted)
+    plain = built(folders / "base", decide)
+    assert merged.trainable().keys() == plain.module.state_dict().keys() - {"lm_head.weight"} | {"lm_head.weight"}
+
+
+def test_an_adapter_is_continued_with_its_own_settings(folders: Path) -> None:
+    decide = Decisions(strict=True)
+    model = lora.attach(LoraConfig(rank=16, alpha=4), built(folders / "a", decide), decide=decide)
+    said = [str(entry) for entry in decide.entries]
+    assert any("adapter.rank: 2" in text and "16 is not used" in text for text in said)
+    assert not any("adapter.alpha" in text for text in said), "it is the adapter's own"
+    stored = load_file(folders / "a" / "adapter_model.safetensors")
+    assert sum(p.numel() for p in model.trainable().values()) == sum(tensor.numel() for tensor in stored.values())
+    changed = built(folders / "a", decide).base_fingerprint
+    assert changed["adapter"] and changed.keys() > built(folders / "base", decide).base_fingerprint.keys()
+
+
+@pytest.mark.slow
+def test_dpo_continues_the_adapter_of_sft_from_itself_or_from_the_base(folders: Path, tmp_path: Path) -> None:
+    sft = run(tmp_path, "+recipe=sft_demo", f"model.path={folders / 'base'}", "adapter=lora", "adapter.rank=4")
+    assert "error" not in sft
+    trained = (tmp_path / "outputs/latest").resolve()
+    words = ("+recipe=dpo_demo", f"model.path={folders / 'base'}", "adapter=lora", f"init_from={trained}")
+    said = run(tmp_path, *words)
+    assert "algorithm.reference: copy (the adapter that the model came with" in said
+    own = losses(tmp_path)
+    assert own[0] == pytest.approx(math.log(2), abs=1e-6), "policy and reference are the same before the first step"
+    export = (tmp_path / "outputs/latest/export").resolve()
+    assert json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folders / "base")
+    with pytest.warns(FutureWarning):  # peft's own
+        peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders / "base"), export)
+    run(tmp_path, *words, "algorithm.reference=cached")
+    assert losses(tmp_path) == pytest.approx(own, abs=1e-6)
+    run(tmp_path, "+recipe=dpo_demo", f"model.path={folders / 'a'}", "adapter=lora", "init_from=null")
+    assert losses(tmp_path)[0] == pytest.approx(math.log(2), abs=1e-6)
+    said = run(
+        tmp_path, "+recipe=dpo_demo", f"model.path={folders / 'a'}", "adapter=lora", "init_from=null",
+        "algorithm.reference=adapter",
+    )  # fmt: skip
+    assert "the base, without the adapter it came with" in said
+    assert abs(losses(tmp_path)[0] - math.log(2)) > 1e-4

@@ -1,0 +1,195 @@
+"""The engine and its client over real pipes: events, scores, refusals, and what happens when either side ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runner.adapter.config import LoraConfig
+from runner.adapter.lora import attach
+from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError
+from runner.core.subprocess import JsonLines
+from runner.inference import engine_client
+from runner.inference.engine import GenerationRequest, SamplingParams
+from runner.inference.engine_client import EngineClient, EngineLost
+from runner.inference.engine_process import EngineSettings, _load_engine, _run_and_report, run_engine
+from runner.inference.torch_engine import TorchEngine
+from tests.inference.test_torch_engine import GREEDY, run, tokens
+from tests.model.zoo import causal, rows
+
+MODEL = causal("qwen2")
+PROMPT = tuple(rows((6,))[0])
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[int, int, int, int]]:
+    """The client's ends and the engine's, each for reading and for writing."""
+    theirs, mine = os.pipe(), os.pipe()
+    yield mine[0], theirs[1], theirs[0], mine[1]
+    for descriptor in (*theirs, *mine):
+        with suppress(OSError):  # whoever used it has closed it
+            os.close(descriptor)
+
+
+@asynccontextmanager
+async def connected(
+    pipes: tuple[int, int, int, int], work: Callable[[JsonLines], None], **options: float
+) -> AsyncIterator[EngineClient]:
+    """A client of an engine in a thread, whose end of the connection closes with it."""
+    reading, writing, theirs, answers = pipes
+    codes: list[int] = []
+
+    def serve() -> None:
+        lines = JsonLines(theirs, answers)
+        codes.append(_run_and_report(lines, lambda: work(lines)))
+        os.close(answers)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    client = await EngineClient.connect(reading, writing, **options)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await asyncio.to_thread(thread.join)
+
+
+def load_nothing(folder: Path) -> None:
+    raise DataError(f"{folder}: no weights are loaded here")
+
+
+def serving(lines: JsonLines) -> None:
+    run_engine(TorchEngine(MODEL, decide=Decisions(), max_num_seqs=4), lines, load_nothing)
+
+
+async def answer(client: EngineClient, params: SamplingParams, count: int = 1) -> list[list[int]]:
+    """The ids of several answers to one prompt."""
+    found: list[list[int]] = [[] for _ in range(count)]
+    async with client.open([GenerationRequest("", PROMPT, params)] * count) as events:
+        async for event in events:
+            found[int(event.request_id)].append(event.token_id)
+    return found
+
+
+def test_answers_and_scores_are_those_of_the_engine(pipes: tuple[int, int, int, int]) -> None:
+    engine = TorchEngine(MODEL, decide=Decisions())
+    wanted = tokens(run(engine, [GenerationRequest("0", PROMPT, GREEDY)])["0"])
+    scores = engine.score(PROMPT, 2)
+    engine.close()
+
+    async def work() -> None:
+        async with connected(pipes, serving) as client:
+            several = await asyncio.gather(*(answer(client, GREEDY, 3) for _ in range(5)))
+            assert several == [[wanted] * 3] * 5 and client.num_requests == 0
+            got = await client.score(PROMPT, 2, None)
+            assert [s.logprob for s in got] == pytest.approx([s.logprob for s in scores], abs=1e-5)
+            assert [[i for i, _ in s.top_logprobs] for s in got] == [[i for i, _ in s.top_logprobs] for s in scores]
+            for refused in (answer(client, SamplingParams(adapter="x")), client.score(PROMPT, 0, "x")):
+                with pytest.raises(DataError, match="no adapter is named 'x'"):
+                    await refused
+            assert await answer(client, GREEDY) == [wanted]
+
+    asyncio.run(work())
+
+
+def test_leaving_early_cancels_the_requests(pipes: tuple[int, int, int, int]) -> None:
+    async def work() -> None:
+        async with connected(pipes, serving) as client:
+            params = SamplingParams(temperature=0, max_new_tokens=30_000, ignore_eos=True)
+            async with client.open([GenerationRequest("", PROMPT, params)] * 9) as events:
+                await anext(events)
+            assert client.num_requests == 0
+            await answer(client, GREEDY)  # which has a row at once, or it would wait for 30,000 tokens
+
+    asyncio.run(work())
+
+
+async def lost(client: EngineClient, request: Awaitable[Any]) -> EngineLost:
+    """The error of a request; every later one gets the same."""
+    with pytest.raises(EngineLost) as error:
+        await request
+    assert client.failed.is_set()
+    with pytest.raises(EngineLost):
+        await answer(client, GREEDY)
+    return error.value
+
+
+def test_an_engine_that_fails_names_its_reason_and_exit_code(pipes: tuple[int, int, int, int]) -> None:
+    broken = causal("llama")
+
+    def work(lines: JsonLines) -> None:
+        engine = TorchEngine(broken, decide=Decisions())
+        with torch.no_grad():
+            broken.causal.get_output_embeddings().weight.fill_(float("nan"))
+        run_engine(engine, lines, load_nothing)
+
+    async def check() -> None:
+        async with connected(pipes, work) as client:
+            error = await lost(client, answer(client, GREEDY, 3))
+            assert error.exit_code == 5 and "not finite" in str(error)
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_cannot_load_is_an_error_before_the_first_request(pipes: tuple[int, int, int, int]) -> None:
+    def work(lines: JsonLines) -> None:
+        raise DataError("no such thing")
+
+    async def check() -> None:
+        async with connected(pipes, work) as client:
+            error = await lost(client, client.wait_ready())
+            assert (error.exit_code, str(error)) == (3, "no such thing")
+
+    asyncio.run(check())
+
+
+def test_an_engine_that_hangs_is_noticed(pipes: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_client, "WATCH_INTERVAL_S", 0.05)
+
+    def work(lines: JsonLines) -> None:
+        while lines.receive(60) is not None:  # it reads, and answers nothing
+            pass
+
+    async def check() -> None:
+        async with connected(pipes, work, hang_timeout_s=0.2) as client:
+            error = await lost(client, answer(client, GREEDY))
+            assert error.exit_code == 6 and "sent nothing for 0.2 s" in str(error)
+
+    asyncio.run(check())
+
+
+def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
+    MODEL.module.save_pretrained(tmp_path / "base")
+    MODEL.tokenizer.save_pretrained(tmp_path / "base")
+    for seed, name in enumerate(("one", "two")):
+        tuned = attach(LoraConfig(rank=4, alpha=64), causal("qwen2"), decide=Decisions())
+        torch.manual_seed(seed)
+        for key, p in tuned.module.named_parameters():
+            if "lora_B" in key:
+                p.data.normal_()
+        tuned.module.save_pretrained(tmp_path / name)
+    base, one, two = (str(tmp_path / name) for name in ("base", "one", "two"))
+
+    def greedy(settings: EngineSettings, adapter: str | None) -> list[int]:
+        (tmp_path / "tokenizer").mkdir(exist_ok=True)
+        engine, info, _ = _load_engine(settings, tmp_path / "tokenizer")
+        assert set(info.adapters) >= ({adapter} if adapter else set())
+        params = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, adapter=adapter)
+        found = tokens(run(engine, [GenerationRequest("0", PROMPT, params)])["0"])
+        engine.close()
+        return found
+
+    both = EngineSettings(base, adapters=(one, f"second={two}"), device="cpu")
+    answers = [greedy(both, adapter) for adapter in (None, "one", "second")]
+    assert len({tuple(ids) for ids in answers}) == 3
+    assert greedy(EngineSettings(base, device="cpu"), None) == answers[0]
+    assert greedy(EngineSettings(one, base=base, device="cpu"), None) == answers[1]

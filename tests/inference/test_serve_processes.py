@@ -1,0 +1,131 @@
+"""The processes of `run serve`: slow clients, signals, and what is left when one of them is killed."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tests.inference.scripted import Server, serve, write_model
+
+LONG = {"model": "scripted", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model") / "scripted")
+
+
+@pytest.fixture
+def server(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))  # other servers of the machine have theirs
+    with serve(folder, cwd=tmp_path) as made:
+        yield made
+
+
+def ask(server: Server, body: dict[str, Any], answers: list[httpx.Response]) -> threading.Thread:
+    """A request in a thread of its own."""
+    thread = threading.Thread(
+        target=lambda: answers.append(httpx.post(f"{server.url}/completions", json=body, timeout=100))
+    )
+    thread.start()
+    return thread
+
+
+def wait_for_requests(server: Server, count: int) -> None:
+    while f"run_requests_in_flight {count}" not in httpx.get(server.url.replace("/v1", "/metrics")).text:
+        time.sleep(0.01)
+
+
+def engine(server: Server) -> psutil.Process:
+    [child] = psutil.Process(server.process.pid).children()
+    return child
+
+
+def nobody_listens(server: Server) -> bool:
+    try:
+        socket.create_connection(server.address, timeout=5).close()
+    except OSError:
+        return True
+    return False
+
+
+def leftovers(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "tmp").iterdir())
+
+
+def test_sigterm_finishes_what_is_in_flight(server: Server, tmp_path: Path) -> None:
+    answers: list[httpx.Response] = []
+    with ExitStack() as slow:
+        for _ in range(100):  # clients that never send a whole header
+            slow.enter_context(socket.create_connection(server.address)).sendall(b"POST /v1/completions HTTP/1.1\r\nH")
+        assert httpx.get(server.url.replace("/v1", "/health"), timeout=30).status_code == 200
+    assert httpx.get(f"{server.url}/models", headers={"Host": "evil.example"}).status_code == 400
+    child, thread = engine(server), ask(server, LONG, answers)
+    wait_for_requests(server, 4)
+    assert server.stop(signal.SIGTERM) == 143
+    thread.join()
+    [answer] = answers
+    assert answer.json()["usage"]["completion_tokens"] == 2000
+    assert not child.is_running() and nobody_listens(server) and not leftovers(tmp_path)
+    assert "SIGTERM: finishing 4 answers within 30 s" in server.printed.read_text()
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_a_500_and_ends_the_server(server: Server) -> None:
+    answers: list[httpx.Response] = []
+    thread = ask(server, LONG, answers)
+    wait_for_requests(server, 4)
+    engine(server).kill()
+    assert server.process.wait(60) == 1
+    thread.join()
+    assert answers[0].status_code == 500
+    assert answers[0].json()["error"]["type"] == "server_error"
+    assert "error: the engine has ended" in server.printed.read_text() and nobody_listens(server)
+
+
+@pytest.mark.slow
+def test_kill_9_leaves_no_process_and_no_file(server: Server, tmp_path: Path) -> None:
+    answers: list[Any] = []
+    child = engine(server)
+    body = {**LONG, "stream": True}
+    with httpx.stream("POST", f"{server.url}/completions", json=body, timeout=100) as answer:
+        answers.append(next(answer.iter_lines()))
+        server.stop(signal.SIGKILL)
+    end = time.monotonic() + 30
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    assert nobody_listens(server) and not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["prt=1"], "no setting named 'prt'; did you mean port=?"),
+        (["port=x"], "port=x: a whole number from 0 to 65535 is expected"),
+        (["engine=tgi"], "engine=tgi: one of auto, torch, vllm is expected"),
+        (["host=0.0.0.0"], "host=0.0.0.0: other machines could use the model without a key"),
+        (["weight_updates=true"], "weight_updates=true: whoever reaches the server could replace its model"),
+        (["weight_updates=1"], "weight_updates=1: true or false is expected"),
+        (["--api-key-file", "none"], "--api-key-file none: cannot be read"),
+        (["engine=torch", "--", "--max-model-len"], "--max-model-len: words after -- are for engine=vllm"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_anything_is_loaded(
+    folder: Path, tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from runner.cli.main import main
+
+    assert main(["serve", str(folder), "device=cpu", *words]) == 2
+    assert message in capsys.readouterr().err

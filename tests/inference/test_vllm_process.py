@@ -1,0 +1,135 @@
+"""`vllm serve` as a child: its command, and its supervision with a program in its place that speaks HTTP."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from runner.core.device_kinds import KINDS
+from runner.core.errors import EnvironmentProblem
+from runner.inference.engine_process import EngineSettings
+from runner.inference.model_source import AdapterSource, ModelSource
+from runner.inference.serve import ServeSettings
+from runner.inference.vllm_process import exported_source, vllm_command, vllm_environment
+from tests.inference.scripted import serve
+
+STAND_IN = """\
+#!{python}
+import http.server, json, os, sys, time
+words = sys.argv[1:]
+print("this is the log of", *words, flush=True)
+if "--fail" in words:
+    sys.exit("no card is free")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({{"words": words, "key": os.environ.get("VLLM_API_KEY")}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+time.sleep(3600 if "--hang" in words else 0.3)
+address = words[words.index("--host") + 1], int(words[words.index("--port") + 1])
+http.server.ThreadingHTTPServer(address, Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's folder, beside a program named vllm that is found first."""
+    program = tmp_path / "bin" / "vllm"
+    program.parent.mkdir()
+    program.write_text(STAND_IN.format(python=sys.executable))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    folder = tmp_path / "Qwen"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen2"}')
+    return folder
+
+
+def test_it_is_started_awaited_and_stopped(model: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("k")
+    key.chmod(0o600)
+    words = ["engine=vllm", "device=cpu", "--api-key-file", str(key), "--", "--max-model-len", "128"]
+    with serve(model, *words, cwd=tmp_path) as server:
+        answer = httpx.get(server.url.replace("/v1", "/health")).json()
+        assert answer["key"] == "k" and "k" not in answer["words"]
+        assert answer["words"][:2] == ["serve", str(model)] and answer["words"][-2:] == ["--max-model-len", "128"]
+        printed = server.printed.read_text()
+        assert f"engine=vllm: vllm serve {model} --host 127.0.0.1 --port {server.address[1]}" in printed
+        assert "this is the log of serve" in (tmp_path / "outputs" / "vllm-Qwen.log").read_text()
+        assert server.stop(signal.SIGTERM) == 143
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(server.url)
+
+
+def start(model: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "runner", "serve", str(model), "engine=vllm", "device=cpu", "port=0", *words]
+    return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+
+def test_one_that_ends_or_does_not_answer_is_an_error(model: Path, tmp_path: Path) -> None:
+    ended = start(model, tmp_path, "--", "--fail")
+    assert ended.returncode == 75 and "vLLM ended with code 1" in ended.stderr and "no card is free" in ended.stderr
+    late = start(model, tmp_path, "start_timeout_s=0.5", "--", "--hang")
+    assert late.returncode == 6 and "within 0.5 s; its log is outputs/vllm-Qwen.log" in late.stderr
+
+
+def test_it_ends_with_its_parent(model: Path, tmp_path: Path) -> None:
+    with serve(model, "engine=vllm", "device=cpu", cwd=tmp_path) as server:
+        server.stop(signal.SIGKILL)
+        end = time.monotonic() + 30
+        while time.monotonic() < end:
+            try:
+                httpx.get(server.url)
+            except httpx.ConnectError:
+                return
+            time.sleep(0.05)
+        pytest.fail("it still answers")
+
+
+def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path) -> None:
+    for name, rank in (("a", 4), ("b", 48)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text(json.dumps({"r": rank}))
+    adapters = tuple(AdapterSource(name, str(tmp_path / name)) for name in "ab")
+    source = ModelSource("a", "folder", "a", "/base", adapters=adapters)
+    settings = ServeSettings(port=9000, logprobs_mode="processed", vllm_options=("--seed", "1"))
+    command = vllm_command(source, EngineSettings("a", max_num_seqs=7, trust_remote_code=True), settings, KINDS["npu"])
+    assert command == [
+        *("vllm", "serve", "/base", "--host", "127.0.0.1", "--port", "9000", "--served-model-name", "a-base"),
+        *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "7"),
+        *("--enforce-eager", "--trust-remote-code", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
+        *("--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--seed", "1"),
+    ]
+    plain = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cuda"])
+    on_cpu = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cpu"])
+    assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in plain
+    assert "--enforce-eager" not in plain and "--enable-lora" not in plain and "raw_logprobs" in plain
+
+
+def test_weights_can_be_replaced_only_where_that_was_typed() -> None:
+    before = {"PATH": "/bin", "VLLM_SERVER_DEV_MODE": "1"}
+    assert vllm_environment(before, None, ServeSettings(), KINDS["npu"]) == {"PATH": "/bin"}
+    found = vllm_environment(before, "k", ServeSettings(weight_updates=True), KINDS["npu"])
+    own = {"VLLM_API_KEY": "k", "VLLM_SERVER_DEV_MODE": "1", "VLLM_ASCEND_ENABLE_NZ": "0"}
+    assert found == {"PATH": "/bin", **own}
+
+
+def test_a_run_is_served_from_its_export(tmp_path: Path) -> None:
+    run = ModelSource("latest", "run", "demo", str(tmp_path))
+    with pytest.raises(EnvironmentProblem, match="latest has none; type: run export latest"):
+        exported_source(run)
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text('{"model_type": "qwen2"}')
+    found = exported_source(run)
+    assert (found.kind, found.name, found.path) == ("folder", "demo", str((tmp_path / "export").resolve()))

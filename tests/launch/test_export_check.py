@@ -1,0 +1,135 @@
+"""An export answers like the run, or is refused: by tokens, template and log-probabilities, in another process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.adapter import lora
+from runner.adapter.config import LoraConfig
+from runner.cli.main import main
+from runner.core.auto_choices import Decisions
+from runner.core.errors import ParityError
+from runner.data.config import ChatConfig
+from runner.launch.export_check import check_export, run_prompts
+from runner.model import hf
+from runner.model.config import HfConfig
+from runner.model.tiny import byte_tokenizer
+from runner.run_dir.folder import RunFolder
+from tests.inference.model_folders import write_adapter, write_base
+from tests.model.zoo import CPU
+
+PROMPTS = ["sort 31", "hello"]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    write_adapter(root / "a", write_base(root / "base"))
+    write_adapter(root / "b", root / "base", seed=2)
+    return root
+
+
+def adapted(folders: Path) -> Any:
+    config = HfConfig(path=str(folders / "a"))
+    decide = Decisions()
+    model = hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=decide)
+    model = lora.attach(LoraConfig(), model, decide=decide)
+    model.eval()
+    return model
+
+
+@pytest.mark.slow
+def test_an_adapter_and_its_merge_answer_like_the_run_and_one_disturbed_weight_does_not(
+    folders: Path, tmp_path: Path
+) -> None:
+    model = adapted(folders)
+    model.merge_on_save()
+    model.save(tmp_path / "merged")
+    found = check_export(model, tmp_path / "merged", PROMPTS, "chat")
+    assert (found.num_prompts, found.num_tokens > 0, found.max_logprob_diff < 1e-4) == (2, True, True)
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.5
+    save_file(weights, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ParityError, match="does not answer like the run: log-probabilities"):
+        check_export(model, tmp_path / "merged", PROMPTS, "chat")
+
+
+@pytest.mark.slow
+def test_a_changed_template_a_coarse_merge_and_a_folder_that_does_not_load_are_found(
+    folders: Path, tmp_path: Path
+) -> None:
+    model = adapted(folders)
+    model.save(tmp_path / "adapter")
+    assert check_export(model, tmp_path / "adapter", PROMPTS, "chat").max_logprob_diff < 1e-4
+    changed = byte_tokenizer(512)
+    changed.chat_template = str(changed.chat_template).replace("'\\n' }}\n{%- endfor", "'\\n\\n' }}\n{%- endfor")
+    assert changed.chat_template != byte_tokenizer(512).chat_template
+    changed.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ParityError, match="renders 'sort 31' in other tokens"):
+        check_export(model, tmp_path / "adapter", PROMPTS, "chat")
+    model.merge_on_save()
+    model.save(tmp_path / "merged")
+    weights = load_file(tmp_path / "merged" / "model.safetensors")
+    coarse = {name: value.bfloat16().float() for name, value in weights.items()}
+    save_file(coarse, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ParityError, match="log-probabilities of the answer"):
+        check_export(model, tmp_path / "merged", PROMPTS, "chat")
+    (tmp_path / "merged" / "config.json").unlink()
+    with pytest.raises(ParityError, match="transformers cannot use it"):
+        check_export(model, tmp_path / "merged", PROMPTS, "chat")
+
+
+def test_the_runs_own_prompts_are_asked(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(512)
+    rows = [{"step": at, "prompt": tokenizer.apply_chat_template(
+        [{"role": "user", "content": f"sort {at % 10}"}], add_generation_prompt=True, tokenize=False)}
+        for at in range(20)]  # fmt: skip
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = run_prompts(RunFolder(tmp_path), tokenizer, "chat", ChatConfig())
+    assert len(asked) == len(set(asked)) == 8 and all(text.startswith("sort ") for text in asked)
+    assert run_prompts(RunFolder(tmp_path / "none"), tokenizer, "chat", ChatConfig())[0] == "Hello"
+
+
+def test_adapters_are_combined_and_merged_as_peft_does(folders: Path, tmp_path: Path, capsys: Any) -> None:
+    base, a, b = (str(folders / name) for name in ("base", "a", "b"))
+    words = ["export", base, "--adapter", a, "--adapter", b, "device=cpu"]
+    assert main([*words, "--combine", "linear", "--weights", "1,0", "--out", str(tmp_path / "one")]) == 0
+    assert main(["export", a, "--merge", "--out", str(tmp_path / "merged"), "device=cpu"]) == 0
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "one"), str(tmp_path / "merged")]
+    assert "convert_hf_to_gguf.py" in said.err and "ollama create merged" in said.err
+    settings = json.loads((tmp_path / "one" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == base
+    one, given = (load_file(path / "adapter_model.safetensors") for path in (tmp_path / "one", folders / "a"))
+    for name in given:
+        if name.endswith("lora_A.weight"):
+            product = one[name.replace("lora_A", "lora_B")] @ one[name] * settings["lora_alpha"] / settings["r"]
+            torch.testing.assert_close(product, given[name.replace("lora_A", "lora_B")] @ given[name] * 2)
+    shutil.rmtree(tmp_path / "merged")
+    for more, complaint in (
+        ([], "say how they become one: --combine"),
+        (["--combine", "linear", "--weights", "1", "--out", "x"], "--weights has 1 numbers for 2 adapters"),
+        (["--combine", "linear"], "--out FOLDER is needed"),
+        (["--combine", "linear", "--out", "x", "--push", "there"], "expected hub:OWNER/NAME"),
+    ):
+        assert main([*words, *more]) == 2
+        assert complaint in capsys.readouterr().err
+    assert main(["export", base, "device=cpu"]) == 2 and "is a whole model already" in capsys.readouterr().err
+
+
+def test_a_hub_that_cannot_be_reached_leaves_the_export(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    words = ["export", str(folders / "a"), "--merge", "--out", str(tmp_path / "merged"), "device=cpu"]
+    begun = time.monotonic()
+    assert main([*words, "--push", "hub:owner/name"]) == 2 and time.monotonic() - begun < 60
+    assert "the export is whole in" in capsys.readouterr().err and (tmp_path / "merged" / "config.json").exists()

@@ -1,0 +1,57 @@
+"""What the end of an attempt leaves: status.json, and the run's page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from runner.cli.job_builder import compose_job
+from runner.core.errors import Interrupted, RunnerError
+from runner.launch.run_records import status_of
+from runner.run_dir.folder import RunFolder
+
+
+@pytest.fixture
+def folder(workdir: Path) -> RunFolder:
+    """That of a run whose first step is recorded."""
+    folder = RunFolder(workdir)
+    folder.spec.write_text(yaml.safe_dump(compose_job(["+recipe=sft_demo"]).data))
+    folder.metrics.write_text('{"step": 1, "train/loss": 2.5}\n')
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("error", "state"), [(Interrupted(15, "SIGTERM after step 1"), "interrupted"), (RunnerError("too bad"), "failed")]
+)
+def test_a_run_that_did_not_finish_has_a_page_that_is_named(
+    error: RunnerError, state: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(type(error)), status_of(folder, 1):
+        raise error
+    page = folder.report.read_text()
+    assert f"{state} · step 1/200" in page and str(error) in page
+    assert capsys.readouterr().out == "report    report.html\n"
+
+
+def test_a_run_without_a_step_has_a_page_that_is_not_named(
+    folder: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder.metrics.unlink()
+    with pytest.raises(RunnerError), status_of(folder, 1):
+        raise RunnerError("no such data")
+    assert "no such data" in folder.report.read_text() and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("spec", ["name: [", "- 1\n", None], ids=["no YAML", "no mapping", "no file"])
+def test_a_page_that_cannot_be_written_is_a_warning_and_the_run_is_done(
+    spec: str | None, folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.spec.unlink() if spec is None else folder.spec.write_text(spec)
+    with status_of(folder, 1):
+        pass
+    assert json.loads(folder.status.read_text())["state"] == "done" and not folder.report.exists()
+    [line] = caplog.messages
+    assert line.startswith("report.html is not written: ") and "; write it again: run report " in line

@@ -1,0 +1,172 @@
+"""Model folders as downloads and tools leave them: each damage ends with exit code 2 or 4, naming file and cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from runner.cli.main import main
+from tests.inference.model_folders import write_adapter, write_base
+
+WEIGHTS, SHARDS = "model.safetensors", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:00ff\nsize 1234\n"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_base(tmp_path_factory.mktemp("models") / "base")
+
+
+def edit(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    weights = load_file(folder / WEIGHTS)
+    change(weights)
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def split(folder: Path) -> Path:
+    """Cut the weights in two files with an index; returns the index."""
+    weights = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    names = sorted(weights)
+    parts = names[:5], names[5:]
+    for shard, part in zip(SHARDS, parts, strict=True):
+        save_file({name: weights[name] for name in part}, folder / shard, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    files = {name: shard for shard, part in zip(SHARDS, parts, strict=True) for name in part}
+    index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+    return index
+
+
+def pointer(folder: Path) -> None:
+    (folder / WEIGHTS).write_text(POINTER)
+
+
+def pointer_for_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text(POINTER)
+
+
+def empty_shard(folder: Path) -> None:
+    split(folder)
+    (folder / SHARDS[1]).write_bytes(b"")
+
+
+def truncated(folder: Path) -> None:
+    content = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(content[:-100])
+
+
+def cut_in_the_header(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:50])
+
+
+def index_without_metadata(folder: Path) -> None:
+    index = split(folder)
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+
+
+def missing_shard(folder: Path) -> None:
+    split(folder)
+    (folder / SHARDS[0]).unlink()
+
+
+def transposed(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda weights: weights.update({name: weights[name].T.contiguous()}))
+
+
+def int8(folder: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
+
+
+def quantised(folder: Path) -> None:
+    edit(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
+
+
+def another_vocabulary(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=512)
+
+
+def small_vocabulary(folder: Path) -> None:
+    edit(folder / "config.json", vocab_size=100, pad_token_id=0, eos_token_id=0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rewrite(folder, lambda weights, name=name: weights.update({name: weights[name][:100].clone()}))  # type: ignore[misc]
+
+
+def without_tokenizer(folder: Path) -> None:
+    for path in (*folder.glob("tokenizer*"), *folder.glob("*.jinja")):
+        path.unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "qwen3", ')
+
+
+def unknown_architecture(folder: Path) -> None:
+    edit(folder / "config.json", model_type="nobody_knows", architectures=["NobodyForCausalLM"])
+
+
+SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
+    (pointer, 4, r"model.safetensors is a Git-LFS pointer"),
+    (pointer_for_tokenizer, 4, r"tokenizer.json is a Git-LFS pointer"),
+    (empty_shard, 4, "model-00002-of-00002.safetensors is empty"),
+    (truncated, 4, "model.safetensors is not whole: it has"),
+    (cut_in_the_header, 4, "model.safetensors is not whole: its header is cut off"),
+    (index_without_metadata, 4, "model.safetensors.index.json has no metadata"),
+    (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
+    (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
+    (int8, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors is I8"),
+    (quantised, 2, "quantization_config says awq"),
+    (another_vocabulary, 4, "lm_head.weight has shape [300, 32], and by config.json [512, 32]"),
+    (small_vocabulary, 2, "the tokenizer has 259 ids, the model rows for 100"),
+    (without_tokenizer, 2, "has no tokenizer"),
+    (broken_config, 4, "config.json cannot be read"),
+    (unknown_architecture, 2, "nobody_knows"),
+]
+
+
+TRAINED = (pointer, index_without_metadata, transposed, without_tokenizer)
+CASES = [("infer", *case) for case in SPOILT] + [("run", *case) for case in SPOILT if case[0] in TRAINED]
+
+
+@pytest.mark.parametrize(("verb", "spoil", "code", "said"), CASES, ids=[f"{v}-{f.__name__}" for v, f, *_ in CASES])
+def test_a_spoilt_folder_is_named_with_its_file_and_cause(
+    verb: str,
+    spoil: Callable[[Path], object],
+    code: int,
+    said: str,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    spoil(shutil.copytree(base, tmp_path / "model"))
+    train = ["+recipe=sft_demo", "model=hf", "model.path=model", "steps=1", "tracker=none", "evaluation.every=0"]
+    words = [*train, "data.items=64", "data.held_out=8"] if verb == "run" else ["infer", "model", "hi", "device=cpu"]
+    assert main(words) == code
+    shown = capfd.readouterr().err
+    assert said in shown and "Traceback" not in shown and "bug" not in shown, shown
+
+
+def test_a_damaged_adapter_is_named(base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    adapter = write_adapter(tmp_path / "a", base)
+    weights = adapter / "adapter_model.safetensors"
+    for spoil, said in (
+        (lambda: weights.write_bytes(weights.read_bytes()[:-8]), "adapter_model.safetensors is not whole"),
+        (lambda: weights.write_text(POINTER), "adapter_model.safetensors is a Git-LFS pointer"),
+        (weights.unlink, "adapter_model.safetensors cannot be read"),
+    ):
+        spoil()
+        assert main(["infer", str(adapter), "hi", "device=cpu"]) == 4
+        assert said in capfd.readouterr().err

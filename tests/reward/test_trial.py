@@ -1,0 +1,67 @@
+"""Rewards are tried on two rows before the model is loaded: in whole commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command import run
+
+SMALL = (
+    "+recipe=grpo_demo",
+    "init_from=null",
+    "model.hidden_size=16",
+    "model.layers=1",
+    "evaluation.every=0",
+    "algorithm.batch_size=2",
+    "algorithm.group_size=2",
+    "sampler.max_new_tokens=4",
+    "tracker=none",
+)
+
+
+def score_with(folder: Path, body: str) -> str:
+    (folder / "score.py").write_text(f"def score(completions, answer, **_):\n    {body}\n")
+    return "reward.path=score.py:score"
+
+
+def test_the_scores_of_two_rows_are_shown_and_recorded(tmp_path: Path) -> None:
+    path = score_with(tmp_path, "return [4.0 if c[-1]['content'] == a else -1.0 for c, a in zip(completions, answer)]")
+    said = run(*SMALL, "reward=function", path, "steps=1", cwd=tmp_path)
+    assert "row 1: 4; row 2: 4" in said and said.index("row 1: 4") < said.index("step ")
+    manifest = json.loads((tmp_path / "outputs/latest/manifest.json").read_text())
+    assert "row 1: 4; row 2: 4" in json.dumps(manifest)
+
+
+def test_a_function_that_raises_ends_the_job_before_the_model_is_loaded(tmp_path: Path) -> None:
+    """The model's folder is not there either, which is not reached."""
+    path = score_with(tmp_path, "return [int(answer[0]) / 0]")
+    said = run(*SMALL, "reward=function", path, cwd=tmp_path, code=3)
+    assert "reward raises on row 1 of the data" in said and "score.py:2" in said and "ZeroDivisionError" in said
+    assert "parameters" not in said and "reward.log" in said
+
+
+def test_a_part_of_a_sum_is_named(tmp_path: Path) -> None:
+    score_with(tmp_path, "raise KeyError('points')")
+    parts = "reward.parts=[{name:length,target:4},{name:function,path:'score.py:score'}]"
+    said = run(*SMALL, "reward=sum", parts, cwd=tmp_path, code=3)
+    assert "reward.parts[1] raises on row 1" in said and "KeyError" in said
+
+
+@pytest.mark.parametrize("body", ["return [None] * len(completions)", "return ['high'] * len(completions)"])
+def test_a_row_without_a_score_ends_nothing_and_is_not_counted(tmp_path: Path, body: str) -> None:
+    """max_failures=3 is reached by the groups of the steps alone: two of step 1, one of step 2."""
+    words = ("reward=function", score_with(tmp_path, body), "reward.max_failures=3", "steps=3")
+    said = run(*SMALL, *words, cwd=tmp_path, code=3)
+    assert "row 1: " in said and "no sample of 3 groups in a row" in said
+    lines = (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1]
+
+
+def test_the_reward_of_an_evaluation_set_is_tried_and_named(tmp_path: Path) -> None:
+    score_with(tmp_path, "raise KeyError('points')")
+    sets = "evaluation.sets={hard: {reward: {name: function, path: 'score.py:score'}}}"
+    said = run(*(word for word in SMALL if word != "evaluation.every=0"), "data.held_out=2", sets, cwd=tmp_path, code=3)
+    assert "evaluation.sets.hard.reward raises on row 1" in said and "KeyError" in said

@@ -1,0 +1,77 @@
+"""The grid of held-out answers, and intervals around curves."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from runner.tools.report.page import write_page
+from runner.tools.report.samples_grid import evaluated_samples, samples_grid, spread
+from tests.tools.report.test_pages import NASTY, a_run, checked
+
+
+def line(step: int, prompt: str, answer: str, **more: object) -> str:
+    return json.dumps({"step": step, "prompt": prompt, "answer": answer, **more}) + "\n"
+
+
+def cells(html: str) -> list[list[str]]:
+    """The texts of each row's cells."""
+    rows = re.findall(r"<tr>(.*?)</tr>", html, re.DOTALL)
+    return [[re.sub("<[^>]*>", "|", one) for one in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row)] for row in rows]
+
+
+def test_a_row_is_a_question_and_a_column_an_evaluation(tmp_path: Path) -> None:
+    lines = [
+        line(0, "2+2", "5", expected="4", exact=False, reward=0.0, sample=0),
+        line(0, "2+2", "second sample", expected="4", reward=0.0, sample=1),
+        line(3, "2+2", "a rollout", reward=1.0, version=2),
+        line(10, "2+2", "4", expected="4", exact=True, reward=1.0, turns=[{"content": "calc 2+2"}], sample=0),
+        line(10, "3+3", "6", expected="6", exact=True, set="hard"),
+        line(10, "x", 'says "version"'),
+        "damaged\n",
+    ]
+    parts = samples_grid(evaluated_samples(lines, tmp_path))
+    assert [part for part in parts if part.startswith("<h2>")] == [
+        "<h2>Held-out answers</h2>",
+        "<h2>Held-out answers: hard</h2>",
+    ]
+    own, hard = (cells(part) for part in parts if "<table" in part)
+    assert own == [
+        ["question", "step 0", "step 10"],
+        ["2+2|expected 4|", "5|reward 0|", "calc 2+2 → 4|reward 1|"],
+        ["x", "", "says &quot;version&quot;||"],
+    ]
+    assert hard[1] == ["3+3|expected 6|", "6||"]
+
+
+def test_the_first_and_the_last_evaluation_are_among_those_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
+    lines = [line(step, f"q{q}", "a") for step in range(0, 90, 10) for q in range(10)]
+    parts = samples_grid(evaluated_samples(lines, tmp_path))
+    assert cells(parts[1])[0] == ["question", *(f"step {n}" for n in spread(range(0, 90, 10), 6))]
+    assert spread(range(0, 90, 10), 6)[::5] == [0, 80]
+    assert "2 of 10 questions are in samples.jsonl only; 3 of 9 evaluations are in samples.jsonl only" in parts[2]
+
+
+def test_nothing_is_cut_without_a_mark_and_nothing_runs(tmp_path: Path) -> None:
+    [_, table] = samples_grid(evaluated_samples([line(0, NASTY, "a" * 500)], tmp_path))
+    assert "a" * 400 + "… (500 characters)" in table and "<script" not in table and "<img" not in table
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_an_interval_is_an_area_around_its_curve_and_no_curve_of_its_own(tmp_path: Path, steps: int) -> None:
+    folder = a_run(tmp_path / "run")
+    name = "eval/pass@4"
+    rows = [{"step": n, name: 0.5, f"{name}_ci_low": 0.3, f"{name}_ci_high": 0.8} for n in range(steps)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder.samples.write_text(line(0, "2+2", "4", expected="4"))
+    write_page(folder, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    seen = checked(page).seen
+    assert [attrs["data-metric"] for tag, attrs in seen if tag == "figure"] == [name]
+    [points] = [str(attrs["points"]) for tag, attrs in seen if tag == "polygon"]
+    heights = [float(one.partition(",")[2]) for one in points.split()]
+    assert len(heights) == 2 * steps and min(heights) < max(heights)
+    assert "Held-out answers" in page
