@@ -77,7 +77,9 @@ def test_a_killed_sweep_of_real_runs_goes_on_to_the_same_bits(tmp_path: Path) ->
     assert attempts == [1, 2, 1]
     for index in range(3):
         lines = folder.run(index).metrics.read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == list(range(1, 61))
+        assert [json.loads(line)["step"] for line in lines] == list(
+            range(61)
+        )  # 0: the evaluation before the first step
     run(tmp_path, *plan.jobs[1].words)
     alone = RunFolder((tmp_path / "outputs/latest").resolve())
     assert [f.read_bytes() for f in sorted(alone.checkpoints.glob("*/policy.safetensors"))][-1] == [

@@ -44,7 +44,7 @@ def compared(child: Any, folder: Path, *jobs: tuple[str, str]) -> list[str]:
 
 def assert_agrees(said: str) -> None:
     assert said.endswith("they agree\n\nended with 0"), said
-    assert re.search(r"device\.fused\.rms_norm: \d+ modules", said) and "one side only" in said
+    assert re.search(r"device\.fused_ops\.rms_norm: \d+ modules", said) and "one side only" in said
     largest = re.search(r"outputs of step 1: \d+ compared, 0 beyond .*largest difference (\S+)", said)
     assert largest is not None and float(largest[1]) < 2e-5, "float32 on both sides, in another order"
 
