@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
-from runner.algorithm.episodes.episode import Episode, EpisodeRunner
+from runner.algorithm.episode import Episode, EpisodeRunner
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
@@ -156,6 +156,10 @@ class RolloutCollector:
             Group(prompt, tuple(to_sample(*one) for one in zip(group, rewards, parts, strict=True)))
             for prompt, group, rewards, parts in zip(prompts, grouped, *self._score_groups(grouped), strict=True)
         ]
+
+    def collect_answers(self, prompts: Sequence[Prompt]) -> list[RolloutSample]:
+        """The first answer to each prompt."""
+        return [group.samples[0] for group in self.collect_groups(prompts, step=0, round=0)]
 
     def _score_groups(
         self, grouped: Sequence[Sequence[Episode]]

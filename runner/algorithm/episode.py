@@ -21,7 +21,6 @@ from runner.interfaces import (
     EnvironmentBatch,
     EnvironmentFactory,
     ExtendConversation,
-    GreedyOutput,
     Observation,
     Prompt,
     Rollout,
@@ -105,18 +104,6 @@ class EpisodeRunner:
             turn += 1
         return episodes
 
-    def run_greedy(
-        self,
-        prompts: Sequence[Prompt],
-        generate: Callable[[Sequence[Sequence[int]]], Sequence[GreedyOutput]],
-    ) -> list[Episode]:
-        """Episodes of greedy turns, which `generate` writes; their log-probabilities are NaN."""
-
-        def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
-            return [_rollout(one) for one in generate([(*episode.prompt.ids, *episode.ids) for _, episode in live])]
-
-        return self.run_episodes(prompts, write)
-
     def turn_token_limit(self, episode: Episode, max_new_tokens: int) -> int:
         """Maximum tokens of the episode's next turn. The first turn is not shortened (see data.max_length)."""
         if self.max_model_len is None or not episode.ids:
@@ -126,7 +113,7 @@ class EpisodeRunner:
     def _step_environments(
         self, live: Sequence[tuple[int, Episode]], turn: int, partners: EnvironmentBatch
     ) -> list[tuple[int, Episode]]:
-        """The episodes that continue, having heard what their environments say."""
+        """Add the environments' observations; return the episodes that continue."""
         assert self.environments is not None
         last = turn + 1 == self.environments.max_turns
         asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]
@@ -139,7 +126,7 @@ class EpisodeRunner:
         ]
 
     def _append_observation(self, episode: Episode, observation: Observation) -> bool:
-        """Let the episode hear what was said; False where that leaves no room for a turn."""
+        """Append an observation; False where that leaves no room for a turn."""
         assert self.extend is not None
         ids = self.extend(episode.ids, {"role": observation.role, "content": observation.text})
         if (
@@ -150,7 +137,3 @@ class EpisodeRunner:
             return False
         episode.append_observation(observation, ids)
         return True
-
-
-def _rollout(turn: GreedyOutput) -> Rollout:
-    return Rollout(turn.ids, (math.nan,) * len(turn.ids), None, 0, turn.finish)

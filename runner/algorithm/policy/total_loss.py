@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runner.algorithm.kl_divergence import k1, k3
 from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.config import PolicyConfig
-from runner.algorithm.policy.importance import k1, k3, sampler_mismatch, sequence_ratio, token_ratio
+from runner.algorithm.policy.importance import sampler_mismatch, sequence_ratio, token_ratio
 from runner.core.batch import Batch, row_of_tokens
 from runner.core.metrics import Metrics
 from runner.interfaces import Loss, LossFn, Outputs, Role
