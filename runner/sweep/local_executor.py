@@ -1,7 +1,7 @@
 """Jobs on this machine: child processes, each with its own cores, GPUs or NPUs.
 
-CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES hand out cards (and bound what is handed out, where the user has set
-them); cores are handed out by affinity, so that jobs do not compete for them.
+CUDA_VISIBLE_DEVICES and ASCEND_RT_VISIBLE_DEVICES assign cards (and limit them, where the user has set
+them); cores are assigned by affinity, so that jobs do not compete for them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from runner.core.device_kinds import card_kinds
+from runner.core.device_kinds import CORE, ResourceRequest, card_kinds, kind_of
+from runner.core.device_kinds import present_cards as present_cards
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import Identity as ProcessIdentity
 from runner.core.subprocess import process_identity
-from runner.device.device_kinds import present_cards as present_cards
-from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import POLL_S, Executor, ExecutorJob, Identity, Say
@@ -46,13 +45,13 @@ def visible_devices_env(need: ResourceRequest, devices: tuple[str, ...]) -> dict
 def _refuse(need: ResourceRequest, there: tuple[str, ...]) -> None:
     if need.count <= len(there):
         return
-    wants = f"a job wants {need}"
+    wants = f"a job needs {need}"
     if need.kind == "core":
-        raise EnvironmentProblem(f"{wants}, and this machine has {len(there)}; {base.LOWER_CORES}")
+        raise EnvironmentProblem(f"{wants}, but this machine has {len(there)}; {base.LOWER_CORES}")
     kind = kind_of(need.kind)
     listed = os.environ.get(kind.visible or "")
     why = f"those of {kind.nodes}" if listed is None else f"{kind.visible}={listed}"
-    raise EnvironmentProblem(f"{wants}, and {len(there)} can be used here ({why}); {base.LOWER_CARDS}")
+    raise EnvironmentProblem(f"{wants}, but {len(there)} can be used here ({why}); {base.LOWER_CARDS}")
 
 
 class LocalExecutor(Executor):
@@ -79,7 +78,7 @@ class LocalExecutor(Executor):
         self._shared = limit is not None and limit > fit
         if self._shared and kinds.keys() - {"core"}:
             there = ", ".join(f"{len(ids)} {kind_of(kind).word}(s)" for kind, ids in self._all.items())
-            raise SpecError([Problem("sweep.parallel", f"{limit} jobs do not fit at once: there are {there}")])
+            raise SpecError([Problem("sweep.parallel", f"{limit} jobs do not fit together: this machine has {there}")])
         self.parallel = min(limit or fit, len(self.needs))
         self._free = {kind: list(ids) for kind, ids in self._all.items()}
 

@@ -12,15 +12,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from typing import Any, Self
 
-from runner.core.device_kinds import card_kinds
+from runner.core.device_kinds import CORE, ResourceRequest, card_kinds, kind_of
 from runner.core.errors import EnvironmentProblem
 from runner.launch.ray.driver_connection import RayConnection, actor_options, forwarded_env, require_ray
-from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.sweep import executor as base
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Identity, JobEnd, RemoteJob, Say
-from runner.sweep.executors.local import available_devices
 from runner.sweep.job import JobAttempt, StopReason
+from runner.sweep.local_executor import available_devices
 
 WRAPPER = (sys.executable, "-P", "-m", "runner.sweep.job_wrapper")
 READ_S = 0.2  # between two looks at the status of a job
@@ -39,7 +38,7 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
         counted = {"num_cpus": there.pop("CPU"), "num_gpus": there.pop("GPU")}
         here = {**counted, "resources": {resource: count for resource, count in there.items() if count}}
         asked = {"address": options.address, "resources": here, "grace_s": options.grace_s}
-        RayConnection.__init__(self, "runner.sweep.executors.ray_driver", asked, options.grace_s)
+        RayConnection.__init__(self, "runner.sweep.ray_executor_driver", asked, options.grace_s)
         self._found: set[str] = set()  # tokens of jobs that have an actor
         self._lost: dict[str, str] = {}  # of those whose actor has ended, and why
 
@@ -90,8 +89,8 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
         if left_over := base.wait_for_saving(saving, grace_s + LATE_S, say):
             # no wrapper without an actor lets its job live so long
             raise EnvironmentProblem(
-                f"job {', '.join(map(str, left_over))} runs, and is not known to {self._cluster()}: is it another "
-                "cluster's? sweep.address names the one where the sweep began"
+                f"job {', '.join(map(str, left_over))} runs, but {self._cluster()} does not know it; set "
+                "sweep.address to the cluster where the sweep started"
             )
         known = {index: job for index, job in jobs.items() if index not in lost or job.has_ended}
         self.add(*known.values())
@@ -108,7 +107,7 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
             return None
         why = " ".join(self._lost[job.token].split())
         if job.status is not None:
-            return JobEnd(StopReason(f"lost with its node, or ended by Ray: {why}".rstrip(": "), "killed"), LATE_S)
+            return JobEnd(StopReason(f"lost with its node, or stopped by Ray: {why}".rstrip(": "), "killed"), LATE_S)
         return JobEnd(None if job.signals else StopReason(f"could not be started on Ray: {why}", "failed"), LATE_S)
 
     def signal(self, job: RemoteJob, number: int) -> None:
@@ -134,7 +133,7 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
         most = max(there, default=0)
         if need.count > most:
             word = kind_of(need.kind).word + "s"
-            has = f"{most} {word} at most, {sum(there)} in all" if most else f"no {word}"
+            has = f"at most {most} {word} per node, {sum(there)} in total" if most else f"no {word}"
             lower = base.LOWER_CORES if need.kind == "core" else base.LOWER_CARDS
-            advice = lower if most else "`ray status` lists what there is"
-            raise EnvironmentProblem(f"a job wants {need} of one node; {self._cluster()}: {has}; {advice}")
+            advice = lower if most else "`ray status` lists the resources"
+            raise EnvironmentProblem(f"a job needs {need} on one node; {self._cluster()}: {has}; {advice}")

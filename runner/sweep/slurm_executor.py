@@ -21,14 +21,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem
-from runner.launch.resources import ResourceRequest
 from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, error_text, gres_of, run_slurm, signals_all
 from runner.run_dir.folder import write_json
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Identity, JobEnd, RemoteExecutor, RemoteJob, Say
-from runner.sweep.executors.slurm_job import SAVE
 from runner.sweep.job import JobAttempt, StopReason
+from runner.sweep.slurm_executor_job import SAVE
 
 if TYPE_CHECKING:
     import submitit
@@ -44,10 +44,10 @@ ALREADY_ENDED = (
 )  # what scancel says of a job that has ended
 FORMAT = "%F|%K|%T|%k|%r"
 REASONS = {
-    "OUT_OF_MEMORY": StopReason("out of memory, says Slurm", "killed"),
-    "TIMEOUT": StopReason("the time limit of Slurm", "timeout"),
-    "NODE_FAIL": StopReason("its node failed, says Slurm", "killed"),
-    "PREEMPTED": StopReason("preempted, says Slurm"),
+    "OUT_OF_MEMORY": StopReason("out of memory (Slurm)", "killed"),
+    "TIMEOUT": StopReason("Slurm's time limit", "timeout"),
+    "NODE_FAIL": StopReason("its node failed (Slurm)", "killed"),
+    "PREEMPTED": StopReason("preempted (Slurm)"),
     "CANCELLED": StopReason("cancelled in Slurm"),
 }
 
@@ -119,13 +119,13 @@ class SlurmExecutor(RemoteExecutor):
             try:
                 run_slurm("sbatch", "--test-only", stdin=executor._make_submission_file_text("true", ""))
             except EnvironmentProblem as error:
-                raise EnvironmentProblem(f"Slurm refuses a job with {need}: {error}") from error
+                raise EnvironmentProblem(f"Slurm rejects a job with {need}: {error}") from error
 
     def describe(self) -> str:
         each = ", ".join(dict.fromkeys(str(need) for need in self.needs))
         where = f"Slurm, partition {self.options.partition}" if self.options.partition else "Slurm"
         limit = self.options.parallel
-        return f"{each} each, on {where}; " + ("as many at once as it lets" if limit is None else f"{limit} at once")
+        return f"{each} each, on {where}; " + ("Slurm sets the limit" if limit is None else f"{limit} at once")
 
     def has_room(self, need: ResourceRequest) -> bool:
         """Slurm itself holds back the jobs of a grid; those of a search are not even chosen before."""
@@ -149,7 +149,7 @@ class SlurmExecutor(RemoteExecutor):
             job.read_status()
         alive = {index for index, job in jobs.items() if self.find_end(job) is None}
         if alive:
-            say(f"Slurm still has job {', '.join(map(str, sorted(alive)))} of the sweep before: they continue")
+            say(f"job {', '.join(map(str, sorted(alive)))} of the previous sweep process continues in Slurm")
         found = {index: job for index, job in jobs.items() if index in alive or job.has_ended}
         self.add(*found.values())
         return found
@@ -167,7 +167,7 @@ class SlurmExecutor(RemoteExecutor):
         try:
             self._read_queue()
         except EnvironmentProblem as error:
-            self._say_once(f"{error}; asking again")
+            self._say_once(f"{error}; retrying")
             return
         self.version += 1
         for job in self.jobs:  # those that do not wait for their turn may wait for ever
@@ -183,9 +183,9 @@ class SlurmExecutor(RemoteExecutor):
         if job.has_ended or (reason is not None and job.status is None):  # it noted its end, or never began
             return JobEnd(reason)
         if reason is None:
-            said = f"Slurm says {entry.state}, {entry.reason}" if entry else "Slurm does not know it any more"
+            said = f"Slurm reports {entry.state}, {entry.reason}" if entry else "Slurm has no record of it"
             if job.status is None:
-                reason = StopReason(f"did not begin on its node ({said}); what it printed is in its log", "failed")
+                reason = StopReason(f"did not start on its node ({said}); see its log", "failed")
             else:
                 reason = StopReason(f"its process on {job.status.host} was killed ({said})", "killed")
         return JobEnd(
@@ -232,12 +232,12 @@ class SlurmExecutor(RemoteExecutor):
             own["dependency"] = "afterany:" + ":".join(after)  # else no limit; or `has_room` keeps it
         asked = {**submitit_options(self.options, need), "job_name": self._folder.name}
         executor = submitit_executor(path.parent, asked, own)
-        program = ["exec", sys.executable, "-P", "-m", "runner.sweep.executors.slurm_job", str(path)]
+        program = ["exec", sys.executable, "-P", "-m", "runner.sweep.slurm_executor_job", str(path)]
         command = shlex.join([*program, gres_of(self.options.gres, need), "all" if self._all_signalled else "first"])
         try:
             job: Any = executor._submit_command(command)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise EnvironmentProblem(f"Slurm refuses the jobs: {error_text('sbatch', str(error)) or error}") from error
+            raise EnvironmentProblem(f"Slurm rejects the jobs: {error_text('sbatch', str(error)) or error}") from error
         return str(job.job_id)
 
     def _send_signals(self) -> None:
@@ -257,7 +257,7 @@ class SlurmExecutor(RemoteExecutor):
                 scancel("--state=PENDING", *save)
                 scancel("--batch", f"--signal={int(SAVE)}", *save)
         except EnvironmentProblem as error:
-            self._say_once(f"{error}; what does not end within sweep.grace_s is cancelled then")
+            self._say_once(f"{error}; jobs that do not exit within sweep.grace_s are cancelled")
 
     def _say_once(self, text: str) -> None:
         if self._say is not None and text not in self._said:
@@ -278,7 +278,7 @@ def scancel(*arguments: str) -> None:
 
 
 def submitit_options(options: SweepConfig, need: ResourceRequest) -> dict[str, Any]:
-    """What one job asks for, by submitit's names; what sbatch alone knows is in `additional_parameters`."""
+    """The resources of one job, by submitit's names; others are in `additional_parameters`."""
     limit = options.timeout_s  # a minute less than Slurm's, so that a job saves and tells why it ends
     asked: dict[str, Any] = {
         "partition": options.partition,

@@ -1,6 +1,6 @@
 """Runs inside a Slurm job on its node: starts one job of a sweep, forwards signals, writes its status.
 
-sbatch ─▶ exec python -m runner.sweep.executors.slurm_job slurm/<token>.json GRES all|first
+sbatch ─▶ exec python -m runner.sweep.slurm_executor_job slurm/<token>.json GRES all|first
               └─▶ the job, or, where Slurm starts it again, what resumes it; its status in jobs/003.note.json
 
 GRES      what Slurm calls the job's cards            all       Slurm's SIGTERM reaches all processes of a job
@@ -53,11 +53,11 @@ def main(path: str, gres: str, signalled: str) -> int:
 def requeue(run: RunFolder, before: int) -> StopReason | None:
     """Put this job back into Slurm's queue, if it made more steps than it had `before`; why not, else."""
     if steps_of(run) <= before:
-        return StopReason("no step was made within the time limit of Slurm", "timeout")
+        return StopReason("no step was finished within Slurm's time limit", "timeout")
     try:
         run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
     except EnvironmentProblem as error:
-        return StopReason(f"the time limit of Slurm; {error}", "interrupted")
+        return StopReason(f"Slurm's time limit; {error}", "interrupted")
     return None
 
 
@@ -73,7 +73,7 @@ def visible_cards_env(attempt: JobAttempt, gres: str) -> dict[str, str]:
     numbers = allocated_cards(os.environ["SLURM_JOB_ID"], gres)
     if not numbers:
         seen = os.environ.get(variable, "all of them")
-        print(f"Slurm does not tell which cards are this job's (gres.conf has no File= for {gres}): it sees {seen}")
+        print(f"Slurm does not report the cards of this job (gres.conf has no File= for {gres}): it sees {seen}")
         sys.stdout.flush()
         return {}
     return {variable: ",".join(map(str, numbers))}

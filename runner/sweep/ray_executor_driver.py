@@ -75,7 +75,7 @@ class JobActor:
 
 
 class RaySweepDriver:
-    """The jobs that this driver has started or found, and what the sweep wants of them."""
+    """The jobs that this driver has started or found, and their options."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
@@ -85,7 +85,7 @@ class RaySweepDriver:
         self._said: dict[str, str] = {}
 
     def handle_request(self, what: dict[str, Any]) -> None:
-        """Do what the sweep asks."""
+        """Handle a request of the sweep."""
         token = what["token"]
         if what["do"] == "start":
             options = {"name": what["name"], "lifetime": "detached", "namespace": NAMESPACE, **what["resources"]}
@@ -134,7 +134,7 @@ class RaySweepDriver:
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Serve one sweep. `asked`: what runner.launch.ray.cluster is asked for, and grace_s."""
+    """Serve one sweep. `asked`: the request to runner.launch.ray.cluster, and grace_s."""
     lines = JsonLines.to_parent()
     driver = RaySweepDriver(lines)
     with connect_cluster(asked, lines):

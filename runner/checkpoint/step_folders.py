@@ -1,4 +1,4 @@
-"""The checkpoints/ folder, for the one process that writes it: write aside, rename, keep a number.
+"""The checkpoints/ folder: write aside, rename, keep a number; read the newest whole one.
 
     .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
                                                                      old ones ─ rename ─▶ .trash-… ─▶ gone
@@ -6,6 +6,10 @@
 A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
 begins with a dot, which the next save removes. Of several ranks each writes the tensors' pieces that it holds; all else
 is done by the first, which holds the run's lock, and the folder is renamed when every rank's pieces are on the disk.
+
+Reading verifies every checksum before a byte is used:
+
+    step-00000300 damaged, reported ──▶ step-00000200 valid ──▶ LoadedCheckpoint
 """
 
 from __future__ import annotations
@@ -17,18 +21,119 @@ import secrets
 import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from runner.checkpoint import manifest, reader, sections
+from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.manifest import DamagedCheckpoint, Manifest
-from runner.checkpoint.reader import folder_name
+from runner.checkpoint.format import DamagedCheckpoint, Manifest
 from runner.checkpoint.save_plan import SavePlan
 from runner.core import fsync_io, safetensors_layout
 from runner.core.errors import CheckpointError, Problem, SpecError, StorageError
 from runner.core.fsync_io import failpoint
 from runner.distributed.work_partition import run_on_all, run_on_rank0
-from runner.interfaces import RankCollectives
+from runner.interfaces import RankCollectives, State
+
+STEP_FOLDER = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,})")
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedCheckpoint:
+    """A whole checkpoint's step, state (tensors on the CPU) and the metric values of its step."""
+
+    step: int
+    state: dict[str, State]
+    metrics: dict[str, float]
+
+
+def folder_name(step: int) -> str:
+    """step-00000100 for 100."""
+    return f"step-{step:08d}"
+
+
+def committed_steps(root: Path) -> list[int]:
+    """The steps that were committed under `root`, ascending; whole or, since then, damaged."""
+    if not root.is_dir():
+        return []
+    try:
+        folders = [p.name for p in root.iterdir() if p.is_dir() and not p.is_symlink()]
+    except OSError as error:
+        raise StorageError(f"cannot list {root}: {fsync_io.error_reason(error)}") from error
+    numbers = (int(m[1]) for name in folders if (m := STEP_FOLDER.fullmatch(name)))
+    return sorted(numbers)
+
+
+def verify(root: Path, step: int) -> Manifest:
+    """The manifest of a step all of whose files are what was written.
+
+    Raises Damaged naming file and reason, or CheckpointError when a newer runner wrote it.
+    """
+    folder = root / folder_name(step)
+    described = format.read_manifest(folder)
+    if described.step != step:
+        raise DamagedCheckpoint(f"{format.MANIFEST_FILE} says step {described.step}, but the folder says {step}")
+    for name, record in described.files.items():
+        _verify_file(folder / name, record)
+    return described
+
+
+def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = False) -> LoadedCheckpoint | None:
+    """The newest whole checkpoint, or exactly that of `step`; None where no checkpoint was ever committed.
+
+    mapped: see `format.read`. A damaged newest one is reported and the one before it is used. Raises CheckpointError
+    when there are checkpoints and none is whole, when `step` is not there or not whole, and when the newest one needs a
+    newer runner.
+    """
+    present = committed_steps(root)
+    if step is not None:
+        return _load_exactly(root, step, present, report, mapped)
+    damage = []
+    for candidate in reversed(present):
+        try:
+            return _load_one(root, candidate, report, mapped)
+        except DamagedCheckpoint as error:
+            damage.append(f"{folder_name(candidate)}: {error}")
+            report(f"checkpoint {damage[-1]}; trying the previous one")
+    if not present:
+        return None
+    raise CheckpointError(
+        f"{root}: all {len(present)} checkpoints are damaged or incomplete:\n  "
+        + "\n  ".join(damage)
+        + "\n  restore one from a backup, or start a new run"
+    )
+
+
+def _load_exactly(root: Path, step: int, present: list[int], report: Report, mapped: bool) -> LoadedCheckpoint:
+    if step not in present:
+        have = ", ".join(map(str, present)) or "none"
+        raise CheckpointError(f"{root}: no checkpoint of step {step}; there are: {have}")
+    try:
+        return _load_one(root, step, report, mapped)
+    except DamagedCheckpoint as error:
+        others = ", ".join(str(n) for n in present if n != step) or "none"
+        raise CheckpointError(f"{root / folder_name(step)}: {error}; other steps: {others}") from error
+
+
+def _load_one(root: Path, step: int, report: Report, mapped: bool) -> LoadedCheckpoint:
+    described = verify(root, step)
+    folder = root / folder_name(step)
+    known = {format.MANIFEST_FILE, *described.files}
+    for name in sorted(p.name for p in folder.iterdir() if p.name not in known):
+        report(f"checkpoint {folder.name}: ignoring {name}, which its manifest does not list")
+    return LoadedCheckpoint(step, format.read_state(folder, described.files, mapped=mapped), dict(described.metrics))
+
+
+def _verify_file(path: Path, record: format.FileRecord) -> None:
+    try:
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise DamagedCheckpoint(f"{path.name}: has {size} bytes instead of {record.bytes}")
+        if fsync_io.sha256(path) != record.sha256:
+            raise DamagedCheckpoint(f"{path.name}: its contents do not match their checksum")
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path.name}: {fsync_io.error_reason(error)}") from error
+
 
 LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
 
@@ -68,9 +173,9 @@ class CheckpointWriter:
             staging.mkdir()
             try:
                 failpoint("checkpoint.write")
-                fsync_io.write_new(staging / sections.VALUES, agreed.values)
+                fsync_io.write_new(staging / format.VALUES, agreed.values)
                 for name, layout in agreed.layouts.items():
-                    safetensors_layout.create_file(staging / f"{name}{sections.SUFFIX}", layout)
+                    safetensors_layout.create_file(staging / f"{name}{format.SUFFIX}", layout)
             except BaseException:
                 shutil.rmtree(staging)
                 raise
@@ -79,11 +184,11 @@ class CheckpointWriter:
     def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> None:
         """What this rank has to write, on the disk."""
         if not staging.is_dir():
-            text = f"rank {rank} does not see {staging}, which rank 0 has made"
-            raise StorageError(f"{text}; the run's folder has to lie on storage that all machines share")
+            text = f"rank {rank} does not see {staging}, which rank 0 created"
+            raise StorageError(f"{text}; put the run's folder on storage that all machines share")
         with self._translate_errors(step, agreed.num_bytes):
             for name, held in agreed.pieces.items():
-                sections.write_pieces(staging / f"{name}{sections.SUFFIX}", agreed.layouts[name], held)
+                format.write_pieces(staging / f"{name}{format.SUFFIX}", agreed.layouts[name], held)
                 failpoint("checkpoint.mid_write")
 
     def _commit(self, step: int, staging: Path, agreed: SavePlan, metrics: Mapping[str, float]) -> Path:
@@ -92,7 +197,7 @@ class CheckpointWriter:
         with self._translate_errors(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
             fsync_io.write_new(
-                staging / manifest.FILE, manifest.encode(manifest.build_manifest(staging, step, metrics))
+                staging / format.MANIFEST_FILE, format.encode_manifest(format.build_manifest(staging, step, metrics))
             )
             failpoint("checkpoint.after_manifest")
             fsync_io.fsync_path(staging)
@@ -134,7 +239,7 @@ class CheckpointWriter:
         )
 
     def _next_step_text(self) -> str:
-        return f"Make space or fix the disk, then: run resume {self._root.parent}"
+        return f"Free disk space or fix the disk, then type: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
         """Remove what a process left that ended while saving; only the one writer of the run may do this."""
@@ -148,7 +253,7 @@ class CheckpointWriter:
 
     def _clear_target(self, step: int) -> None:
         """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
-        for present in (n for n in reader.committed_steps(self._root) if n >= step):
+        for present in (n for n in committed_steps(self._root) if n >= step):
             if self._verified_manifest(present) is not None:
                 says = "exists already" if present == step else f"would be older than that of step {present}"
                 raise CheckpointError(
@@ -160,21 +265,21 @@ class CheckpointWriter:
             aside = self._root / f"damaged-{target.name}-{secrets.token_hex(4)}"
             os.rename(target, aside)
             self._verified.pop(step, None)
-            self._report(f"checkpoints: the damaged {target.name} is now {aside.name}; delete it when you like")
+            self._report(f"checkpoints: the damaged {target.name} was renamed to {aside.name}; you can delete it")
 
     def _verify_written(self, step: int) -> None:
         """Read the new checkpoint back; nothing older is deleted before."""
         try:
-            self._verified[step] = reader.verify(self._root, step)
+            self._verified[step] = verify(self._root, step)
         except DamagedCheckpoint as error:
             raise StorageError(
-                f"the checkpoint just written reads back wrong: {folder_name(step)}: {error}. "
-                f"The disk or the memory is failing; older checkpoints are untouched. {self._next_step_text()}"
+                f"verification of the checkpoint just written failed: {folder_name(step)}: {error}. The disk or the "
+                f"memory is faulty; older checkpoints are unchanged. {self._next_step_text()}"
             ) from error
 
     def _delete_old(self) -> None:
         """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
-        whole = {s: m for s in reader.committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
+        whole = {s: m for s in committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
         for step in sorted(
             whole.keys() - steps_to_keep(whole, self._config.keep, best_checkpoint(self._config, whole))
         ):
@@ -188,9 +293,9 @@ class CheckpointWriter:
     def _verified_manifest(self, step: int) -> Manifest | None:
         if step not in self._verified:
             try:
-                self._verified[step] = reader.verify(self._root, step)
+                self._verified[step] = verify(self._root, step)
             except CheckpointError as error:
-                self._report(f"checkpoint {folder_name(step)}: {error}; left alone")
+                self._report(f"checkpoint {folder_name(step)}: {error}; not removed")
                 self._verified[step] = None
         return self._verified[step]
 
@@ -205,7 +310,7 @@ def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest])
 
 def _refuse_infinite(agreed: SavePlan) -> None:
     for name, pieces in agreed.pieces.items():
-        sections.refuse_infinite(name, pieces)
+        format.refuse_infinite(name, pieces)
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:

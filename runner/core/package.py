@@ -1,4 +1,4 @@
-"""Imports: large ones without garbage collection, names on first use, and entry points of packages.
+"""The installed packages: ours with conf/, recipes/ and lazy imports; plug-ins by entry points.
 
 An entry point that cannot be used is left out, and the command line says so once.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -67,7 +69,7 @@ def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
             made = use(point)
         except (Exception, SystemExit) as error:  # a foreign package may fail in any way
             why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
-            LEFT_OUT[group, point.name] = f"that of the plug-in {_distribution_name(point)} is left out: {why}"
+            LEFT_OUT[group, point.name] = f"the one of plug-in {_distribution_name(point)} is not loaded: {why}"
             _FAILED.setdefault(_distribution_name(point), {}).setdefault(why, []).append(point.name)
             continue
         yield made
@@ -78,9 +80,9 @@ def plugin_warnings() -> list[str]:
     return [
         "\n  ".join(
             [
-                f"the plug-in {owner} is not used in full",
+                f"the plug-in {owner} is only partly loaded",
                 *map(_line, failed.items()),
-                f"fix it, or: pip uninstall {owner}",
+                f"fix it, or type: pip uninstall {owner}",
             ]
         )
         for owner, failed in _FAILED.items()
@@ -89,9 +91,34 @@ def plugin_warnings() -> list[str]:
 
 def _line(failed: tuple[str, list[str]]) -> str:
     why, names = failed
-    return f"left out: {', '.join(names)} ({why})"
+    return f"not loaded: {', '.join(names)} ({why})"
 
 
 def _distribution_name(point: EntryPoint) -> str:
     """The installed package that an entry point belongs to."""
     return point.dist.name if point.dist else point.value.partition(":")[0]
+
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def conf_dir() -> Path:
+    """The shipped config groups."""
+    return _shipped_dir("conf")
+
+
+def recipes_dir() -> Path:
+    """The shipped recipes."""
+    return _shipped_dir("recipes")
+
+
+def cache_folder() -> Path:
+    """Cache of tokens, reference log-probabilities and plug-ins: $RUNNER_CACHE, else the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
+
+
+def _shipped_dir(name: str) -> Path:
+    # The wheel's copy comes first: site-packages may hold somebody else's conf/ beside our package.
+    installed = PACKAGE / f"_{name}"
+    return installed if installed.is_dir() else PACKAGE.parent / name

@@ -1,4 +1,4 @@
-"""State in sections, split into tensors (safetensors) and plain values (JSON), and put together again.
+"""Format of a checkpoint: sections of state as safetensors and JSON, and MANIFEST.json.
 
     {"policy": {"step": 3, "tensors": {...}}, "algorithm": {...}}
         │                        │
@@ -12,15 +12,25 @@ The tensors of a section are one safetensors file, written by all who hold piece
 
 Pieces are ranges of rows, whose bytes lie side by side in the file, or of columns, whose bytes do row by row: the file
 is the same whatever the layout was.
+
+MANIFEST.json lists the files. It is written last, so that an unfinished one has none.
+
+    {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
+     "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}
+
+`schema` and `digest` keep their meaning in every later schema: a newer manifest differs from a damaged one.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -28,15 +38,102 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoint.manifest import PLAIN_NAME, DamagedCheckpoint
-from runner.core.errors import RunnerError, TrainingDiverged
+from runner.core import fsync_io
+from runner.core.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.core.safetensors_layout import RESERVED, TYPES, FileLayout, compute_layout
+from runner.core.untrusted_text import parse_json
 from runner.distributed.dtensor_utils import local_slice, local_tensor
 from runner.interfaces import State
+
+SCHEMA = 1
+MANIFEST_FILE = "MANIFEST.json"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written; the message names the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and hex SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's contents; `written` is UTC in ISO 8601, for people only."""
+
+    step: int
+    written: str
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+    schema: int = SCHEMA
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(f.bytes for f in self.files.values())
+
+
+_BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def build_manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
+    """The manifest of the files that lie in `folder` now."""
+    files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(step, written, {k: float(v) for k, v in metrics.items()}, files)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's file, with its own digest."""
+    body = asdict(manifest)
+    # JSON has no NaN or infinity; as text they come back exactly.
+    body["metrics"] = {k: v if abs(v) < float("inf") else str(v) for k, v in manifest.metrics.items()}
+    return json.dumps(body | {"digest": _manifest_digest(body)}, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`. Raises Damaged, or CheckpointError when a newer runner wrote it."""
+    try:
+        body = parse_json((folder / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {fsync_io.error_reason(error)}") from error
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: not JSON ({error})") from error
+    if not isinstance(body, dict) or body.pop("digest", None) != _manifest_digest(body):
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: does not match its own digest")
+    return _decode_manifest(folder, body)
+
+
+def _decode_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
+    schema = body.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise CheckpointError(
+            f"{folder} has checkpoint schema {schema}; this runner reads up to {SCHEMA}: install the newer version "
+            "that wrote it"
+        )
+    try:
+        manifest = _BODY.validate_python(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if bad := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {bad[0]!r} is not the name of a file in its folder")
+    return manifest
+
+
+def _manifest_digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
 
 ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
 
@@ -149,7 +246,7 @@ def split_state(state: Mapping[str, State]) -> SplitState:
     tensors: dict[str, Mapping[str, Tensor]] = {}
     for name, section in state.items():
         if not PLAIN_NAME.fullmatch(name):
-            raise RunnerError(f"a section of state is called {name!r}; it must be usable as a file's name")
+            raise RunnerError(f"a state section is named {name!r}; the name must be a valid file name")
         values[name] = _to_json_value({k: v for k, v in section.items() if k != "tensors"}, name)
         if "tensors" in section:
             tensors[name] = section["tensors"]
@@ -167,8 +264,8 @@ def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
     for name, piece in pieces.items():
         if not _is_finite(piece.values):
             raise TrainingDiverged(
-                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written with it, the ones before "
-                "are untouched: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
+                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written, earlier ones are "
+                "unchanged: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
             )
 
 
