@@ -19,7 +19,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints/cpu.txt $(PIP_ARGS)
 # One file stays in one process, since its tests share what they train; in their order, so that no long one is left for the end.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# Bytecode is kept whatever the shell says, or each worker and each process of a test would compile all modules anew.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # A run of all tests of a target is worth a record; one with ARGS is not.
 RECORD ?=
@@ -55,7 +56,7 @@ test-ci: $(VENV)/.installed-dev  ## the slow tests that CI runs, which tests/ci_
 	$(PYTEST) -m slow $(shell sed '/^#/d' tests/ci_slow.txt) $(ARGS)
 
 test-all: $(VENV)/.installed-dev  ## fast and slow tests
-	$(PYTEST) -m "not soak and not cuda" $(call recorded,test-all) $(ARGS)
+	$(PYTEST) -m "not soak and not cuda" --hypothesis-profile all $(call recorded,test-all) $(ARGS)
 
 # Whoever takes this extra builds it from source, so it is no part of what developers install.
 test-deepspeed: $(VENV)/.installed-dev  ## the tests of DeepSpeed's ZeRO, fast and slow; installs the extra

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from runner.algorithm.loss_registry import built_in
 from runner.cli.conf import BESIDE, scalar
-from runner.cli.sources import plain_default
+from runner.cli.config_sources import plain_default
 from runner.interfaces.losses import INPUTS, Kind
 from runner.spec.base import ComponentConfig
 from runner.spec.job import CallbacksConfig, JobSpec

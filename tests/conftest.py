@@ -51,8 +51,9 @@ os.environ.update(_FIXED)
 # A shell without job control starts background jobs with SIGINT ignored, which every child would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Same examples in every run, no deadline on shared cores; `make soak` looks further.
-settings.register_profile("house", deadline=None, derandomize=True, database=None)
+# Same examples in every run, no deadline on shared cores; `make test-all` and `make soak` look further.
+settings.register_profile("house", deadline=None, derandomize=True, database=None, max_examples=50)
+settings.register_profile("all", deadline=None, derandomize=True, database=None)
 settings.register_profile("soak", deadline=None, max_examples=2000, database=None, print_blob=True)
 settings.load_profile("house")
 

@@ -61,7 +61,7 @@ def head(cores: int = 4) -> Iterator[Head]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     one = Head(f"http://127.0.0.1:{ports['dashboard-port']}", token, Path(folder))
     with subprocess.Popen(
-        [sys.executable, "-P", "-m", "runner.launch.ray.reaper", "tests.ray_head", json.dumps(asked)],
+        [sys.executable, "-P", "-m", "runner.launch.ray.driver_connection", "tests.ray_head", json.dumps(asked)],
         cwd=folder,
         env={**kept, **own, **PATIENT, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PATH": path, "PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,

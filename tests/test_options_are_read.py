@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -51,14 +53,18 @@ def reads(path: Path) -> Iterator[tuple[str, str]]:
             yield owner(node.value), str(node.slice.value)  # settings["project"], on the far side of a process
 
 
-READS: set[tuple[str, str, str]] = {
-    (path.parent.name, holder, attribute)
-    for path in PACKAGE.rglob("*.py")
-    if path.relative_to(PACKAGE).parts[0] not in BYSTANDERS
-    for holder, attribute in reads(path)
-}
+@cache
+def readers() -> dict[str, set[tuple[str, str]]]:
+    """(folder, what it is read from) of each place where an attribute is read, by its name."""
+    found: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] not in BYSTANDERS:
+            for holder, attribute in reads(path):
+                found[attribute].add((path.parent.name, holder))
+    return dict(found)
 
 
+@cache
 def parameters_read() -> set[str]:
     """The options of registered losses that each function with such an option reads in its body."""
     found: set[str] = set()
@@ -76,12 +82,11 @@ def is_read(section: str, field: str) -> bool:
     """Whether some code reads `field` from something that is called like a config of this section."""
     if section == "algorithm" and field in parameters_read():
         return True
-    folders = {group for group in groups_of(built_in_registry())}
-    for folder, holder, attribute in READS:
-        of_this = holder == section or (holder in CALLED | {"self"} and (folder == section or folder not in folders))
-        if attribute == field and of_this:
-            return True
-    return False
+    folders = groups_of(built_in_registry())
+    return any(
+        holder == section or (holder in CALLED | {"self"} and (folder == section or folder not in folders))
+        for folder, holder in readers().get(field, ())
+    )
 
 
 def options() -> list[tuple[str, str]]:

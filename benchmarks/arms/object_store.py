@@ -1,6 +1,6 @@
 """Weights through Ray's object store: put by one process, fetched and copied by another, in a cluster of their own.
 
-python -P -m runner.launch.ray.reaper arms.object_store '{"folder": FOLDER, "megabytes": MEGABYTES}'
+python -P -m runner.launch.ray.driver_connection arms.object_store '{"folder": FOLDER, "megabytes": MEGABYTES}'
 
 A line on stdin is a turn, and is answered by its seconds. Tensors go as arrays, which Ray maps; as tensors it would
 pickle them. There is no digest, and no other machine.

@@ -119,7 +119,7 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[SamplerPool]:
 def _store(at: Plan, megabytes: int) -> Iterator[Callable[[], float]]:
     """Two processes and Ray's object store between them: seconds of a turn."""
     asked = json.dumps({"folder": str(at.folder / "cluster"), "megabytes": megabytes})
-    words = (sys.executable, "-P", "-m", "runner.launch.ray.reaper", "arms.object_store", asked)
+    words = (sys.executable, "-P", "-m", "runner.launch.ray.driver_connection", "arms.object_store", asked)
     known = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     surroundings = harness.environment(at.threads, at.folder) | LOOPBACK | AS_LOCAL | QUIET | known
     process = subprocess.Popen(words, env=surroundings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -14,6 +14,7 @@ class AdapterConfig(ComponentConfig):
 
     group: ClassVar[str] = "adapter"
     trains_base: ClassVar[bool] = False  # whether the model's own weights are trainable
+    default_lr: ClassVar[float] = 1e-5  # of optimizer.lr=null
 
     @property
     def dropout_rate(self) -> float:
@@ -27,7 +28,7 @@ class AdapterConfig(ComponentConfig):
 
 
 class NoAdapterConfig(AdapterConfig):
-    """Full fine-tuning: every parameter learns."""
+    """Full fine-tuning: every parameter is trainable."""
 
     factory: ClassVar[str] = "runner.adapter.lora:train_all"
     name: Literal["none"] = "none"
@@ -38,20 +39,23 @@ class LoraConfig(AdapterConfig):
     """Low-rank adaptation through peft (Hu et al., 2106.09685)."""
 
     factory: ClassVar[str] = "runner.adapter.lora:attach"
+    default_lr: ClassVar[float] = (
+        1e-4  # ten times that of full fine-tuning (Schulman et al., LoRA Without Regret, 2025)
+    )
     name: Literal["lora"] = "lora"
     rank: int = Field(default=16, ge=1, description="Rank r of the update B·A.")
     alpha: float = Field(
-        default=32.0, gt=0, description="Scale: the update is multiplied by alpha/rank (alpha/√rank for rsLoRA)."
+        default=32.0, gt=0, description="Scales the update by alpha/rank (alpha/√rank with adapter.rslora)."
     )
     dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the adapter's input.")
     targets: Literal["all-linear"] | Names = Field(
         default="all-linear",
-        description="Module names that get an adapter, e.g. [q_proj,v_proj]; all-linear = every linear but the head.",
+        description="Modules that get an adapter, e.g. [q_proj,v_proj]; all-linear = all linear layers but the head.",
     )
     modules_to_save: Names = Field(
-        default=(), description="Modules trained in full beside the adapter, e.g. [lm_head]."
+        default=(), description="Modules that are fully trained in addition to the adapter, e.g. [lm_head]."
     )
-    dora: bool = Field(default=False, description="Weight-decomposed adaptation (Liu et al., 2402.09353).")
+    dora: bool = Field(default=False, description="Weight-decomposed LoRA, DoRA (Liu et al., 2402.09353).")
     rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
 
     @property

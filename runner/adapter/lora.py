@@ -22,7 +22,7 @@ M = TypeVar("M", bound=TrainableModel)
 def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
     """The same model with all parameters trainable (full fine-tuning); an adapter it came with is merged."""
     if model.module is not model.inner:
-        decide.record_fact("adapter", "merged into its base", f"{_origin(model)}, and adapter=none trains all weights")
+        decide.record_fact("adapter", "merged into its base", f"{_origin(model)}; adapter=none trains all weights")
         model = model.merge_adapter(decide=decide)
     model.module.requires_grad_(True)
     _freeze_towers(model.inner, decide)
@@ -41,7 +41,7 @@ def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
     for name in towers:
         inner.get_submodule(name).requires_grad_(False)
     if towers:
-        decide.record_fact("model", f"{', '.join(towers)} frozen", "text alone is trained, and it is not used for text")
+        decide.record_fact("model", f"{', '.join(towers)} frozen", "only text is trained, and text does not use it")
     return towers
 
 
@@ -64,8 +64,8 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
     towers = _freeze_towers(model.inner, decide)
     left_out = _unadaptable_linears(model.inner, towers) if config.targets == "all-linear" else {}
     if left_out:
-        names = ", ".join(sorted({name.rpartition(".")[2] for name in left_out}))
-        decide("adapter.targets", "all-linear", f"all-linear but {names}", next(iter(left_out.values())))
+        names = ", ".join(sorted({_short_name(name) for name in left_out}))
+        decide("adapter.targets", "all-linear", f"all-linear except {names}", next(iter(left_out.values())))
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
         r=config.rank,
@@ -82,7 +82,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
             torch.manual_seed(derive_seed(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:
-        raise SpecError([Problem("adapter.targets", f"peft cannot adapt this: {error}")]) from error
+        raise SpecError([Problem("adapter.targets", f"peft cannot add the adapter: {error}")]) from error
     for parameter in module.parameters():
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
@@ -98,12 +98,31 @@ def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
     linears = {n: part for n, part in inner.named_modules() if isinstance(part, nn.Linear) and part is not head}
     linears = {n: part for n, part in linears.items() if not n.startswith(tuple(f"{tower}." for tower in towers))}
     found = {
-        name: f"{type(part).__name__} is a linear whose output is not that of a matrix product"
+        name: f"{type(part).__name__} is a linear layer whose output is not a matrix product"
         for name, part in linears.items()
-        if type(part).forward is not nn.Linear.forward
+        if not _is_matrix_product(part)
     }
     refused = _refused_names(inner, {name.rpartition(".")[2] for name in linears})
     return found | {name: why for name in linears if (why := refused.get(name.rpartition(".")[2]))}
+
+
+@torch.no_grad()
+def _is_matrix_product(part: nn.Linear) -> bool:
+    """Whether a linear layer, perhaps with a forward of its own, gives on one row what `nn.Linear` gives."""
+    if type(part).forward is nn.Linear.forward:
+        return True
+    row = torch.linspace(-1, 1, part.in_features, dtype=part.weight.dtype, device=part.weight.device)[None]
+    wanted = nn.functional.linear(row, part.weight, part.bias)
+    got: object = part(row)
+    if not isinstance(got, torch.Tensor) or got.shape != wanted.shape:
+        return False
+    return got.is_meta or torch.allclose(got, wanted, rtol=1e-2, atol=1e-2)
+
+
+def _short_name(name: str) -> str:
+    """The last part of a module's name, with the one before it where it is a number."""
+    *_, parent, last = ("", *name.split("."))
+    return f"{parent}.{last}" if last.isdecimal() else last
 
 
 def _excluded_module_names(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
@@ -121,7 +140,7 @@ def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:
     if (blank := _blank_copy(inner)) is None:
         return {}
     called = {name.rpartition(".")[2] for name in _called_modules(blank)}
-    found = dict.fromkeys(names - called, "the model reads its weights without calling it") if called else {}
+    found = dict.fromkeys(names - called, "the model reads its weights without calling the module") if called else {}
     if _peft_objection(blank, sorted(names - found.keys())) is None:  # together: some are targets only with others
         return found
     for name in sorted(names - found.keys()):
@@ -140,7 +159,7 @@ def _peft_objection(blank: Any, names: list[str]) -> str | None:
         with warnings.catch_warnings(action="ignore"):
             peft.inject_adapter_in_model(peft.LoraConfig(r=1, target_modules=names), blank, low_cpu_mem_usage=True)
     except ValueError as error:
-        return str(error)
+        return " ".join(str(error).split())[:160]
     return None
 
 
@@ -174,10 +193,11 @@ def _called_modules(blank: Any) -> set[str]:
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():
-        # peft asks transformers under an older name; nothing a user could do about
+        # peft calls transformers by an older name; a user cannot change this
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
         warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft corrects it
         yield
 
 
@@ -194,7 +214,9 @@ def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
         ("rslora", config.rslora, there.use_rslora),
     ):
         if ours != theirs:
-            decide.record_fact(f"adapter.{option}", str(theirs), f"the adapter's own; the option's {ours} is not used")
+            decide.record_fact(
+                f"adapter.{option}", str(theirs), f"from the loaded adapter; the option's {ours} is not used"
+            )
     return model
 
 

@@ -10,10 +10,10 @@ from runner.spec.base import ITEM_COLUMNS, ComponentConfig, Dtype, Head, ItemKin
 
 
 class FrozenModelSpec(NamedTuple):
-    """A model that only scores, as a config asks for it.
+    """A frozen model that a config requests.
 
     way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
-        cached = what either says of all that the run asks for, computed before the first step
+        cached = the log-probabilities of either, computed before the first step
     path: another model, by folder or hub id, instead of either; option: says it
     revision: of the hub; dtype: of its weights, None = that of the matrix products
     """
@@ -37,13 +37,18 @@ class AlgorithmConfig(ComponentConfig):
     explain_fn: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`
     batch_size: int = Field(default=32, ge=1, description="Examples (pairs, prompts) per step, over all ranks.")
     mini_batches: int = Field(
-        default=1, ge=1, description="Optimizer steps per step; each takes an equal share of the batch."
+        default=1, ge=1, description="Optimizer updates per step; each uses an equal part of the batch."
     )
     micro_batch_tokens: int = Field(
         default=4096,
         ge=1,
-        description="Tokens that are on a device at once; changes memory and speed, never the update.",
+        description="Maximum tokens of a micro-batch on each device; changes memory and speed, never the update.",
     )
+
+    @property
+    def has_plug_in_loss(self) -> bool:
+        """Whether a registered loss of a plug-in is chosen, which may add metrics to policy/."""
+        return loss_registry.chooses_plug_in(self)
 
     @property
     def samples_per_prompt(self) -> int:
@@ -117,9 +122,9 @@ class AlgorithmConfig(ComponentConfig):
             missing = [group for group in needed if chosen[group] == "none"]
             found = [(group, f"algorithm={self.name} needs one; type {what[group]}") for group in missing]
             if not self.needs_reward and chosen["reward"] != "none":
-                found.append(("reward", f"algorithm={self.name} learns without a reward; type reward=none"))
+                found.append(("reward", f"algorithm={self.name} uses no reward; type reward=none"))
             return found
-        learns = f"algorithm={self.name} learns from given data ({ITEM_COLUMNS[self.item_kind]})"
+        learns = f"algorithm={self.name} trains on a data set ({ITEM_COLUMNS[self.item_kind]}) and does not sample"
         return [(group, f"{learns}; type {group}=none") for group, name in chosen.items() if name != "none"]
 
 
@@ -128,8 +133,7 @@ class ReferenceBasedConfig(AlgorithmConfig):
 
     dropout: bool = Field(
         default=False,
-        description="Keep the dropout of model and adapter where the policy learns: noise, as what it is compared with "
-        "has none.",
+        description="Keep dropout on in training; noisy, because reference log-probabilities are computed without it.",
     )
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {
         "reference": {"path": "reference_path", "revision": "reference_revision", "dtype": "reference_dtype"}
@@ -137,14 +141,14 @@ class ReferenceBasedConfig(AlgorithmConfig):
     reference_path: str | None = Field(
         default=None,
         min_length=1,
-        description="Another model as the reference: a folder, a run, recipe:NAME, which is run first, or a hub id; "
-        "null = the weights that this job starts from.",
+        description="Reference model: a folder, a run, a hub id, or recipe:NAME (that recipe runs first); null = the "
+        "initial weights of this job.",
     )
     reference_revision: str | None = Field(
         default=None, description="Branch, tag or commit of reference_path on the hub; null = its default branch."
     )
     reference_dtype: Dtype | None = Field(
-        default=None, description="Data type in which the reference is stored and computes; null = model.dtype."
+        default=None, description="Data type of the reference model; null = model.dtype."
     )
 
     def upstream_models(self) -> Mapping[str, str]:
@@ -165,18 +169,18 @@ class ReferenceBasedConfig(AlgorithmConfig):
     def reference_problems(self, mode: str | None, job: Any) -> list[tuple[str, str]]:
         """What is wrong with the reference, which is wanted in this way."""
         if self.reference_path is None:
-            text = "belongs to algorithm.reference_path; give that, or leave it out"
+            text = "is used only with algorithm.reference_path; set that option too, or leave this one out"
             set_ = {"reference_revision": self.reference_revision, "reference_dtype": self.reference_dtype}
             found = [(f"algorithm.{name}", text) for name, value in set_.items() if value is not None]
         elif mode is not None:
-            text = f"algorithm.reference={mode} is of what the job starts from; leave one of them out"
+            text = f"algorithm.reference={mode} uses the initial weights of this job; set only one of the two options"
             found = [("algorithm.reference_path", text)]
         elif "reference" not in self.frozen_models():
             found = [("algorithm.reference_path", f"this algorithm={self.name} has no reference model; leave it out")]
         else:
             found = []
         if mode == "adapter" and job.adapter.trains_base:
-            text = "there is no adapter to switch off; type adapter=lora, or algorithm.reference=copy"
+            text = "there is no adapter to disable; type adapter=lora, or algorithm.reference=copy"
             found.append(("algorithm.reference", text))
         return found
 
@@ -189,7 +193,7 @@ class ReferenceBasedConfig(AlgorithmConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if not self.dropout and job.adapter.dropout_rate > 0:
-            text = f"algorithm={self.name} learns without dropout; leave it out, or type algorithm.dropout=true"
+            text = f"algorithm={self.name} trains without dropout; leave it out, or type algorithm.dropout=true"
             found.append(("adapter.dropout", text))
         return found
 
@@ -201,16 +205,12 @@ class TeacherBasedConfig(AlgorithmConfig):
         "teacher": {"path": "teacher", "revision": "teacher_revision", "dtype": "teacher_dtype"}
     }
     teacher: str = Field(
-        min_length=1,
-        description="The teacher: a model's folder, a run, recipe:NAME, which is run first, or a hub id.",
+        min_length=1, description="Teacher model: a folder, a run, a hub id, or recipe:NAME (that recipe runs first)."
     )
     teacher_revision: str | None = Field(
-        default=None, description="Branch, tag or commit of a teacher on the hub; null = its default branch."
+        default=None, description="Branch, tag or commit of the teacher on the hub; null = its default branch."
     )
-    teacher_dtype: Dtype | None = Field(
-        default=None,
-        description="Data type in which the teacher is stored and computes; null = model.dtype.",
-    )
+    teacher_dtype: Dtype | None = Field(default=None, description="Data type of the teacher; null = model.dtype.")
 
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
         teacher = FrozenModelSpec(

@@ -13,8 +13,8 @@ from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 SftAggregation = Literal["token_mean", "seq_mean_token_mean"]
 SFT_AGGREGATION: Any = Field(
     default="token_mean",
-    description="How token losses become one: the mean over the step's tokens (verl, TRL), or over its sequences of "
-    "the mean over each one's tokens.",
+    description="Aggregation of token losses: the mean over all tokens of the step (verl, TRL), or the mean over "
+    "sequences of each sequence's token mean.",
 )
 
 
@@ -53,15 +53,15 @@ class DistillConfig(TeacherBasedConfig):
     scores_within_passes: ClassVar[bool] = True
     name: Literal["distill"] = "distill"
     divergence: Annotated[str, RegisteredFunction("divergence")] = Field(
-        default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or what lies between them."
+        default="forward_kl", description="KL(teacher ‖ student), KL(student ‖ teacher), or a mixture of both (JSD)."
     )
     temperature: float = Field(
         default=1.0, gt=0, description="Divides both models' logits; the divergence is multiplied by its square."
     )
     top_k: int | None = Field(
-        default=None, ge=1, description="Compare the teacher's k likeliest tokens, and the others as one; null = all."
+        default=None, ge=1, description="Compare the teacher's k most likely tokens, and all others as one; null = all."
     )
-    sft_coef: float = Field(default=0.0, ge=0, description="Weight of the given tokens' cross-entropy beside it.")
+    sft_coef: float = Field(default=0.0, ge=0, description="Weight of an added cross-entropy loss.")
 
 
 COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, OpdConfig, DistillConfig, DpoConfig, KtoConfig, RmConfig)

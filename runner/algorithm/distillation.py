@@ -28,9 +28,10 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.loss_registry import compute_selected
-from runner.core.batch import Batch, pack, split_rows, with_totals
+from runner.core.batch import Batch, pack, with_totals
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
+from runner.core.micro_batches import split_rows
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 
@@ -121,13 +122,13 @@ def build(config: DistillConfig, parts: AlgorithmInputs) -> Distillation:
     Raises SpecError for a teacher without a head of its own, and for a top_k that leaves no token out.
     """
     if config.top_k is not None and config.top_k >= len(parts.tokenizer):
-        text = f"the tokenizer has {len(parts.tokenizer)} tokens, so {config.top_k} of them are all; leave it out"
+        text = f"the tokenizer has only {len(parts.tokenizer)} tokens, so {config.top_k} selects all; leave it out"
         raise SpecError([Problem("algorithm.top_k", text)])
     teacher = parts.frozen_models["teacher"]
     try:
         loss = DistillationLoss(config, teacher, teacher.lm_head())
     except UnsupportedModelError as error:
-        text = f"{error}; take another, or algorithm=opd"
+        text = f"{error}; choose another teacher, or type algorithm=opd"
         raise SpecError([Problem("algorithm.teacher", text)]) from error
     return Distillation(config, parts.data, loss)
 

@@ -11,18 +11,18 @@ from runner.algorithm.loss_registry import resolved_options, selected_function
 from runner.algorithm.policy.config import GaeCritic, PolicyConfig, RegisteredAdvantage, TeacherLogRatio
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
-SUMS = "  p   the sum of log π over an answer's tokens, n their number; c the chosen answer, r the rejected one"
-RATIOS = "  d   the sum of log π − log π_ref over an answer's tokens"
+SUMS = "  p   the sum of log π over a completion's tokens, n their number; c the chosen completion, r the rejected one"
+RATIOS = "  d   the sum of log π − log π_ref over a completion's tokens"
 
 
 def likelihood(config: SftConfig | CptConfig, job: Any) -> Iterator[str]:
     """Of sft and cpt."""
-    where = "the answers' tokens" if isinstance(config, SftConfig) else "every token of the text"
+    where = "the completions' tokens" if isinstance(config, SftConfig) else "every token of the text"
     if config.loss_aggregation == "seq_mean_token_mean":
         yield f"loss = −Σ_t log π(token t) / (n·N), over {where}; n = their number in the sequence of token t,"
-        yield "  N = the number of sequences in the whole optimizer step   (loss_aggregation=seq_mean_token_mean)"
+        yield "  N = the number of sequences in the optimizer step   (loss_aggregation=seq_mean_token_mean)"
         return
-    yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the whole optimizer step"
+    yield f"loss = −Σ_t log π(token t) / N, over {where}; N = their number in the optimizer step"
 
 
 def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
@@ -30,11 +30,11 @@ def distillation(config: DistillConfig, job: Any) -> Iterator[str]:
     t, top = config.temperature, config.top_k
     scaled, logits = ("", "the logits") if t == 1 else (f"{t:g}²·", f"the logits / {t:g}")
     more = f" − {config.sft_coef:g}·log π(token t)" if config.sft_coef else ""
-    yield f"loss = Σ_t ({scaled}D_t{more}) / N, over the answers' tokens; N = their number in the whole optimizer step"
+    yield (f"loss = Σ_t ({scaled}D_t{more}) / N, over the completions' tokens; N = their number in the optimizer step")
     yield from _registered_formula(config, "divergence", "D")
     yield f"  P, Q   softmax of {logits} of the teacher and of the student; KL(P ‖ Q) = Σ P·(log P − log Q)"
     if top is not None:
-        yield f"      over the teacher's {top} likeliest tokens and, as one event, all others   (top_k={top})"
+        yield f"      over the teacher's {top} most likely tokens and, as one event, all others   (top_k={top})"
 
 
 def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
@@ -50,11 +50,11 @@ def pairs(config: DpoConfig, job: Any) -> Iterator[str]:
 def labeled_completions(config: KtoConfig, job: Any) -> Iterator[str]:
     """Of kto."""
     beta = config.beta
-    yield "loss = mean over the answers of the optimizer step of"
-    yield f"  {config.desirable_weight:g}·(1 − σ({beta:g}·(d − z))) for good answers"
-    yield f"  {config.undesirable_weight:g}·(1 − σ({beta:g}·(z − d))) for bad ones"
-    yield RATIOS.replace("an answer's", "the answer's")
-    yield "  z   the mean of d over answers beside other prompts of the mini-batch, at least 0, without gradient"
+    yield "loss = mean over the completions of the optimizer step of"
+    yield f"  {config.desirable_weight:g}·(1 − σ({beta:g}·(d − z))) for desirable completions"
+    yield f"  {config.undesirable_weight:g}·(1 − σ({beta:g}·(z − d))) for undesirable completions"
+    yield RATIOS.replace("a completion's", "the completion's")
+    yield "  z   KL baseline: mean of d over completions with other prompts of the mini-batch, at least 0, no gradient"
 
 
 def scores(config: RmConfig, job: Any) -> Iterator[str]:
@@ -62,7 +62,7 @@ def scores(config: RmConfig, job: Any) -> Iterator[str]:
     margin = " − margin" if config.use_margin else ""
     center_rewards_coef = f" + {config.center_rewards_coef:g}·(s_c + s_r)²" if config.center_rewards_coef else ""
     yield f"loss = mean over the pairs of the optimizer step of  −log σ(s_c − s_r{margin}){center_rewards_coef}"
-    yield "  s   the score of the whole row, read at its last token; c the chosen answer, r the rejected one"
+    yield "  s   the score of the sequence, at its last token; c the chosen completion, r the rejected one"
 
 
 def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
@@ -72,12 +72,12 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
     yield from _registered_formula(config, "policy_loss", "L")
     yield f"  r   {_ratio(config)}   (importance_sampling_level={config.importance_sampling_level})"
     if config.max_log_ratio is not None:
-        yield f"      logarithms of ratios are kept within ±{config.max_log_ratio:g}   (max_log_ratio)"
+        yield f"      log-ratios are clamped to ±{config.max_log_ratio:g}   (max_log_ratio)"
     yield f"  π_old   {_old_policy(config)}"
     yield from _advantage(config)
     if config.correction != "none":
         yield from _registered_formula(config, "correction", "c")
-        level, of = config.resolved_options.correction_level, {"token": "the token", "sequence": "the whole answer"}
+        level, of = config.resolved_options.correction_level, {"token": "the token", "sequence": "the whole completion"}
         yield f"      ρ = π_old / π_sampler of {of[level]}   (correction_level={level})"
     if config.has_kl:
         adapted = "" if config.kl_target is None else f", adapted towards a KL of {config.kl_target:g} per token"
@@ -86,7 +86,7 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
         yield f"  β   {config.resolved_options.kl_coef:g}{adapted}"
     yield from _groups(config)
     if (critic := config.gae_critic) is not None:
-        clip = "" if critic.clip is None else f", V kept within ±{critic.clip:g} of its old value"
+        clip = "" if critic.clip is None else f", V clipped to ±{critic.clip:g} around its old value"
         error = f"½(V_t − (A_t + V_t,old))²{clip}"
         if critic.role == "policy":
             yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
@@ -105,7 +105,7 @@ def _loss_terms(config: PolicyConfig) -> str:
 
 def _ratio(config: PolicyConfig) -> str:
     if config.importance_sampling_level == "sequence":
-        return "exp(mean over the answer's tokens of log π − log π_old), with each token's own gradient"
+        return "exp(mean over the completion's tokens of log π − log π_old), with each token's own gradient"
     return "π / π_old of the token"
 
 
@@ -124,7 +124,7 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
             ddof = critic.whiten_ddof
             white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
             text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
-            yield f"  A   {text}; the reward stands on the last token{penalty}"
+            yield f"  A   {text}; the reward is on the last token{penalty}"
         case TeacherLogRatio():
             yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
         case RegisteredAdvantage():
@@ -135,16 +135,16 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
 
 def _groups(config: PolicyConfig) -> Iterator[str]:
     if config.needs_reward:
-        less = ", less the KL," if config.kl_location == "reward" else ""
+        less = ", minus the KL," if config.kl_location == "reward" else ""
         yield f"  groups whose rewards{less} are all equal are {_zero_variance_groups(config)}"
     if config.mask_truncated:
-        yield "  answers cut off at max_new_tokens are left out of the loss"
+        yield "  completions truncated at max_new_tokens are masked out of the loss"
 
 
 def _zero_variance_groups(config: PolicyConfig) -> str:
     what = {
         "keep": "kept",
-        "drop": "left out, and counted in w" if config.counts_dropped_groups else "left out",
+        "drop": "dropped, but counted in w" if config.counts_dropped_groups else "dropped",
         "resample": f"replaced by new prompts, up to {config.max_rounds} rounds",
     }
     return what[config.zero_variance_policy]

@@ -20,10 +20,10 @@ from typing import Any, Literal, TypeVar, get_args
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
 from runner.core.errors import RunnerError
-from runner.core.imports import load_plugins
+from runner.core.package import load_plugins
 from runner.interfaces.losses import Kind, Option, Registration, registration_of
 
-BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "divergences")
+BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "kl_divergence")
 ENTRY_POINT_GROUP = "runner.losses"
 
 Functions = Mapping[Kind, Mapping[str, Registration]]  # kind → name → function
@@ -121,6 +121,11 @@ def choices(cls: type[BaseModel]) -> dict[str, Kind]:
     """The options of a config class whose values are registered functions, each with its kind."""
     found = ((name, one) for name, info in cls.model_fields.items() for one in info.metadata)
     return {name: one.kind for name, one in found if isinstance(one, RegisteredFunction)}
+
+
+def chooses_plug_in(config: BaseModel) -> bool:
+    """Whether a config names a function of a plug-in."""
+    return any(getattr(config, name) in plug_ins()[kind] for name, kind in choices(type(config)).items())
 
 
 def plug_in_options(cls: type[BaseModel]) -> set[str]:

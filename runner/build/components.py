@@ -16,11 +16,9 @@ from runner.algorithm.base import FrozenModelSpec
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
-from runner.core.paths import cache_folder
+from runner.core.package import cache_folder
 from runner.core.rng import derive_seed
-from runner.data.config import DataConfig
 from runner.interfaces import (
-    Data,
     Device,
     GenerativeModel,
     Model,
@@ -31,9 +29,10 @@ from runner.interfaces import (
 from runner.model.flops import ModelFlops
 from runner.model.initial_weights import DTYPES, InstallFusedOps
 from runner.model.transformers_model import TransformersModel
+from runner.optimizer.config import OptimizerConfig
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
-from runner.spec.base import Dtype, Head, ItemKind
+from runner.spec.base import Dtype, Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
 from runner.trainer.learner import LocalLearner
@@ -51,13 +50,13 @@ def build_device(spec: JobSpec, decide: Decisions) -> Device:
     _check_dtypes(spec, device)
     report_float32(spec, decide)
     if spec.model.activation_offloading and device.torch_device.type == "cpu":  # which device=auto has become
-        text = f"device={spec.device.name} is the CPU here, whose activations are in the host's memory already"
+        text = f"device={spec.device.name} is the CPU here, which already has activations in host memory"
         raise SpecError([Problem("model.activation_offloading", f"{text}; leave it out")])
     return device
 
 
 def _check_dtypes(spec: JobSpec, device: Device) -> None:
-    """Raise SpecError for every data type that is asked for and that the device cannot compute with."""
+    """Raise SpecError for every requested data type that the device cannot compute with."""
     asked: dict[str, Dtype] = {"model.dtype": spec.model.compute_dtype}
     if spec.algorithm.needs_reward and (reward := spec.reward.model_dtype()):
         asked["reward.dtype"] = reward
@@ -71,7 +70,7 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
     """Say what a card gives up that computes in float32."""
     reached = spec.device.float32_peak
     if spec.model.compute_dtype == "float32" and reached is not None:
-        decide.record_fact("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 can reach the full peak")
+        decide.record_fact("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 reaches the full peak")
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
@@ -85,24 +84,6 @@ def build_tokenizer(spec: JobSpec) -> Any:
 
         tokenizer.chat_template = load_template(spec.chat.template)
     return tokenizer
-
-
-def build_data(
-    spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
-) -> Data:
-    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
-    config = config or spec.data
-    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
-    data: Data = default_registry().factory(config)(
-        config,
-        tokenizer=tokenizer,
-        chat=chat,
-        seed=spec.seed,
-        decide=decide,
-        cache_dir=cache_folder(),
-        kind=kind or spec.algorithm.item_kind,
-    )
-    return data
 
 
 def build_model(
@@ -207,7 +188,8 @@ def build_learner(
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
     _configure_dropout(spec, model, world.replica_peers, decide)
-    optimizer = registry.factory(spec.optimizer)(spec.optimizer, parameters=model.trainable(), decide=decide)
+    config = _with_learning_rate(spec, decide)
+    optimizer = registry.factory(config)(config, parameters=model.trainable(), decide=decide)
     make: Callable[..., LocalLearner] = LocalLearner
     if spec.parallelism.deepspeed:
         from runner.parallelism.deepspeed_zero import DeepSpeedZero
@@ -217,7 +199,7 @@ def build_learner(
     return make(
         model,
         optimizer,
-        lr=spec.algorithm.learning_rate(role, spec.optimizer.lr),
+        lr=spec.algorithm.learning_rate(role, config.learning_rate),
         clip_norm=spec.optimizer.clip_norm,
         factor=registry.factory(spec.schedule)(spec.schedule, steps=spec.steps),
         budget=spec.algorithm.micro_batch_tokens,
@@ -231,15 +213,23 @@ def build_learner(
     )
 
 
+def _with_learning_rate(spec: JobSpec, decide: Decisions) -> OptimizerConfig:
+    """The optimizer's config, with the learning rate of the adapter where none was given."""
+    lr, given = spec.adapter.default_lr, spec.optimizer.lr is not None
+    if not given:
+        decide.record_fact("optimizer.lr", f"{lr:g}", f"the default with adapter={spec.adapter.component_name()}")
+    return spec.optimizer if given else spec.optimizer.model_copy(update={"lr": lr})
+
+
 def _configure_dropout(spec: JobSpec, model: TrainableModel, peers: RankCollectives, decide: Decisions) -> None:
-    """On or off, as the algorithm says. Raises SpecError where it was asked for and there is none."""
+    """On or off, as the algorithm says. Raises SpecError where it was requested and there is none."""
     if spec.algorithm.is_dropout_requested() and not model.dropout_rate():
-        text = f"{type(model.inner).__name__} has no dropout to keep, and no adapter.dropout is set; leave it out"
+        text = f"{type(model.inner).__name__} has no dropout, and adapter.dropout is not set; leave it out"
         raise SpecError([Problem("algorithm.dropout", text)])
     if not spec.algorithm.is_dropout_enabled() and (rate := model.disable_dropout()):
         decide.record_fact("algorithm.dropout", "off", f"{type(model.inner).__name__} has a dropout of up to {rate:g}")
     if peers.size > 1 and (rate := model.dropout_rate()):
-        text = f"each of {peers.size} ranks draws for itself, so that another number of them learns otherwise"
+        text = f"each of the {peers.size} ranks has its own random stream, so results depend on the number of ranks"
         decide.record_fact("algorithm.dropout", f"up to {rate:g}", text)
 
 
@@ -269,7 +259,7 @@ def build_frozen_model(
     way = wanted.mode or ("copy" if spec.adapter.trains_base or continues else "adapter")
     if continues and wanted.path is None:
         text = "the adapter that the model came with" if way == "copy" else "the base, without the adapter it came with"
-        decide.record_fact(f"algorithm.{role}", way, f"{text}; the other one: algorithm.reference={_other(way)}")
+        decide.record_fact(f"algorithm.{role}", way, f"{text}; to change it: algorithm.reference={_other(way)}")
     model: TrainableModel = policy
     during: Callable[[], AbstractContextManager[Any]] = nullcontext
     if wanted.path is not None:
@@ -294,8 +284,8 @@ def _other(way: str) -> str:
 def _check_equal_layouts(model: TrainableModel, policy: GenerativeModel, world: ParallelContext, role: str) -> None:
     """Raise SpecError where ranks might wait forever, as another layout cuts micro-batches differently."""
     if world.mesh.dp_shard * world.mesh.ep > 1 and model.is_padded != policy.is_padded:
-        text = f"algorithm.{role} takes {model.layout} rows and the model {policy.layout} ones, which in pieces"
-        text = f"{text} (parallelism.dp_shard, parallelism.ep) has to be the same; type padded"
+        text = f"algorithm.{role} uses the {model.layout} layout and the model the {policy.layout} one; sharded models"
+        text = f"{text} (parallelism.dp_shard, parallelism.ep) need the same one; type padded"
         raise SpecError([Problem("model.batch_layout", text)])
 
 
@@ -319,8 +309,8 @@ def build_other_model(
 
 
 def longest_row(spec: JobSpec) -> int:
-    """Tokens of the longest row that a model may meet."""
-    return spec.data.max_length + spec.sampler.answer_tokens()
+    """Tokens of the longest row that a model may meet; an item counts as 0 while data.max_length is null."""
+    return (spec.data.max_length or 0) + spec.sampler.answer_tokens()
 
 
 def build_store(spec: JobSpec, folder: RunFolder) -> CheckpointStore:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from runner.algorithm.episodes.episode import EpisodeRunner
-from runner.algorithm.episodes.rollouts import RolloutCollector
-from runner.build.components import build_data
-from runner.build.conversations import build_environments, build_extend
+from runner.algorithm.rollouts import AnswerSampler, RolloutCollector
+from runner.build.data import build_data, build_environments, build_extend
 from runner.build.rewards import MakeReward, refuse_missing_columns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
@@ -25,18 +22,17 @@ from runner.interfaces import (
     Model,
     Prompt,
     Reward,
-    StopCriterion,
     TrainableModel,
     as_generative,
 )
 from runner.parallelism.parallel_context import ParallelContext
-from runner.parallelism.rollout_partition import PartitionedAnswerer, PartitionedSampler
+from runner.parallelism.rollout_partition import PartitionedSampler
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.sampling import StopCriteria
 from runner.sampler.torch import TorchSampler
 from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
-from runner.trainer.answer_evaluator import AnswerEvaluator, GreedySampler, ShorteningSampler, question_prompts
+from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, question_prompts
+from runner.trainer.choice_evaluator import ChoiceEvaluator, ScoreRows, score_rows
 from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
@@ -71,19 +67,20 @@ def build_evaluation(
         known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         own.append(lambda: held_out.evaluate(known))
     policy = as_generative(model)
-    answers = None if policy is None else AnswerParts(spec, policy, world, decide, make_reward, environments, extend)
+    parts = (world, decide, make_reward, environments, extend, partial(score_rows, learner))
+    answers = None if policy is None else AnswerParts(spec, policy, *parts)
     if questions and answers is not None:
         own += _own_answers(spec, questions, answers, learner)
-    sets = [] if answers is None else [_set_answers(one, answers) for one in spec.evaluation.decoded_sets()]
+    sets = [] if answers is None else [build_set(one, answers).evaluate for one in spec.evaluation.decoded_sets()]
     if answers is None and spec.evaluation.sets:
-        text = f"algorithm={spec.algorithm.name} trains a model that gives no answers; leave it out"
+        text = f"algorithm={spec.algorithm.name} trains a model that does not generate text; leave it out"
         raise SpecError([Problem("evaluation.sets", text)])
     if not own and not sets:
         decide(
             "evaluation",
             f"every {spec.evaluation.every} steps",
             "none",
-            f"data={spec.data.name} holds nothing out; to say so: evaluation.every=0",
+            f"data={spec.data.name} has no held-out rows; to remove this line: evaluation.every=0",
         )
         return None
     return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)
@@ -100,20 +97,13 @@ class AnswerParts:
     make_reward: MakeReward
     environments: EnvironmentFactory | None
     extend: ExtendConversation | None
+    score: ScoreRows
+    make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
 
     @property
     def longest(self) -> int | None:
         """Most tokens of prompt and answer together; None = no limit."""
         return None if self.policy.length_limit is None else self.policy.length_limit[0]
-
-    def answerer(self) -> PartitionedAnswerer:
-        """What gives greedy answers, on all ranks."""
-        full_params = partial(self.world.summon_full_params, self.policy)
-        return PartitionedAnswerer(self.policy, self.world.world_peers, full_params)
-
-    def runner(self) -> EpisodeRunner:
-        """Runs episodes in the environments."""
-        return EpisodeRunner(self.policy.tokenizer, self.environments, self.extend, self.longest)
 
     def evaluator(
         self,
@@ -128,36 +118,38 @@ class AnswerParts:
         section = f"evaluation.sets.{name}" if name else "evaluation"
         asked = [question for question in questions if question.prompt_ids]
         _check_room(asked, options.max_new_tokens, self.policy.length_limit, self.decide, section)
-        tokenizer, limit = self.policy.tokenizer, options.max_new_tokens
-        seed = derive_seed(self.spec.seed, "evaluation", name)
-        sampler = self._sampler(options) if options.samples else self._greedy_sampler(limit)
-        size = options.samples or 1
         prefix = f"eval/{name}" if name else "eval"
         return AnswerEvaluator(
             asked,
-            askable(asked, tokenizer, limit, self.decide, f"{prefix}/exact_match", section),
-            RolloutCollector(sampler, reward, tokenizer, seed, size, self.environments, self.extend),
+            askable(
+                asked, self.policy.tokenizer, options.max_new_tokens, self.decide, f"{prefix}/exact_match", section
+            ),
+            self.collector(name, options, reward),
             prefix,
             section,
             options.pass_threshold,
             exact_match,
         )
 
-    def _greedy_sampler(self, limit: int) -> GreedySampler:
-        finish = _stop_criterion(self.spec, self.policy.tokenizer)
-        return GreedySampler(self.answerer(), limit, self.longest, self.spec.evaluation.batch_size, finish)
+    def collector(self, name: str, options: AnswersConfig, reward: Reward | None) -> RolloutCollector:
+        """What writes the answers and has them scored; name: of the set, empty for the job's own."""
+        tokenizer, seed = self.policy.tokenizer, derive_seed(self.spec.seed, "evaluation", name)
+        sampler = (self.make_sampler or self._sampler)(options)
+        return RolloutCollector(sampler, reward, tokenizer, seed, options.samples or 1, self.environments, self.extend)
 
     def _sampler(self, options: AnswersConfig) -> ShorteningSampler:
         """The policy itself, whatever samples for training: its weights are those of the step."""
+        # an evaluated answer ends where a sampled one of the job does
         strings, ids = self.spec.sampler.stop_criteria() if self.spec.algorithm.needs_sampler else ((), ())
         config = TorchSamplerConfig(
             temperature=options.temperature,
+            top_k=None if options.samples else 1,  # the likeliest token
             max_new_tokens=options.max_new_tokens,
             max_num_seqs=self.spec.evaluation.batch_size,
             stop=strings,
             stop_token_ids=ids,
         )
-        sampler = TorchSampler(config, self.policy, decide=self.decide)
+        sampler = TorchSampler(config, self.policy, decide=self.decide if options.samples else Decisions())
         full_params = partial(self.world.summon_full_params, self.policy)
         return ShorteningSampler(PartitionedSampler(sampler, self.world.world_peers, full_params))
 
@@ -182,18 +174,16 @@ def _own_answers(
     else:
         asked = askable(questions, answers.policy.tokenizer, options.max_new_tokens, answers.decide)
         _check_room(asked, options.max_new_tokens, answers.policy.length_limit, answers.decide, "evaluation")
-    finish = _stop_criterion(spec, answers.policy.tokenizer)
-    converse = None if environments is None else answers.runner().run_greedy
     lossy = questions if environments is None else ()  # a single answer is not what is trained on, so it has no loss
-    greedy = Evaluator(lossy, asked, options.batch_size, options.max_new_tokens, converse, finish)
     if lossy or asked:
-        answerer = answers.answerer()
-        found.append(lambda: greedy.evaluate(learner, answerer))
+        greedy = answers.collector("", options.model_copy(update={"samples": 0, "temperature": 1.0}), None)
+        evaluator = Evaluator(lossy, asked, options.batch_size, options.max_new_tokens, greedy.collect_answers)
+        found.append(partial(evaluator.evaluate, learner))
     return found
 
 
-def _set_answers(one: EvaluationSet, answers: AnswerParts) -> Evaluation:
-    """Of a named set, with its own components and otherwise the job's."""
+def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | ChoiceEvaluator:
+    """The evaluator of a named set, with its own components and otherwise the job's."""
     spec = answers.spec.model_copy(update=dict(one.components))
     spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
     with prefix_set_errors(one.name):
@@ -206,17 +196,13 @@ def _set_answers(one: EvaluationSet, answers: AnswerParts) -> Evaluation:
             answers = replace(answers, environments=environments, extend=extend)
         questions = data.held_out_questions()[: one.options.limit]
         if not questions:
-            raise SpecError([Problem("data", f"data={config.name} holds nothing out; name its held-out rows")])
+            raise SpecError([Problem("data", f"data={config.name} has no held-out rows; set them")])
+        if one.options.choices is not None:
+            tokenizer, rows, key = answers.policy.tokenizer, spec.evaluation.batch_size, f"evaluation.sets.{one.name}"
+            where = (one.options.choices, f"eval/{one.name}", f"{key}.choices")
+            return ChoiceEvaluator(questions, *where, tokenizer, answers.score, rows)
         reward = answers.make_reward(spec, question_prompts(questions), f"evaluation.sets.{one.name}.reward")
-    return answers.evaluator(one.name, one.options, questions, reward).evaluate
-
-
-def _stop_criterion(spec: JobSpec, tokenizer: Any) -> StopCriterion | None:
-    """What ends a sampled answer, so that the greedy one ends there too; None where nothing is sampled."""
-    if not spec.algorithm.needs_sampler:
-        return None
-    strings, ids = spec.sampler.stop_criteria()
-    return StopCriteria(tokenizer, frozenset(ids), strings).finish_reason
+    return answers.evaluator(one.name, one.options, questions, reward)
 
 
 def _check_room(
@@ -232,8 +218,8 @@ def _check_room(
     rooms = [most - len(question.prompt_ids) for question in asked]
     less = [room for room in rooms if room < wanted]
     if len(less) == len(rooms):
-        text = f"no answer can have {wanted} tokens: {reason}, and the shortest held-out prompt takes"
-        raise SpecError([Problem(key, f"{text} {most - max(rooms)}; {max(rooms)} is the most")])
+        text = f"no completion can have {wanted} tokens: {reason}, and the shortest held-out prompt has"
+        raise SpecError([Problem(key, f"{text} {most - max(rooms)}; the maximum is {max(rooms)}")])
     if less:
         decide(key, f"{wanted} tokens", f"{min(less)} to {max(less)} for {len(less)} of {len(rooms)} questions", reason)
 

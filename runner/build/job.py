@@ -20,12 +20,11 @@ import torch
 
 from runner.build.components import (
     Models,
-    build_data,
     build_device,
     build_models,
     build_tokenizer,
 )
-from runner.build.conversations import build_environments, build_extend
+from runner.build.data import build_data, build_environments, build_extend, resolve_max_length
 from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
@@ -48,7 +47,7 @@ from runner.interfaces import (
 from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
-from runner.run_dir.resume_compatibility import check_compatible, run_identity
+from runner.run_dir.manifest import check_compatible, run_identity
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import (
@@ -74,8 +73,8 @@ def refuse_different_data(data: Data, everyone: RankCollectives) -> None:
     ranks = everyone.all_gather(data.fingerprint)
     if others := [rank for rank, found in enumerate(ranks) if found != ranks[0]]:
         raise DataError(
-            f"{_rank_words(others)} not the data of rank 0, or tokenised otherwise\n"
-            "  give all machines the same files, and the same versions of tokenizer and libraries"
+            f"{_rank_words(others)} other data than rank 0, or other tokens\n"
+            "  use the same files, tokenizer and library versions on all machines"
         )
 
 
@@ -84,8 +83,8 @@ def refuse_different_steps(first: int, everyone: RankCollectives) -> None:
     ranks = everyone.all_gather(first)
     if len(set(ranks)) > 1:
         raise CheckpointError(
-            f"the newest whole checkpoint is not the same for all ranks: of steps {', '.join(map(str, ranks))}\n"
-            "  give all machines the same run folder, and fix what cannot be read: run.log and ranks/*.log say it"
+            f"ranks find different newest checkpoints: of steps {', '.join(map(str, ranks))}\n"
+            "  use one run folder on all machines, and fix unreadable files: see run.log and ranks/*.log"
         )
 
 
@@ -101,7 +100,7 @@ Samples = Callable[[int, Sequence[Mapping[str, Any]]], None]
 
 
 def _discard(*given: object) -> None:
-    """Nobody reads it."""
+    """Do nothing."""
 
 
 class Closeable(Protocol):
@@ -154,13 +153,13 @@ class BuiltJob:
         check_compatible(self.identity, state["identity"])
         for name, part in self.sections.items():
             if name not in state:
-                raise CheckpointError(f"the checkpoint has no section {name!r}; it is of another version of this job")
+                raise CheckpointError(f"the checkpoint has no section {name!r}; another version of this job wrote it")
             part.load_state_dict(state[name])
         for name, callback in self.callbacks.items():
             if name in state:
                 callback.load_state_dict(state[name])
             else:
-                log.warning("%s begins here: the checkpoint has no state of it", name)
+                log.warning("%s starts without state: the checkpoint has none for it", name)
 
 
 def build(
@@ -177,7 +176,8 @@ def build(
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
     data = _data(spec, tokenizer, world, decide)
-    spec = resolve_epochs(spec, len(data), decide)
+    given = resolve_epochs(spec, len(data), decide)
+    spec = resolve_max_length(given, data, decide)
     environments = build_environments(spec, world.rollout_peers, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
     rewards = RewardBuilder(tokenizer, device, world, decide, folder)
@@ -211,7 +211,7 @@ def build(
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
         closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
     )
-    built = BuiltJob(job, model, store, _sections(job), _identity(spec, data, models, world), data, world, spec, own)
+    built = BuiltJob(job, model, store, _sections(job), _identity(given, data, models, world), data, world, given, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
 
@@ -248,7 +248,7 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
     if (per_step := spec.algorithm.batch_size) > len(data):
-        text = f"above the {len(data)} items of the data: a step sees some of them more than once"
+        text = f"above the {len(data)} items of the data: one step uses some items more than once"
         decide.record_fact("algorithm.batch_size", str(per_step), text)
     return data
 
@@ -314,9 +314,9 @@ def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
 
 
 def _report_no_evaluation(spec: JobSpec, decide: Decisions) -> None:
-    """Where the best checkpoint was to be told by an evaluation, and there is none."""
+    """Report that checkpoint.best has no effect, because there is no evaluation."""
     if (best := spec.checkpoint.best) and best.startswith("eval/"):
-        decide("checkpoint.best", best, "none", "nothing is evaluated")
+        decide("checkpoint.best", best, "none", "no evaluation")
 
 
 def _experience_queue(
@@ -334,7 +334,7 @@ def _experience_queue(
 
 
 def _publish_nothing(version: int) -> None:
-    """Nobody samples."""
+    """Do nothing: there is no sampler."""
 
 
 def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
@@ -385,12 +385,13 @@ def _callbacks(
 
 
 def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
-    wanted = spec.evaluation
+    config = spec.evaluation
     return RunEvaluation(
         evaluate,
-        every=wanted.every,
-        keep=wanted.logged_samples * (1 + len(wanted.sets)),
+        every=config.every,
+        keep=config.logged_samples * (1 + len(config.sets)),
         record=outlets.samples,
         log_first=outlets.log_first,
         say=outlets.say,
+        at_start=config.at_start,
     )

@@ -1,4 +1,4 @@
-"""What a run will ask of its reference, computed before the first step and kept between runs.
+"""Log-probabilities of a run's reference, computed before the first step and kept between runs.
 
     steps' items, held-out items ──algorithm──▶ batches the reference scores ──unknown ones──▶ kept on disk
 
@@ -98,7 +98,7 @@ def _cache_key(spec: JobSpec, policy: GenerativeModel, origin: Mapping[str, str]
 def precompute_references(
     spec: JobSpec, models: Iterable[Model], algorithm: Any, data: Data, decide: Decisions, say: Callable[[str], None]
 ) -> None:
-    """Let each model that is asked beforehand score what the run's steps and evaluations will ask for.
+    """Compute the log-probabilities that the run's steps and evaluations need, with each cached model.
 
     algorithm: a `SupportsPrecompute`, where there is such a model.
     """
@@ -127,14 +127,14 @@ def _precompute(
                 say_at = now + SAY_EVERY_S
                 seen = min(number + 1, spec.steps)
                 of = f"{seen} of {count_noun(spec.steps, 'step')}"
-                say(f"reference {count_noun(scored, 'item')} scored; {of} looked through")
+                say(f"reference log-probabilities: {count_noun(scored, 'item')} computed; {of} checked")
             if now >= write_at:
                 write_at = now + WRITE_EVERY_S
                 model.cache.write()
     finally:  # whatever interrupts it, the next start continues from here
         model.cache.write()
-    took = f"{count_noun(scored, 'item')} scored in {time.monotonic() - begin:.1f} s"
-    took = took if scored else "all known, nothing was computed"
+    took = f"{count_noun(scored, 'item')} computed in {time.monotonic() - begin:.1f} s"
+    took = took if scored else "all items were in the cache"
     decide.record_fact("algorithm.reference", "cached", f"{took}; {model.cache.folder}")
 
 

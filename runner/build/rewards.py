@@ -39,7 +39,7 @@ def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
     """What to do about a column that is not there; a function names its columns itself."""
     if not key.endswith(".path"):
         return f"type {key}={meant}"
-    renaming = f", or the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
+    renaming = f", or rename the column: 'data.rename_columns={{{meant}: {name}}}'" if spec.data.renames_columns else ""
     return f"rename the argument{renaming}"
 
 
@@ -73,6 +73,7 @@ class RewardBuilder:
             decide=self.decide,
             folder=self.folder.root,
             fit=device_op_installer(self.device, self.decide),
+            make_encoder=_conversation_encoder,
         )
         if reward is None:
             return None
@@ -83,6 +84,12 @@ class RewardBuilder:
             everyone = self.world.world_peers
             run_on_rank0(everyone, lambda: try_reward(reward, prompts, self.tokenizer, self.decide, option))
         return partition_reward(reward, peers)
+
+
+def _conversation_encoder(tokenizer: Any) -> Callable[..., list[int]]:
+    from runner.data.chat import Renderer
+
+    return Renderer(tokenizer).conversation_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ def build_sampler(
     folder: RunFolder,
     store: CheckpointStore,
 ) -> Sampler:
-    """The sampler as every rank asks it. What does not repeat bit for bit has a journal."""
+    """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
     sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
     _report_episode_limit(spec, sampler, decide)
     if spec.sampler.engine:
@@ -95,7 +95,8 @@ def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, 
     options: Mapping[str, Any] = {}
     if spec.sampler.engine:
         served = {"recomputed": not spec.algorithm.needs_sampler_logprobs()}
-        own = served if spec.sampler.served else {"longest": longest_row(spec)}
+        known = spec.data.max_length is not None  # not where only the trainer reads the data: then as the model allows
+        own = served if spec.sampler.served else {"longest": longest_row(spec) if known else 2**31}
         shutil.rmtree(folder.engine, ignore_errors=True)  # of a process that was killed
         folder.engine.mkdir(parents=True)
         options = {"folder": folder.engine, **own}
@@ -106,10 +107,10 @@ def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, 
 def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
     """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
     turns = spec.environment.most_turns()
-    whole = spec.data.max_length + turns * spec.sampler.answer_tokens()
+    whole = longest_row(spec) + (turns - 1) * spec.sampler.answer_tokens()
     if turns > 1 and sampler.max_model_len is not None and whole > sampler.max_model_len:
-        asked = f"a prompt and {turns} turns may come to {whole} tokens without what the environment says"
-        decide.record_fact("environment", f"episodes end at {sampler.max_model_len} tokens, cut off", asked)
+        asked = f"a prompt and {turns} turns can have {whole} tokens, without the environment's messages"
+        decide.record_fact("environment", f"episodes are truncated at {sampler.max_model_len} tokens", asked)
 
 
 def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
@@ -159,7 +160,7 @@ def _weight_route(
     spec: JobSpec, learner: Learner, policy: GenerativeModel, world: ParallelContext, folder: RunFolder
 ) -> WeightTransport:
     place = world.place
-    apart = spec.launch.samplers > 0 or spec.sampler.served  # rank 0 alone speaks to it
+    apart = spec.launch.samplers > 0 or spec.sampler.served  # only rank 0 connects to it
     pieces = policy.whole.is_sharded or world.config.deepspeed
     own = not pieces and policy.module is policy.inner  # whole here, with nothing to be merged
     if not apart and own:  # an engine in the rank, which draws while that waits

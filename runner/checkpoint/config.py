@@ -15,36 +15,35 @@ class CheckpointConfig(ComponentConfig):
         default=50, ge=0, description="Steps between checkpoints; one is also written at the end. 0 = only then."
     )
     asynchronous: bool = Field(
-        default=False,
-        description="Write while training continues, from a copy of what a rank saves, in the host's memory.",
+        default=False, description="Write in the background while training continues, from a copy in host memory."
     )
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
     best: str | None = Field(
-        default=None, description="Metric whose best checkpoint is kept beside the newest, e.g. eval/exact_match."
+        default=None, description="Metric whose best checkpoint is also kept, e.g. eval/exact_match."
     )
     best_mode: Literal["max", "min"] | None = Field(
-        default=None, description="Whether more or less of the metric is better; null = known from its name."
+        default=None, description="Whether a higher or lower value is better; null = derived from the name."
     )
     export: bool = Field(
-        default=True, description="Write export/ (Hugging Face folder or PEFT adapter) when the run is done."
+        default=True, description="Write export/ (Hugging Face folder or PEFT adapter) at the end of the run."
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.asynchronous and not self.every:
-            text = "is for checkpoints between steps, and checkpoint.every=0 writes only the last one; leave it out"
+            text = "is for checkpoints during the run, but checkpoint.every=0 writes only the last one; leave it out"
             return [("checkpoint.asynchronous", text), *self._problems_of_best()]
         return self._problems_of_best()
 
     def _problems_of_best(self) -> list[tuple[str, str]]:
         if self.best is None:
-            return [("checkpoint.best_mode", "is for checkpoint.best; leave it out")] if self.best_mode else []
+            return [("checkpoint.best_mode", "needs checkpoint.best; leave it out")] if self.best_mode else []
         if not self.best.startswith("eval/"):
             from runner.spec.migrate import renamed_metric
 
             if (ours := renamed_metric(self.best)) is not None:
-                return [("checkpoint.best", f"no metric is called {self.best}; type checkpoint.best={ours}")]
+                return [("checkpoint.best", f"no metric is named {self.best}; type checkpoint.best={ours}")]
         if self.best_mode is None and direction(self.best) is None:
-            text = f"must be given, max or min: nothing is known of checkpoint.best={self.best}"
+            text = f"must be set to max or min, because checkpoint.best={self.best} has no known direction"
             return [("checkpoint.best_mode", text)]
         return []
 

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.checkpoint.sections import (
+from runner.checkpoint.format import (
     SplitState,
     TensorEntry,
     TensorPiece,
@@ -33,7 +33,7 @@ from runner.distributed.work_partition import run_partitioned
 from runner.interfaces import RankCollectives
 
 PER_RANK_KEY = "optimizer"  # what a section's plain values call those of which a rank has its own tensors' only
-NONE_WRITTEN = "no checkpoint was written; the ones before are untouched"
+NONE_WRITTEN = "no checkpoint was written; earlier ones are unchanged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ def _sections(parts: Sequence[RankState]) -> list[str]:
     for rank, part in enumerate(parts):
         for own, first in ((part.listings, parts[0].listings), (part.apart, parts[0].apart)):
             if unlike := sorted(own.keys() ^ first.keys()):
-                raise RunnerError(f"ranks 0 and {rank} have different sections of state ({unlike[0]}): {NONE_WRITTEN}")
+                raise RunnerError(f"ranks 0 and {rank} have different state sections ({unlike[0]}): {NONE_WRITTEN}")
     return list(parts[0].listings)
 
 
@@ -133,7 +133,7 @@ def _merge_entries(section: str, parts: Sequence[RankState]) -> dict[str, Tensor
             first, known = found.setdefault(name, (rank, entry))
             if known != entry:
                 raise RunnerError(
-                    f"ranks {first} and {rank} have different tensors in their state of {section}: {name} is "
+                    f"ranks {first} and {rank} have different tensors in section {section}: {name} is "
                     f"{_entry_text(known)} and {_entry_text(entry)}: {NONE_WRITTEN}"
                 )
     return {name: entry for name, (_, entry) in found.items()}
@@ -155,7 +155,7 @@ def _writer_ranks(section: str, parts: Sequence[RankState]) -> dict[str, int]:
                 continue
             holders = part.holders[section].get(name, (rank,))
             if lacking := [one for one in holders if name not in parts[one].listings[section]]:
-                raise RunnerError(f"rank {lacking[0]} lacks its piece of {name} in {section}: {NONE_WRITTEN}")
+                raise RunnerError(f"rank {lacking[0]} lacks its shard of {name} in {section}: {NONE_WRITTEN}")
     return homes
 
 
@@ -191,6 +191,6 @@ def _merge_values(found: Mapping[int, Any], where: str) -> Any:
         return [_merge_values({r: one[at] for r, one in found.items()}, f"{where}[{at}]") for at in range(len(first))]
     for rank, one in zip(ranks, values, strict=True):
         if one != first:
-            text = f"ranks {ranks[0]} and {rank} have different values of {where} in their state, {first!r} and {one!r}"
+            text = f"ranks {ranks[0]} and {rank} have different values of {where}: {first!r} and {one!r}"
             raise RunnerError(f"{text}: {NONE_WRITTEN}")
     return first

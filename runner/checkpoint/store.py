@@ -19,13 +19,11 @@ from threading import Thread
 import torch
 from torch import Tensor
 
-from runner.checkpoint import manifest, reader, save_plan, sections, writer
+from runner.checkpoint import format, save_plan, step_folders
 from runner.checkpoint.config import CheckpointConfig
-from runner.checkpoint.manifest import Manifest
-from runner.checkpoint.reader import LoadedCheckpoint, folder_name
+from runner.checkpoint.format import Manifest, TensorPiece
 from runner.checkpoint.save_plan import SavePlan
-from runner.checkpoint.sections import TensorPiece
-from runner.checkpoint.writer import CheckpointWriter
+from runner.checkpoint.step_folders import CheckpointWriter, LoadedCheckpoint, folder_name
 from runner.core.errors import CheckpointError, OutOfMemory
 from runner.distributed.work_partition import SingleProcess, run_on_all
 from runner.interfaces import RankCollectives, State
@@ -60,8 +58,8 @@ class HostCopy:
             return torch.empty(values.shape, dtype=values.dtype, pin_memory=values.device.type != "cpu")
         except (RuntimeError, MemoryError) as error:
             raise OutOfMemory(
-                f"no host memory for a copy of what is saved: {str(error).splitlines()[0]}\n"
-                "  checkpoint.asynchronous=false writes without one, and training waits for it"
+                f"not enough host memory for a copy of the checkpoint: {str(error).splitlines()[0]}\n"
+                "  type checkpoint.asynchronous=false to write without a copy; training then waits"
             ) from error
 
 
@@ -85,7 +83,7 @@ REPORT_WAIT_S = 1.0  # a wait from which on it is worth a line
 
 
 class CheckpointStore:
-    """The checkpoints/ folder `root` of one run; `report` is told, in one line, what was not as expected.
+    """The checkpoints/ folder `root` of one run; `report` receives one line for each unexpected condition.
 
     beside: files that have to be on the disk, as far as they were written, before a checkpoint is
     """
@@ -102,21 +100,21 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
-        return reader.committed_steps(self._root)
+        return step_folders.committed_steps(self._root)
 
     def load(self, step: int | None = None, *, mapped: bool = False) -> LoadedCheckpoint | None:
-        """See `reader.load`; not collective: each rank verifies what it reads."""
-        return reader.load(self._root, step, report=self._report, mapped=mapped)
+        """See `step_folders.load`; not collective: each rank verifies what it reads."""
+        return step_folders.load(self._root, step, report=self._report, mapped=mapped)
 
     def best(self) -> int | None:
         """The step that is best by `checkpoint.best` among those there; None where none was measured."""
         described: dict[int, Manifest] = {}
         for step in self.steps():
             try:
-                described[step] = manifest.read(self._root / folder_name(step))
+                described[step] = format.read_manifest(self._root / folder_name(step))
             except CheckpointError as error:
-                self._report(f"checkpoint {folder_name(step)}: {error}; not considered as the best")
-        return writer.best_checkpoint(self._config, described)
+                self._report(f"checkpoint {folder_name(step)}: {error}; not considered as the best one")
+        return step_folders.best_checkpoint(self._config, described)
 
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
         """Commit the state after `step` and let older checkpoints go; returns the new folder.
@@ -167,7 +165,7 @@ class CheckpointStore:
         begin = time.monotonic()
         self._finish_write()
         if (waited := time.monotonic() - begin) > REPORT_WAIT_S:
-            self._report(f"checkpoint of step {step}: waited {waited:.1f} s until that of step {flight[0]} was written")
+            self._report(f"checkpoint of step {step}: waited {waited:.1f} s for the one of step {flight[0]}")
 
     def _save_plan(self, state: Mapping[str, State]) -> SavePlan:
-        return save_plan.make_save_plan(lambda: sections.split_state(state), self.peers)
+        return save_plan.make_save_plan(lambda: format.split_state(state), self.peers)

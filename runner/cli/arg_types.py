@@ -41,7 +41,7 @@ def parse_share(text: str) -> float:
         share = -1.0
     if 0 <= share < 1:
         return share
-    raise argparse.ArgumentTypeError(f"expected a share such as 0.5% or 0.005, got '{text}'")
+    raise argparse.ArgumentTypeError(f"expected a fraction such as 0.5% or 0.005, got '{text}'")
 
 
 def parse_checkpoint(text: str) -> int | str:

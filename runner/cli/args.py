@@ -23,27 +23,28 @@ from runner.cli.arg_types import (
     parse_share,
 )
 from runner.core.errors import RunnerError
-from runner.core.imports import LEFT_OUT, load_plugins
+from runner.core.package import LEFT_OUT, load_plugins
 
 VERBS = {
-    "run": "train; this verb may be left out",
+    "run": "train (the default verb)",
     "list": "groups, options and recipes",
-    "explain": "an option: meaning, range, default, who set it",
+    "explain": "an option: meaning, range, default, origin",
     "schema": "JSON Schema of a job, or of a recipe",
-    "resume": "continue a run where it stopped",
-    "status": "how far a run is, its processes, its newest numbers",
-    "infer": "answer prompts with a run's model, or any other",
-    "chat": "talk to a model in the terminal",
-    "serve": "answer over HTTP, as OpenAI's API does",
+    "resume": "continue a run from its newest checkpoint",
+    "status": "progress of a run, its processes, its newest metrics",
+    "infer": "generate completions with a run's model, or any other",
+    "chat": "chat with a model in the terminal",
+    "serve": "serve a model over HTTP, with OpenAI's API",
+    "eval": "measure models on held-out sets, side by side",
     "export": "write a Hugging Face folder or a PEFT adapter",
-    "sweep": "continue a sweep, or look at it",
+    "sweep": "resume a sweep, or show its state",
     "report": "a run as one HTML page",
-    "diff": "what differs between two runs",
-    "new": "write a package that adds a component",
-    "doctor": "what this machine has, what is wrong, what to type",
-    "plan": "what a job takes on which cards, without a card",
+    "diff": "compare two runs",
+    "new": "create a package that adds a component",
+    "doctor": "check this machine: what is wrong, what to type",
+    "plan": "estimate memory and time of a job, without a card",
     "bench": "measure tokens/s, MFU and memory of a device",
-    "parity": "whether another device computes the same",
+    "parity": "check that another device computes the same",
     "help": "more help: recipes, options, verbs, or a verb",
 }
 EXAMPLES = {
@@ -56,6 +57,7 @@ EXAMPLES = {
     "infer": 'run infer latest "sort 5031"',
     "chat": "run chat latest",
     "serve": "run serve latest port=8001",
+    "eval": "run eval latest +evaluation=gsm8k",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
     "report": "run report latest",
@@ -75,21 +77,24 @@ RESOURCE_NAMES = {
     "schema": "job or recipe",
     "resume": "latest or a run's folder, then group.key=value",
     "status": "latest or a run's folder",
-    "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, device=NAME; "
-    "words after -- are prompts, whatever they look like",
+    "infer": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), then prompts, "
+    "device=NAME; words after -- are always prompts",
     "chat": "a model (latest, a run's folder, a model's or an adapter's folder, a hub id), device=NAME",
     "serve": "latest, a run, a model's or adapter's folder, or a hub id; engine=auto|torch|vllm host= port= device=\n"
     "max_num_seqs= grace_s= start_timeout_s= logprobs_mode=raw|processed\n"
     "weight_updates=true; words after -- are options of vllm serve",
+    "eval": "models (latest, a run's folder, a model's or an adapter's folder, a hub id), '+evaluation=[SET,SET]',\n"
+    "evaluation.sets.NAME={data: …, reward: …}, device=NAME; without a set: what the first run evaluates;\n"
+    "suite=lm_eval|inspect tasks=TASK,FILE.yaml; words after -- are options of the harness",
     "export": "latest or a run's folder, device=NAME",
-    "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and its like",
+    "sweep": "resume, status or report; latest or a sweep's folder; with resume: sweep.parallel=N and similar options",
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "new": "reward, loss, environment, tracker, callback, optimizer or verb; then a name",
-    "doctor": "device=NAME sampler=NAME launch=NAME (all devices that are there), or a job as for run",
+    "doctor": "device=NAME sampler=NAME launch=NAME (default: all devices here), suite=NAME, or a job as for run",
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",
-    "parity": "with --record a job as for run; with --compare device=NAME and what else a machine has of its own",
+    "parity": "with --record a job as for run; with --compare device=NAME and other options of this machine",
     "help": "recipes, options, verbs, or a verb",
 }
 COMBINATIONS = ("linear", "ties", "dare_linear", "dare_ties", "cat", "svd")  # peft's, of adapters
@@ -145,8 +150,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
     literal = list(argv[end + 1 :])
-    if literal and verb not in ("infer", "serve"):
-        parser.error(f"what is '{literal[0]}'? only run infer and run serve take words after --")
+    if literal and verb not in ("infer", "serve", "eval"):
+        parser.error(
+            f"'{literal[0]}' is not supported here: only run infer, run serve and run eval take words after --"
+        )
     # What every verb may be answered with instead (--help, completion) looks for files, too.
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
@@ -190,10 +197,10 @@ def plugin_verbs() -> dict[str, Verb]:
 
     def load(point: EntryPoint) -> tuple[str, Verb]:
         if point.name in VERBS:
-            raise RunnerError(f"there is a verb '{point.name}' already")
+            raise RunnerError(f"the verb '{point.name}' exists already")
         function = point.load()
         if not callable(function):
-            raise RunnerError("it is no function")
+            raise RunnerError("it is not a function")
         return point.name, function
 
     return dict(load_plugins(VERBS_GROUP, load))
@@ -222,7 +229,7 @@ def _unknown_verb(word: str) -> str:
     if as_recipe := recipe_hint(word):
         return f"no verb named '{word}'; {as_recipe}"
     if "." in word:
-        return f"no verb named '{word}'; to set it: run {word}=VALUE; to read about it: run explain {word}"
+        return f"no verb named '{word}'; to set the option: run {word}=VALUE; to read about it: run explain {word}"
     if (why := LEFT_OUT.get((VERBS_GROUP, word))) is not None:
         return f"no verb named '{word}'; {why}"
     verbs = all_verbs()
@@ -234,7 +241,7 @@ def _unknown_verb(word: str) -> str:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--help", "-h", action="store_true", help="say this")
-    parser.add_argument("--version", action="store_true", help="say which version this is")
+    parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
 
@@ -247,8 +254,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     _resume(parser)
     _config_dir(parser)
     parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--folder", type=parse_path, help="where the run leaves its files (below outputs/)")
-    about = "print what a job is composed of (defaults), or the folders of config files (searchpath); run nothing"
+    parser.add_argument("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)")
+    about = "print the files of a job (defaults), or the config folders (searchpath); run nothing"
     parser.add_argument("--info", "-i", metavar="defaults|searchpath", help=about)
     about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
     parser.add_argument("--multirun", "-m", action="store_true", help=about)
@@ -259,20 +266,20 @@ def _resume(parser: argparse.ArgumentParser) -> None:
 
 
 def _config_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", "-cd", type=Path, help="one more folder with config groups and recipes/")
+    parser.add_argument("--config-dir", "-cd", type=Path, help="a further folder with config groups and recipes/")
 
 
 def _source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--checkpoint", type=parse_checkpoint, default="last", help="of a run: a step, best or last (last)"
+        "--checkpoint", type=parse_checkpoint, default="last", help="checkpoint of a run: a step, best or last (last)"
     )
-    parser.add_argument("--base", metavar="FOLDER", help="the base of an adapter or a run, where it has moved")
-    about = "a PEFT adapter onto the model, by name; may be given several times"
+    parser.add_argument("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
+    about = "a PEFT adapter for the model, by name; may be repeated"
     parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
 
 
 def _infer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, help="a text file of prompts, one a line")
+    parser.add_argument("--file", type=Path, help="a text file with one prompt per line")
     _sampling(parser)
 
 
@@ -282,73 +289,84 @@ def _chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer (256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = always the likeliest token (0)")
-    parser.add_argument("--top-p", type=float, help="draw from the likeliest tokens of this share (1)")
-    parser.add_argument("--seed", type=int, help="of what is drawn (0)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of a completion (256)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy decoding (0)")
+    parser.add_argument("--top-p", type=float, help="nucleus sampling (1)")
+    parser.add_argument("--seed", type=int, help="seed of the sampling (0)")
     _source(parser)
+
+
+def _eval(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--samples", type=parse_count, help="sampled answers to each question (as the set says)")
+    parser.add_argument("--limit", type=parse_count, help="the first so many questions of each set (all)")
+    parser.add_argument(
+        "--checkpoint", type=parse_checkpoint, default="last", help="of runs: a step, best or last (last)"
+    )
+    parser.add_argument("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
+    about = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
+    parser.add_argument("--suite-python", type=parse_path, metavar="PYTHON", help=about)
 
 
 def _serve(parser: argparse.ArgumentParser) -> None:
     _source(parser)
-    parser.add_argument("--api-key-file", type=parse_path, metavar="FILE", help="the key that clients must send")
+    parser.add_argument("--api-key-file", type=parse_path, metavar="FILE", help="the API key that clients must send")
 
 
 def _export(parser: argparse.ArgumentParser) -> None:
     _source(parser)
-    parser.add_argument("--merge", action="store_true", help="an adapter merged into its base, in float32")
-    parser.add_argument("--out", type=Path, help="a new folder (in the run's own)")
-    about = "compare the folder with the model, by transformers alone (on below 2 GB)"
+    parser.add_argument("--merge", action="store_true", help="merge the adapter into its base, in float32")
+    parser.add_argument("--out", type=Path, help="a new folder (default: in the run's folder)")
+    about = "compare the folder with the model, loaded by transformers (default below 2 GB)"
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
     about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
     parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
     parser.add_argument(
-        "--weights", type=parse_numbers, metavar="W,W", help="of the adapters that are combined (1 each)"
+        "--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"
     )
-    parser.add_argument("--density", type=parse_share, help="share of numbers that ties and dare keep (0.5)")
+    parser.add_argument("--density", type=parse_share, help="fraction that ties and dare keep (0.5)")
     parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
 
 
 def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the report for programs")
-    parser.add_argument("--no-trial", action="store_true", help="leave out the tiny real run on each device")
-    parser.add_argument("--prepare", metavar="DEVICE", help="fetch and build what a device needs, and do no more")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--no-trial", action="store_true", help="skip the test run on each device")
+    parser.add_argument("--prepare", metavar="DEVICE", help="only download and build what a device needs")
     parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
     _config_dir(parser)
 
 
 def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--card", metavar="NAME", help="910B, H100, … (the usual one of the job's device)")
-    parser.add_argument("--json", action="store_true", help="the plan for programs")
+    parser.add_argument("--card", metavar="NAME", help="910B, H100, … (default: the usual card of the job's device)")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
     _config_dir(parser)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON (bench-<date>-<time>.json)")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="show ratios against an earlier JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file (bench-<date>-<time>.json)")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="print ratios to an earlier JSON file")
     parser.add_argument(
-        "--min-mfu", type=parse_share, metavar="SHARE", help="exit with 5 if an SFT case has less, e.g. 20%%"
+        "--min-mfu", type=parse_share, metavar="SHARE", help="exit with code 5 if an SFT case is below, e.g. 20%%"
     )
 
 
 def _parity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", metavar="FILE", help="run a job's first steps and keep them; or a device")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here, and compare")
-    parser.add_argument("--steps", type=parse_count, help="of the job, to be recorded (5)")
+    parser.add_argument("--record", metavar="FILE", help="record the first steps of a job to a file; or a device")
+    parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here and compare")
+    parser.add_argument("--steps", type=parse_count, help="number of steps to record (5)")
     parser.add_argument("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)")
     parser.add_argument("--spec", type=Path, help="record the job of a run's folder or spec.yaml")
     _config_dir(parser)
 
 
 def _status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="the same for programs")
+    parser.add_argument("--json", action="store_true", help="print the same as JSON")
 
 
 def _sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--retry-failed", action="store_true", help="resume: also jobs that failed")
+    parser.add_argument("--retry-failed", action="store_true", help="resume: also run failed jobs")
     parser.add_argument(
-        "--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: these jobs, e.g. 3,7"
+        "--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: only these jobs, e.g. 3,7"
     )
 
 
@@ -370,6 +388,7 @@ _OPTIONS = {
     "infer": _infer,
     "chat": _chat,
     "serve": _serve,
+    "eval": _eval,
     "export": _export,
     "sweep": _sweep,
     "report": _report,

@@ -11,8 +11,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from runner.cli.job_builder import compose_job
+from runner.core.device_kinds import CPU
 from runner.core.errors import EnvironmentProblem
-from runner.device.device_kinds import CPU
 from runner.run_dir.folder import display_path
 from runner.tools.bench.suite import STEPS, cases, read_earlier, run_bench
 from runner.tracker.text import print_text
@@ -27,7 +27,7 @@ def run(args: Namespace) -> int:
     toy = device.kind is CPU or device.simulator(1) is not None
     out = args.out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")
     if out.is_dir() or not out.parent.is_dir():
-        raise EnvironmentProblem(f"--out {out}: a file in a folder that exists is expected")
+        raise EnvironmentProblem(f"--out {out}: expected a file in an existing folder")
     earlier = read_earlier(args.compare) if args.compare else None
     with TemporaryDirectory(prefix="run-bench-") as name:
         jobs = []

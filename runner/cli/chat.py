@@ -16,16 +16,18 @@ def run(args: Namespace) -> int:
     check_sampling(args)
     source, more, settings = resolve_source(args)
     if more:
-        raise UsageError(f"what is '{more[0]}'? run chat takes a model; what you say is typed in the chat")
+        raise UsageError(f"'{more[0]}' is not supported: run chat takes one model; type messages in the chat")
     if len(source.adapters) > 1:
-        raise UsageError("one adapter at a time; run serve answers with several by name")
+        raise UsageError("run chat takes one adapter; run serve supports several by name")
     from runner.inference.model_source import load_source
 
     loaded = load_source(source, **settings)
     if loaded.chat_template is None:
-        text = f"{source.text} has no chat template; ask it with plain prompts: run infer {source.text} PROMPT"
+        text = f"{source.text} has no chat template; use plain prompts: run infer {source.text} PROMPT"
         raise EnvironmentProblem(text)
     from runner.core.auto_choices import Decisions
+    from runner.data.chat import Renderer
+    from runner.data.config import ChatConfig
     from runner.inference.engine import SamplingParams
     from runner.inference.generate import Conversation
     from runner.inference.terminal_chat import run_chat
@@ -34,12 +36,19 @@ def run(args: Namespace) -> int:
     step = "" if loaded.step is None else f", step {loaded.step}"
     print_text(f"{describe_source(source)}{step}; /help lists the commands", file=sys.stderr)
     if loaded.prompt_style == "text":
-        print("it was trained on plain text, so that a chat is new to it", file=sys.stderr)
+        print("it was trained on plain text, not on conversations", file=sys.stderr)
     sampling = {"temperature": args.temperature, "top_p": args.top_p or 1.0, "seed": args.seed or 0}
     params = SamplingParams(max_new_tokens=args.max_new_tokens, **sampling)
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
     try:
-        run_chat(Conversation(engine, loaded.tokenizer, params, system=args.system or ""))
+        run_chat(
+            Conversation(
+                engine,
+                Renderer(loaded.tokenizer, ChatConfig(kwargs=loaded.chat.kwargs)),
+                params,
+                system=args.system or "",
+            )
+        )
     finally:
         engine.close()
     return 0

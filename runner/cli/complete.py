@@ -1,4 +1,4 @@
-"""Tab completion: Hydra's own, asked about our groups, keys and recipes, with our verbs in front.
+"""Tab completion: Hydra's own, with our groups, keys and recipes, with our verbs in front.
 
 eval "$(run -sc install=bash)"        and the shell then asks: run -sc query=bash
 """
@@ -21,11 +21,11 @@ from omegaconf.errors import OmegaConfBaseException
 from runner.algorithm.loss_registry import plug_ins
 from runner.cli.args import ACTIONS, TOPICS, VERBS, UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
-from runner.cli.config_sources import GROUP, SUFFIXES
-from runner.cli.sources import group_options, hydra_session
+from runner.cli.config_sources import GROUP, SUFFIXES, hydra_session
+from runner.cli.hydra_compose import group_options
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.spec.schema import CALLBACKS, MODEL, groups_of, model_schema, second_model_keys, sections
+from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, groups_of, model_schema, second_model_keys, sections
 from runner.tracker.text import print_text
 
 COMMANDS = ("install", "uninstall", "query")
@@ -46,7 +46,7 @@ def answer(args: Namespace) -> int:
     command, _, shell = (args.words or [""])[0].partition("=")
     plugins = {cls.provides(): cls for cls in _shells()}
     if command not in COMMANDS or shell not in plugins:
-        raise UsageError(f"write: run -sc install={'|'.join(sorted(plugins))}")
+        raise UsageError(f"type: run -sc install={'|'.join(sorted(plugins))}")
     with hydra_session(default_registry(), args.config_dir) as loader:
         plugin = plugins[shell](loader)
         if command != "query":
@@ -73,7 +73,8 @@ def query(plugin: CompletionPlugin, line: str) -> list[str]:
     command, *words = line.split(" ")
     first, *others = words or [""]
     if first == "list" and others:
-        return [name for name in (*groups_of(default_registry()), CALLBACKS, GROUP) if name.startswith(others[-1])]
+        groups = (*groups_of(default_registry()), CALLBACKS, EVALUATION, GROUP)
+        return [name for name in groups if name.startswith(others[-1])]
     if first == "help" and others:
         return [topic for topic in (*TOPICS, *all_verbs()) if topic.startswith(others[-1])]
     if first == "sweep" and len(others) == 1:

@@ -16,8 +16,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from runner.cli.sources import group_options, hydra_session, plain_default
-from runner.core.paths import conf_dir, recipes_dir
+from runner.cli.config_sources import (
+    hydra_session,
+    plain_default,
+)
+from runner.cli.hydra_compose import group_options
+from runner.core.package import conf_dir, recipes_dir
 from runner.spec.base import ComponentConfig
 from runner.spec.registry import Registry, built_in_registry, default_registry
 from runner.spec.schema import groups_of, model_schema, recipe_schema

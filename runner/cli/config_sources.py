@@ -1,4 +1,8 @@
-"""Folders and single files as Hydra's sources of config files.
+"""Folders and single files as Hydra's sources of config files, in the order of the search path:
+
+--config-dir ▶ ./recipes ▶ ./conf ▶ shipped conf ▶ shipped recipes ▶ plug-ins ▶ components without a file
+
+The first that has a file of a name wins. A folder of recipes is shown as the config group `recipe`.
 
 A file may extend the one of the same name that it overrides, which Hydra knows no name for:
 
@@ -7,19 +11,38 @@ A file may extend the one of the same name that it overrides, which Hydra knows 
 
 from __future__ import annotations
 
+import importlib.util
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path, PurePosixPath
+from typing import Any, ClassVar
 
+import hydra
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
+from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from runner.core.bounded_text import check_yaml
-from runner.core.paths import conf_dir, recipes_dir
+from runner.core.errors import EnvironmentProblem
+from runner.core.package import conf_dir, load_plugins, recipes_dir
+from runner.core.untrusted_text import check_yaml
 from runner.run_dir.folder import display_path
 from runner.spec import suggest
+from runner.spec.registry import Registry
+from runner.spec.schema import CALLBACKS, groups_of
 
+ENTRY_POINT_GROUP = "runner.conf"
 JOB = "job"
 GROUP = "recipe"
 SWEEPER = "hydra/sweeper"
@@ -100,9 +123,7 @@ class FolderSource(ConfigSource):
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:
             if not config:
-                raise ConfigLoadError(
-                    f"{display_path(place)}: the recipe is empty; write what it sets, e.g. steps: 100"
-                )
+                raise ConfigLoadError(f"{display_path(place)}: the recipe is empty; add options, e.g. steps: 100")
             # A recipe is about the whole job, also when its author forgot to say so.
             header["package"] = header["package"] or "_global_"
         return ConfigResult(provider=self.provider, path=self.full_path(), config=config, header=header)
@@ -162,6 +183,23 @@ class RecipeFileSource(FolderSource):
         return filename if filename.endswith(SUFFIXES) else f"{filename}.yaml"
 
 
+class ShippedSource(FileConfigSource):
+    """The shipped conf/, each file of which a process parses once: a sweep composes many jobs."""
+
+    @staticmethod
+    def scheme() -> str:
+        return "shipped"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        file = Path(self.path, self._normalize_file_name(config_path))
+        return deepcopy(_parse_file(self.provider, self.path, config_path, file.stat().st_mtime_ns))
+
+
+@cache
+def _parse_file(provider: str, folder: str, config_path: str, mtime_ns: int) -> ConfigResult:
+    return FileConfigSource(provider, folder).load_config(config_path)
+
+
 def is_file_name(recipe: str) -> bool:
     """Whether a recipe is named by its file's path."""
     return recipe.endswith(SUFFIXES)
@@ -176,8 +214,8 @@ def recipe_file_problem(recipe: str) -> str:
     """Why there is no recipe at this path, and what there is; empty if there is one."""
     path = Path(os.path.abspath(os.path.expanduser(recipe)))
     if "${" in str(path):
-        text = f"{recipe}: ${{…}} is not filled in in the path of a recipe"
-        return f"{text}; write the path itself" if "${" in recipe else f"{text} ({path.parent}); rename that folder"
+        text = f"{recipe}: ${{…}} is not resolved in the path of a recipe"
+        return f"{text}; type the path itself" if "${" in recipe else f"{text} ({path.parent}); rename that folder"
     if os.path.isfile(path):
         return ""
     if os.path.isdir(path):
@@ -224,7 +262,7 @@ def file_of(source: ConfigSource, config_path: str) -> str:
             return file_of(holder, config_path.rstrip(NEXT))
         place = source.path_of(source._normalize_file_name(config_path))
         return display_path(place.absolute()) if place is not None else source.full_path()
-    if source.scheme() == "file":
+    if isinstance(source, FileConfigSource):
         return display_path(Path(source.path, f"{config_path}.yaml"))
     return source.full_path()
 
@@ -264,3 +302,97 @@ def _replace(config: object, name: str, following: str) -> None:
             target = written[1:] if written.startswith("/") else f"{group}/{written}".lstrip("/")
             if target == name:
                 defaults[index] = f"{written}{following.removeprefix(name)}{at}{package}"
+
+
+class RunnerSearchPath(SearchPathPlugin):
+    """Adds the user's folders, the shipped recipes and the plug-ins' to Hydra's search path."""
+
+    extra: ClassVar[Path | None] = None  # --config-dir; Hydra makes the instance, so it has nowhere else to stand
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for entry in search_path.get_path():
+            if entry.provider == "main":
+                entry.path = f"{ShippedSource.scheme()}://{conf_dir()}"
+        before, after = search_order(self.extra)
+        for provider, path in before:
+            search_path.prepend(provider, path, anchor="main")
+        for provider, path in after:
+            search_path.append(provider, path)
+        search_path.append("files", f"{RecipeFileSource.scheme()}:///")
+
+
+def search_order(extra: Path | None) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(owner, URL) of every existing folder in search order: before the shipped conf/, and after it."""
+    here = Path.cwd()
+    own = [("--config-dir", "recipes", extra / "recipes"), ("--config-dir", "conf", extra)] if extra else []
+    own += [("you", "recipes", here / "recipes"), ("you", "conf", here / "conf")]
+    others = [("runner", "recipes", recipes_dir())]
+    for owner, folder in plugin_folders():
+        others += [(owner, "conf", folder / "conf"), (owner, "recipes", folder / "recipes")]
+    seen = {conf_dir(), recipes_dir()}
+    before = list(_new(own, seen))
+    return before, list(_new(others, seen - {recipes_dir()}))
+
+
+def _new(places: Iterable[tuple[str, str, Path]], seen: set[Path]) -> Iterator[tuple[str, str]]:
+    """The folders that exist and were not `seen`, to which they are added."""
+    for owner, scheme, place in places:
+        if place.resolve() not in seen and place.is_dir():
+            seen.add(place.resolve())
+            yield owner, f"{scheme}://{place}"
+
+
+@cache
+def plugin_folders() -> tuple[tuple[str, Path], ...]:
+    """(plug-in, folder) for each installed package that has conf/ or recipes/; none is imported."""
+    return tuple(place for places in load_plugins(ENTRY_POINT_GROUP, _folders) for place in places)
+
+
+def _folders(point: EntryPoint) -> list[tuple[str, Path]]:
+    spec = importlib.util.find_spec(point.value)
+    if spec is None or not spec.submodule_search_locations:
+        raise EnvironmentProblem(f"there is no package {point.value!r} to take conf/ from")
+    return [(point.name, Path(place)) for place in spec.submodule_search_locations]
+
+
+@contextmanager
+def hydra_session(registry: Registry, config_dir: Path | None = None) -> Iterator[ConfigLoader]:
+    """Hydra, looking in all the right places. Raises EnvironmentProblem if --config-dir is no folder."""
+    if config_dir is not None and not config_dir.is_dir():
+        raise EnvironmentProblem(f"--config-dir {config_dir}: no such folder")
+    plugins = Plugins.instance()
+    for plugin in (FolderSource, RecipesSource, RecipeFileSource, ShippedSource, RunnerSearchPath):
+        plugins.register(plugin)
+    RunnerSearchPath.extra = config_dir and config_dir.resolve()
+    with initialize_config_dir(config_dir=str(conf_dir()), job_name="run", **_version_base()):
+        loader = GlobalHydra.instance().config_loader()
+        sources = loader.get_sources()
+        for place, source in enumerate(sources, 1):
+            if isinstance(source, FolderSource):
+                source.after = sources[place:]
+        _store_components_without_file(registry, sources)
+        yield loader
+
+
+def _store_components_without_file(registry: Registry, sources: Sequence[ConfigSource]) -> None:
+    """Let `group=name` work for a plug-in's component without a YAML file, with its schema's defaults."""
+    for group in (*groups_of(registry), CALLBACKS):
+        for name, cls in registry.classes(group).items():
+            if not sources_with(sources, f"{group}/{name}"):
+                fields = cls.model_fields.items()
+                node = {
+                    key: "???" if info.is_required() else plain_default(info.get_default(call_default_factory=True))
+                    for key, info in fields
+                }
+                ConfigStore.instance().store(group=group, name=name, node={name: node} if group == CALLBACKS else node)
+
+
+def plain_default(value: Any) -> Any:
+    """A default as YAML has it: tuples become lists."""
+    return [plain_default(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _version_base() -> dict[str, str]:
+    # Hydra 1.3 warns without it, 1.4 warns with it.
+    major, minor = (int(part) for part in hydra.__version__.split(".")[:2])
+    return {"version_base": "1.3"} if (major, minor) < (1, 4) else {}

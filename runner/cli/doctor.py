@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # whose import is that of Hydra
     from runner.spec.job import JobSpec
 
 OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
-ALONE = ("device", "sampler", "launch")  # what can be asked about without a job
+ALONE = ("device", "sampler", "launch")  # what can be checked without a job
 OWN_PARTS = ("vllm", "ray", "slurm")  # samplers and launchers that it has checks of
 PLACES = (*ALONE, "parallelism")  # the groups that say where a job runs
 REHEARSAL = "rehearse"
@@ -35,6 +35,8 @@ def show(args: Namespace) -> int:
     """Examine this machine; returns 0, 2 where something cannot work, 1 where a check of ours failed."""
     if args.prepare:
         return _prepare(args)
+    if suites := [word.removeprefix("suite=") for word in args.words if word.startswith("suite=")]:
+        return _show_suite(args.words, suites[0])
     machine = _machine(args)
     entries, devices = run_checks(machine, trial=not args.no_trial, debug=args.debug), checked_devices(machine)
     if args.json:
@@ -43,6 +45,17 @@ def show(args: Namespace) -> int:
     else:
         found = report.print_report(entries, devices, sys.stdout)
     return report.exit_code(found)
+
+
+def _show_suite(words: Sequence[str], name: str) -> int:
+    """Print how an environment for a harness of `run eval` is made. Raises UsageError."""
+    from runner.tools.eval_suites import SUITES
+
+    if len(words) > 1 or name not in SUITES:
+        raise UsageError(f"run doctor suite=NAME takes no other words; suites: {', '.join(SUITES)}")
+    print_text(SUITES[name].install_line())
+    print_text(f"  then: run eval latest suite={name} tasks=TASK --suite-python .venv-eval/bin/python")
+    return 0
 
 
 def diagnosis(composed: ComposedJob, command: Sequence[str]) -> EnvironmentProblem | None:
@@ -55,8 +68,8 @@ def diagnosis(composed: ComposedJob, command: Sequence[str]) -> EnvironmentProbl
     if not steps:
         return None
     named = ", ".join(f"{group}={getattr(spec, group).name}" for group in ALONE)
-    lines = [f"this machine is not ready for this job ({named}); in this order:", *steps]
-    lines.append(f"  with evidence: {shlex.join(['run', 'doctor', *command])}")
+    lines = [f"this machine is not ready for this job ({named}); do this, in order:", *steps]
+    lines.append(f"  for details: {shlex.join(['run', 'doctor', *command])}")
     if words := _rehearsal(composed):
         lines.append(f"  to try the job on this machine first: {shlex.join(['run', *words])}")
     return EnvironmentProblem("\n".join(lines))
@@ -107,7 +120,7 @@ def _rehearsal(composed: ComposedJob) -> list[str]:
 def _prepare(args: Namespace) -> int:
     """Do ahead what the first use of a device does. Raises EnvironmentProblem, UsageError."""
     if args.words or args.json or args.no_trial:
-        raise UsageError(f"run doctor --prepare {args.prepare}: it examines nothing, and takes nothing else")
+        raise UsageError(f"run doctor --prepare {args.prepare} takes no other words, because it checks nothing")
     known = default_registry().classes("device")
     if args.prepare not in known:
         raise UsageError(f"run doctor --prepare: {unknown_name('device', args.prepare, known)}")

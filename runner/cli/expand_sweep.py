@@ -14,11 +14,10 @@ from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 
-from runner.cli.config_sources import GROUP
+from runner.cli.config_sources import GROUP, hydra_session
 from runner.cli.hydra_compose import SWEEP
 from runner.cli.job_builder import ComposedJob, Composer, JobDraft, decode_draft, re_draft
 from runner.cli.overrides import read_overrides
-from runner.cli.sources import hydra_session
 from runner.cli.sweep_axes import SweepAxis, axes_in, decode_sweep_options, recipe_axes, recipe_space, space_in
 from runner.core.errors import Problem, SpecError
 from runner.run_dir.manifest import fingerprint
@@ -34,8 +33,8 @@ LISTS = (f"{SWEEP}.metric", f"{SWEEP}.metric_mode")
 MOST_JOBS = 10_000
 MOST_NAMED = 3  # jobs that a problem names, of those that have it
 NOTHING_VARIES = (
-    "nothing varies; give a key several values (optimizer.lr=1e-4,3e-4), or a recipe with a section sweep.over; "
-    "for one run leave -m out"
+    "the sweep varies no option; set several values (optimizer.lr=1e-4,3e-4), or use a recipe with a section "
+    "sweep.over; for one run leave -m out"
 )
 
 
@@ -107,7 +106,7 @@ def _as_list_option(word: str) -> str:
 
 
 def _is_search(own: Sequence[str], rest: Sequence[str], draft: MakeDraft, loader: ConfigLoader) -> bool:
-    """Whether the command line or the recipe asks for a search."""
+    """Whether the command line or the recipe requests a search."""
     drafts = []
     space, fixed, _ = space_in(rest, loader)
     with suppress(SpecError):  # said in full, whichever way the jobs are made
@@ -161,7 +160,7 @@ def _product(axes: Sequence[SweepAxis], fixed: Sequence[str]) -> Iterator[Case]:
     for axis in axes:
         count *= len(axis.values)
     if count > MOST_JOBS:
-        raise SpecError([Problem("", f"{count} jobs are more than {MOST_JOBS}; vary less at once")])
+        raise SpecError([Problem("", f"{count} jobs are more than the limit of {MOST_JOBS}; vary fewer values")])
     for combination in itertools.product(*(axis.values for axis in axes)):
         varied = {axis.key: shown for axis, (_, shown) in zip(axes, combination, strict=True)}
         yield (*fixed, *(word for word, _ in combination)), varied

@@ -5,8 +5,12 @@ Also `run explain loss` and `run explain chat`.
 
 from __future__ import annotations
 
+import os
+import sys
+import textwrap
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -15,10 +19,12 @@ from pydantic.fields import FieldInfo
 from runner.algorithm.loss_registry import choices, functions
 from runner.cli.args import UsageError, is_override
 from runner.cli.conf import BESIDE, scalar
-from runner.cli.config_sources import GROUP
+from runner.cli.config_sources import GROUP, hydra_session, plain_default
+from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import JobDraft, decode_draft, draft
-from runner.cli.sources import group_options, hydra_session, plain_default
+from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
+from runner.interfaces import LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.interfaces.losses import Registration
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, origin_of, value_at
@@ -27,7 +33,7 @@ from runner.spec.job import CallbacksConfig, JobSpec
 from runner.spec.registry import Registry, default_registry, resolve
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema, sections
 from runner.spec.suggest import TYPES, allowed_values
-from runner.tracker.text import print_text
+from runner.tracker.text import escape_for_terminal, print_text
 
 # Units by the end of a key's name; a field may also say `json_schema_extra={"unit": …}`.
 UNITS = {
@@ -36,7 +42,7 @@ UNITS = {
     "max_length": "tokens",
     "max_positions": "tokens",
     "steps": "steps",
-    "epochs": "passes over the items",
+    "epochs": "epochs over the items",
     "every": "steps",
 }
 
@@ -47,9 +53,9 @@ def show(args: Namespace) -> int:
     registry = default_registry()
     keys = keys or _groups_in_words(args.words, registry)
     if keys in ([GROUP], ["recipes"]):
-        raise UsageError(f"the recipes there are: run list {GROUP}; one of them in full: run --cfg job +{GROUP}=NAME")
+        raise UsageError(f"all recipes: run list {GROUP}; one of them in full: run --cfg job +{GROUP}=NAME")
     if len(keys) != 1:
-        raise UsageError("run explain: one key is expected, e.g. run explain optimizer.lr")
+        raise UsageError("run explain: expected one key, e.g. run explain optimizer.lr")
     now = draft([w for w in args.words if is_override(w) and not w.endswith("=")], args.config_dir)
     key = keys[0]
     if key == "loss":
@@ -84,7 +90,7 @@ def _groups_in_words(words: Sequence[str], registry: Registry) -> list[str]:
     """The groups that words choose, as in `run explain data=file`. Raises UsageError for a recipe."""
     names = [word.lstrip("+").partition("=")[0] for word in words]
     if GROUP in names:
-        raise UsageError(f"a {GROUP} is shown by: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
+        raise UsageError(f"to print a {GROUP}, type: run --cfg job {' '.join(words)}; all of them: run list {GROUP}")
     return [name for name in names if name in groups_of(registry)]
 
 
@@ -93,7 +99,7 @@ def _loss(now: JobDraft, registry: Registry) -> int:
     spec = None if "algorithm" in now.unsure else decode_unchecked(now.data, now.origins, registry)
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:
-        raise UsageError(f"algorithm={spec.algorithm.name} does not say what its loss is; ask whoever wrote it")
+        raise UsageError(f"algorithm={spec.algorithm.name} has no description of its loss; ask its author")
     print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
     return 0
@@ -102,7 +108,6 @@ def _loss(now: JobDraft, registry: Registry) -> int:
 def _chat(now: JobDraft, registry: Registry) -> int:
     """The first row of the job's data, token by token."""
     spec = decode_draft(now, registry).spec
-    from runner.cli.explain_chat import explain_chat
 
     for line in explain_chat(spec):
         print_text(line)
@@ -176,7 +181,7 @@ def _hint(section: str, leaf: str, registry: Registry) -> str:
 
 def _facts(key: str, leaf: str, owner: type[BaseModel]) -> list[tuple[str, str]]:
     info, schema = owner.model_fields[leaf], model_schema(owner)[leaf]
-    default = "none: it must be given" if info.is_required() else _default(info)
+    default = "none: it must be set" if info.is_required() else _default(info)
     facts = [("key", key), ("meaning", info.description or ""), ("unit", _unit(leaf, info, schema))]
     facts += [("type", _type(schema)), ("range", allowed_values(schema)), ("default", default)]
     return [(label, text) for label, text in facts if text]
@@ -212,3 +217,59 @@ def _now(key: str, info: FieldInfo, now: JobDraft) -> str:
         return scalar(value_at(now.data, key))
     except KeyError:
         return "???" if info.is_required() else _default(info)
+
+
+WIDTH = 110
+GREEN, PLAIN = "\033[32m", "\033[0m"
+Part = tuple[str, Sequence[int], Sequence[float]]  # label, ids, weights: above 0 where a token is trained on
+
+
+def explain_chat(spec: JobSpec) -> Iterator[str]:
+    """The lines that show the first row. Raises what reading the data raises."""
+    from runner.build.components import build_tokenizer
+    from runner.build.data import build_data
+
+    decide = Decisions(spec.strict)
+    tokenizer = build_tokenizer(spec)
+    data = build_data(spec, tokenizer, decide)
+    parts = row_parts(data.take(0, 1)[0])
+    tokens, trained = sum(len(ids) for _, ids, _ in parts), sum(w > 0 for *_, weights in parts for w in weights)
+    where = f"data={spec.data.name}, algorithm={spec.algorithm.name}"
+    yield f"first row in the order of training ({where}): {tokens} tokens, {trained} trained on"
+    yield from (str(entry) for entry in decide.entries)
+    colored = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    for label, ids, weights in parts:
+        yield ""
+        if label:
+            yield f"{label}:"
+        yield from _token_lines(tokenizer, ids, weights, colored)
+
+
+def row_parts(item: Any) -> list[Part]:
+    """The stretches of an item that are shown under a heading of their own."""
+    if isinstance(item, TokenizedExample):
+        edges = [0, *item.branches, len(item.ids)]
+        labels = [""] if not item.branches else ["shared beginning", *(f"turn {n + 1}" for n in range(len(edges) - 2))]
+        spans = zip(labels, pairwise(edges), strict=True)
+        return [(label, item.ids[a:b], item.weights[a:b]) for label, (a, b) in spans]
+    if isinstance(item, PreferencePair):
+        answers = [("chosen", item.chosen), ("rejected", item.rejected)]
+    elif isinstance(item, LabeledCompletion):
+        answers = [("good" if item.good else "bad", item.completion)]
+    else:
+        assert isinstance(item, Prompt)
+        return [("prompt of the policy", item.ids, [0.0] * len(item.ids))]
+    parts = [("prompt", item.prompt, 0.0), *((label, ids, 1.0) for label, ids in answers)]
+    return [(label, ids, [weight] * len(ids)) for label, ids, weight in parts]
+
+
+def _token_lines(tokenizer: Any, ids: Sequence[int], weights: Sequence[float], colored: bool) -> Iterator[str]:
+    """Tokens with a dot between them; each stretch of context or of trained tokens begins a line."""
+    for trained, stretch in groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1] > 0):
+        texts = [escape_for_terminal(tokenizer.decode([token])) or f"<{token}>" for token, _ in stretch]
+        shown = " · ".join(text.replace(" ", "␣") for text in texts)
+        on, off = (GREEN, PLAIN) if colored and trained else ("", "")
+        options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+        for at, line in enumerate(textwrap.wrap(shown, WIDTH - 9, **options)):
+            label = ("trained" if trained else "context") if at == 0 else ""
+            yield f"{label:<9}{on}{line}{off}"

@@ -1,19 +1,143 @@
-"""`run --help` on one screen, and `run help recipes|options|verbs|VERB` for the rest."""
+"""`run --help` on one screen, and `run help recipes|options|verbs|VERB` for the rest.
+
+Also what there is: `run list` and `run schema`, and the files of a job: `run --info`.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from argparse import Namespace
+from collections.abc import Sequence
+from itertools import dropwhile, takewhile
+from pathlib import Path
+
+from hydra.plugins.config_source import ConfigSource
 
 from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of
-from runner.cli.conf import scalar
-from runner.cli.config_sources import GROUP
-from runner.cli.listing import option_summary, print_table
-from runner.cli.sources import group_options, hydra_session
-from runner.spec.registry import default_registry
-from runner.spec.schema import groups_of
+from runner.cli.conf import BESIDE, choices, scalar
+from runner.cli.config_sources import GROUP, file_of, hydra_session, label, sources_with
+from runner.cli.hydra_compose import group_options
+from runner.cli.job_builder import Composer
+from runner.core.errors import SpecError
+from runner.spec import suggest
+from runner.spec.migrate import table
+from runner.spec.registry import Registry, default_registry
+from runner.spec.schema import CALLBACKS, EVALUATION, groups_of, job_schema, recipe_schema
 from runner.sweep.config import SweepConfig
 from runner.tracker.text import print_text
+
+ROOT = "<root>"  # what Hydra calls the parent of job.yaml
+PROVIDERS = {"main": "shipped", "runner": "shipped", "files": "+recipe=FILE", "schema": "components without a file"}
+PLACES = {"files": "any file, by its path", "schema": "structured://"}
+# A full stop before a capital letter, but not that of an initial or of an abbreviation.
+SENTENCE_END = re.compile(r"(?<!\b[A-Z])(?<!\bDr)(?<!\bal)(?<!\be\.g)(?<!\bi\.e)\. (?=[A-Z])")
+
+
+def show_list(args: Namespace) -> int:
+    """`run list [group]`: options with one line each."""
+    registry = default_registry()
+    known = (*groups_of(registry), CALLBACKS, EVALUATION, GROUP)
+    wanted = [_group(word, known) for word in args.words] or list(known)
+    with hydra_session(registry, args.config_dir) as loader:
+        sources = loader.get_sources()
+        found = {group: group_options(sources, group) for group in wanted}
+        for index, group in enumerate(group for group in wanted if found[group] or args.words):
+            print_text(("\n" if index else "") + group)
+            print_table([(name, option_summary(sources, group, name, registry)) for name in found[group]])
+    return 0
+
+
+def schema(args: Namespace) -> int:
+    """`run schema [recipe]`."""
+    if args.words not in ([], ["job"], [GROUP]):
+        raise UsageError(f"run schema: job or recipe, not {' '.join(args.words)}")
+    registry = default_registry()
+    of_recipe = args.words == [GROUP]
+    found = recipe_schema(choices(registry), BESIDE, registry) if of_recipe else job_schema(registry)
+    print(json.dumps(found, indent=1))
+    return 0
+
+
+def info(args: Namespace) -> int:
+    """`run --info defaults|searchpath`. Raises UsageError with our word where Hydra has another one."""
+    if args.info not in ("defaults", "searchpath"):
+        instead = table().flags.get(f"--info {args.info}", "use --info defaults or --info searchpath")
+        raise UsageError(f"run --info {args.info}: {instead}")
+    others = {"--multirun": args.multirun, "--spec": args.spec, "--cfg": args.cfg, "--folder": args.folder}
+    if named := [flag for flag, value in others.items() if value]:
+        raise UsageError(f"--info prints the files of one job and runs nothing; leave {' and '.join(named)} out")
+    with hydra_session(default_registry(), args.config_dir) as loader:
+        sources = loader.get_sources()
+        if args.info == "searchpath":
+            _columns(
+                [
+                    ("provider", "search path"),
+                    *((PROVIDERS.get(s.provider, s.provider), source_url(s)) for s in sources),
+                ]
+            )
+            return 0
+        drafted = Composer(loader).draft(args.words)
+        rows = [("config", "package", "file", "chosen in")]
+        for entry in drafted.entries:
+            path = str(entry.config_path)
+            file = file_of(sources_with(sources, path)[0], path)
+            parent = label(entry.parent, sources) if entry.parent not in (None, path, ROOT) else ""
+            rows.append((label(path, sources), entry.package or "_global_", file, parent))
+    _columns(rows)
+    for note in drafted.notes:
+        print_text(f"\nnote: {note}")
+    if drafted.problems:
+        raise SpecError(drafted.problems)
+    return 0
+
+
+def source_url(source: ConfigSource) -> str:
+    """Where a source looks, as a user would say it."""
+    return PLACES.get(source.provider) or (source.path if source.path.startswith("/") else source.full_path())
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print_text("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+
+
+def option_summary(sources: Sequence[ConfigSource], group: str, name: str, registry: Registry) -> str:
+    """The first sentence on an option: of its class's docstring, or of the first comment of its file."""
+    if cls := registry.classes(group).get(name):
+        return first_sentence((cls.__doc__ or "").strip().splitlines())
+    source = sources_with(sources, f"{group}/{name}")[0]
+    path = Path(file_of(source, f"{group}/{name}"))
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
+    comments = [line.lstrip("# ") for line in takewhile(lambda line: line.startswith("#"), lines)]
+    said = [c for c in comments if not c.startswith(("@", "yaml-language-server"))]
+    return first_sentence(list(dropwhile(lambda line: not line, said)))
+
+
+def first_sentence(lines: Sequence[str]) -> str:
+    """The first sentence of the first paragraph of a wrapped text, on one line."""
+    text = " ".join(line.strip() for line in takewhile(str.strip, lines))
+    end = SENTENCE_END.search(text)
+    return text[: end.start() + 1] if end else text
+
+
+def _group(word: str, known: Sequence[str]) -> str:
+    word = {"recipes": GROUP}.get(word, word)
+    if word not in known:
+        meant = suggest.nearest_word(word, known)
+        hint = f"; did you mean '{meant}'?" if meant else ""
+        raise UsageError(f"no group named '{word}'{hint} ({', '.join(known)})")
+    return word
+
+
+def print_table(rows: Sequence[tuple[str, str]]) -> None:
+    """Two columns, indented."""
+    width = max((len(left) for left, _ in rows), default=0)
+    for left, right in rows:
+        print_text(f"  {left.ljust(width)}  {right}".rstrip())
+
 
 SCREEN_WIDTH = 110
 HEAD = """run trains language models after pre-training (SFT, preferences, RL, distillation) from one declarative job.
@@ -26,12 +150,12 @@ MORE_EXAMPLES = """
   run -m +recipe=sft_demo seed=1,2,3            a sweep: a job for each combination
 
 more   run help recipes, run help options, run help verbs, run help VERB; docs/index.md"""
-JOBS = """ways to name a job
-  run +recipe=sft_demo optimizer.lr=1e-3         the command line beats the recipe
-  run +recipe=exp/mine.yaml                      a recipe by its file's path
+JOBS = """ways to select a job
+  run +recipe=sft_demo optimizer.lr=1e-3         the command line overrides the recipe
+  run +recipe=exp/mine.yaml                      a recipe by the path of its file
   run --cfg job +recipe=sft_demo                 print the job, run nothing
-  run --info defaults +recipe=sft_demo           the files that it is composed of
-  run --spec outputs/latest/spec.yaml seed=1     the job of a run, again
+  run --info defaults +recipe=sft_demo           the files that compose the job
+  run --spec outputs/latest/spec.yaml seed=1     repeat the job of a run
   eval "$(run -sc install=bash)"                 tab completion (bash, zsh, fish)
 """
 SWEEPS = """start a sweep
@@ -65,7 +189,7 @@ def show(args: Namespace) -> int:
 
         known = EXAMPLES | {name: f"run help {name}" for name in TOPICS}
         instead = hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
-        raise UsageError(f"no help on '{topic}'; {instead}")
+        raise UsageError(f"no help topic '{topic}'; {instead}")
     return 0
 
 

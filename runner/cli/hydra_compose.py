@@ -21,6 +21,7 @@ from hydra._internal.config_repository import CachingConfigRepository
 from hydra._internal.defaults_list import DefaultsList, create_defaults_list
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException, MissingConfigException
 from hydra.plugins.config_source import ConfigSource
@@ -33,21 +34,22 @@ from runner.cli.config_sources import (
     NEXT,
     SHIPPED,
     SWEEPER,
+    RecipesSource,
     defaults_of,
     file_of,
     folders_named,
     label,
     owner_of,
+    search_order,
     sources_with,
 )
 from runner.cli.overrides import TypedOverride, instead_of_hydras
-from runner.cli.sources import group_options
 from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.base import iter_leaves
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
-from runner.spec.schema import CALLBACKS
+from runner.spec.schema import CALLBACKS, EVALUATION
 
 
 def composition_problem(error: Exception, sources: Sequence[ConfigSource], chosen: Sequence[str]) -> Problem:
@@ -62,9 +64,9 @@ def composition_problem(error: Exception, sources: Sequence[ConfigSource], chose
         group, _, name = error.missing_cfg_file.removesuffix(".yaml").rpartition("/")
         return _missing(group, name, prefix.group(1) if prefix else "", sources, recipes)
     if unresolved := re.search(r"resolving interpolation '([^']+)'", text):
-        text = f"{unresolved.group(1)} in a defaults list: only the choice of another group can stand there"
+        text = f"{unresolved.group(1)} in a defaults list: only the choice of another group is allowed there"
         who = origin or ", ".join(label(recipe, sources) for recipe in recipes)
-        return Problem("", f"{text}, e.g. ${{model}}; write the name itself", who)
+        return Problem("", f"{text}, e.g. ${{model}}; type the name itself", who)
     if several := re.search(r"Multiple values for ([^\s.]+)", text):
         who = origin or ", ".join(label(recipe, sources) for recipe in recipes)
         return _without_override(several.group(1), "NAME", who)
@@ -96,7 +98,7 @@ def _missing(group: str, name: str, who: str, sources: Sequence[ConfigSource], r
 
 
 def _without_override(group: str, name: str, origin: str) -> Problem:
-    return Problem(group, f"a recipe chooses with 'override /{group}: {name}', at the end of its defaults list", origin)
+    return Problem(group, f"a recipe selects with 'override /{group}: {name}', at the end of its defaults list", origin)
 
 
 def _chooser(recipe: str, group: str, name: str, sources: Sequence[ConfigSource]) -> str | None:
@@ -113,10 +115,10 @@ def _in_a_circle(sources: Sequence[ConfigSource], chosen: Sequence[str]) -> Prob
     """The files that extend one another for ever."""
     circle = next((found for path in (*chosen, JOB) if (found := _circle(path, (), sources))), ())
     if not circle:
-        return Problem("", "files extend one another in a circle", ", ".join(chosen))
+        return Problem("", "config files extend each other in a cycle", ", ".join(chosen))
     names = [label(path, sources) for path in circle]
     said = " ─▶ ".join([*names, names[0]])
-    return Problem(circle[0].partition("/")[0], f"files extend one another in a circle: {said}", names[0])
+    return Problem(circle[0].partition("/")[0], f"config files extend each other in a cycle: {said}", names[0])
 
 
 def _circle(path: str, above: tuple[str, ...], sources: Sequence[ConfigSource]) -> tuple[str, ...]:
@@ -175,7 +177,7 @@ def compose_files(loader: ConfigLoader, choices: Sequence[TypedOverride]) -> Com
         repository = CachingConfigRepository(loader.repository)
         found = _defaults_list(repository, lines)
         if second := [choice for choice in choices if "@" in choice.key]:
-            there = found.overrides.known_choices  # Hydra wants a + before what no file has chosen
+            there = found.overrides.known_choices  # Hydra needs a + before what no file has chosen
             lines += [("" if choice.key in there else "+") + line_of(choice) for choice in second]
             found = _defaults_list(repository, lines)
         return _merge_entries(
@@ -258,7 +260,7 @@ def line_of(choice: TypedOverride) -> str:
     several = f"[{','.join(names)}]"
     if choice.key == GROUP:
         return f"+{GROUP}={several}"
-    return f"{choice.key}={several if choice.key == CALLBACKS else names[0]}"
+    return f"{choice.key}={several if choice.key in (CALLBACKS, EVALUATION) else names[0]}"
 
 
 def misplaced_choices(files: ComposedFiles, groups: Sequence[str]) -> list[Problem]:
@@ -269,11 +271,11 @@ def misplaced_choices(files: ComposedFiles, groups: Sequence[str]) -> list[Probl
         who = files.origins.get(key, "")
         if who and not who.startswith(f"{group}/"):
             chosen = OmegaConf.select(files.config, key)
-            found.append(Problem(key, f"a file chooses with 'override /{group}: {chosen}' in its defaults list", who))
+            found.append(Problem(key, f"a file selects with 'override /{group}: {chosen}' in its defaults list", who))
         elif not who and (section := files.config.get(group)) and isinstance(section, DictConfig):
             origin = next((o for k, o in files.origins.items() if k.startswith(f"{group}.")), "")
             begin = f"defaults: [{_best_component(section, group)}, _self_]"
-            text = f"the file names no component; begin it with a line such as '{begin}'"
+            text = f"the file selects no component; start it with a line such as '{begin}'"
             found.append(Problem(group, text, origin))
     job = f"{JOB} ({SHIPPED})" if f"{JOB} ({SHIPPED})" in files.origins.values() else JOB
     for key, who in files.origins.items():
@@ -286,3 +288,21 @@ def _best_component(section: DictConfig, group: str) -> str:
     """The component that has most of a section's options."""
     classes = default_registry().classes(group)
     return max(classes, key=lambda name: len(set(map(str, section)) & set(classes[name].model_fields)))
+
+
+def group_options(sources: Sequence[ConfigSource], group: str) -> list[str]:
+    """What can be chosen for `group`, folders within it included, in alphabetical order."""
+    found: set[str] = set()
+    for source in sources:
+        if source.is_group(group):
+            found.update(source.list(group, ObjectType.CONFIG))
+            for folder in source.list(group, ObjectType.GROUP):
+                found.update(f"{folder}/{name}" for name in group_options([source], f"{group}/{folder}"))
+    return sorted(found)
+
+
+def known_recipes() -> list[str]:
+    """The recipes that are found without --config-dir; no session is needed, and one may be open."""
+    found = [tuple(url.split("://", 1)) for found in search_order(None) for _, url in found]
+    folders = [place if scheme == RecipesSource.scheme() else f"{place}/{GROUP}" for scheme, place in found]
+    return group_options([RecipesSource("", f"{RecipesSource.scheme()}://{folder}") for folder in folders], GROUP)

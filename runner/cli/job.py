@@ -47,9 +47,9 @@ USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|model\.dtype=|{re.e
 def run(args: Namespace) -> int:
     """Start a job; with --cfg job print it, with --info say what it is composed of."""
     if args.info:
-        from runner.cli import listing
+        from runner.cli import help
 
-        return listing.info(args)
+        return help.info(args)
     if args.multirun:
         from runner.cli import sweep
 
@@ -83,7 +83,12 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     except SpecError as error:
         raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
     from runner.launch import local
+    from runner.run_dir.folder import OUTPUTS, RunFolder
 
+    if not args.folder and (OUTPUTS / "latest").is_dir():
+        from runner.tools.report.run_status import note_killed
+
+        note_killed(RunFolder((OUTPUTS / "latest").resolve()))
     if not job.spec.launch.queued:
         with _explain_environment_problem(job, _again(args, words, job)):
             return local.start_run(job.spec, job.overrides, job.origins, args.folder)
@@ -91,7 +96,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
     from runner.run_dir.folder import display_path
 
     if (before := srun_task.requeued_folder(args.folder)) is not None:
-        print_text(f"requeued {display_path(before)} was begun by this Slurm job: continuing there", file=sys.stderr)
+        print_text(f"requeued {display_path(before)} was started by this Slurm job: continuing it", file=sys.stderr)
         return _continue_run(str(before), _trust(words))
     with srun_task.handle_slurm_signals(job.spec), _explain_environment_problem(job, _again(args, words, job)):
         srun_task.exec_srun(job.spec)
@@ -101,7 +106,7 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
 def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
     """What this machine lacks for a wrong job's device and sampler, where these are not wrong themselves.
 
-    Nothing that asks a network: the answer to a mistake does not wait for that.
+    Nothing that uses a network: an error message does not wait for that.
     """
     wrong = {problem.key.partition(".")[0] for problem in error.problems}
     if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
@@ -167,8 +172,10 @@ def resume(args: Namespace) -> int:
 
 def _continue_run(where: str, overrides: Sequence[str]) -> int:
     from runner.run_dir.folder import find_run
+    from runner.tools.report.run_status import note_killed
 
     folder = find_run(where)
+    note_killed(folder)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_slurm_overrides)
     from runner.launch import local
@@ -192,7 +199,7 @@ def infer(args: Namespace) -> int:
     if args.file:
         prompts += _read_prompts(args.file)
     if len(source.adapters) > 1:
-        raise UsageError("one adapter at a time; run serve answers with several by name")
+        raise UsageError("run chat takes one adapter; run serve supports several by name")
     loaded = load_source(source, **settings)
     from runner.core.auto_choices import Decisions
     from runner.inference.engine import SamplingParams
@@ -223,14 +230,14 @@ def infer(args: Namespace) -> int:
             written = written or bool(piece)
         print()
         if not written:
-            print("(an empty answer)", file=sys.stderr)
+            print("(an empty completion)", file=sys.stderr)
     return 0
 
 
 def _read_prompts(path: Path) -> list[str]:
     """One prompt per line of a text file; empty lines are left out."""
     if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; one prompt per line is expected")
+        raise EnvironmentProblem(f"{path}: no such file; expected one prompt per line")
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
@@ -245,7 +252,7 @@ def export(args: Namespace) -> int:
     """Write an export of a run, or adapters as one folder."""
     source, more, settings = resolve_source(args)
     if more:
-        raise UsageError(f"what is '{more[0]}'? write: run export latest --checkpoint 100 --out FOLDER")
+        raise UsageError(f"'{more[0]}' is not supported; type: run export latest --checkpoint 100 --out FOLDER")
     _check_export(args, source)
     from runner.inference.model_source import prepare_process, source_spec
     from runner.run_dir.folder import RunFolder, display_path
@@ -269,7 +276,7 @@ def export(args: Namespace) -> int:
         density = 0.5 if args.density is None else args.density
         infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
     whole = not infer_export.is_adapter(target)
-    kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a whole model)"
+    kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a full model)"
     print_text(f"{what}: {kind}", file=sys.stderr)
     if whole:
         print_text(_other_formats(target), file=sys.stderr)
@@ -285,20 +292,20 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
     if source.kind == "run":
         if args.adapter or args.combine:
-            raise UsageError("--adapter and --combine are for a base's folder or hub id, and this is a run")
+            raise UsageError("--adapter and --combine need the folder or hub id of a base model, but this is a run")
         return
     if not source.adapters:
-        raise UsageError(f"{source.text} is a whole model already; run export takes a run, or adapters")
+        raise UsageError(f"{source.text} is already a full model; run export takes a run, or adapters")
     if len(source.adapters) > 1 and not args.combine:
-        raise UsageError("several adapters are given; say how they become one: --combine linear|ties|dare_linear")
+        raise UsageError("several adapters are set; type how to combine them: --combine linear|ties|dare_linear")
     if len(source.adapters) == 1 and (args.combine or not args.merge):
-        raise UsageError("one adapter is a folder already; --merge writes it into its base, --adapter adds another one")
+        raise UsageError("one adapter is already a folder; --merge merges it into its base, --adapter adds another one")
     if args.weights and len(args.weights) != len(source.adapters):
         raise UsageError(f"--weights has {len(args.weights)} numbers for {len(source.adapters)} adapters")
     if args.check:
-        raise UsageError("--check compares an export with its run, and this is none")
+        raise UsageError("--check compares an export with its run, but this is not a run")
     if args.out is None or (args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))):
-        raise UsageError("--out FOLDER is needed, an empty or a new folder")
+        raise UsageError("--out FOLDER is required, an empty or new folder")
 
 
 def _other_formats(folder: Path) -> str:
@@ -376,7 +383,7 @@ def check_sampling(args: Namespace) -> None:
         if not good:
             raise UsageError(f"{name} {value} is out of range")
     if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
-        raise UsageError("--top-p and --seed are about drawing at random; give --temperature above 0, too")
+        raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
 
 
 def _typed_prompts() -> Iterator[str]:

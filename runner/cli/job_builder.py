@@ -18,14 +18,16 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.default_element import ResultDefault
 from omegaconf import DictConfig, OmegaConf
 
-from runner.cli.config_sources import GROUP, SWEEPER, is_file_name, recipe_file_problem
+from runner.cli.config_sources import GROUP, SWEEPER, hydra_session, is_file_name, recipe_file_problem
 from runner.cli.hydra_compose import (
     SWEEP,
     ComposedFiles,
     Uncomposable,
     compose_files,
     composition_problem,
+    group_options,
     is_sweep,
+    known_recipes,
     line_of,
     misplaced_choices,
 )
@@ -40,9 +42,8 @@ from runner.cli.overrides import (
     resolve_interpolations,
     with_demo,
 )
-from runner.cli.sources import group_options, hydra_session, known_recipes
-from runner.core.bounded_text import check_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.untrusted_text import check_yaml
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import decode, unknown_name, with_origins
 from runner.spec.job import RECIPE, JobSpec
@@ -145,7 +146,7 @@ def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None 
     origins = {key: SPEC for key, _ in iter_leaves(OmegaConf.to_container(config))}
     choices = [t for t in typed if t.choice]
     if any(t.key == GROUP for t in choices):
-        problems.append(Problem(GROUP, "a spec is a whole job already; it takes single overrides", COMMAND_LINE))
+        problems.append(Problem(GROUP, "a spec is already a full job; it takes single overrides", COMMAND_LINE))
         choices = [t for t in choices if t.key != GROUP]
     notes: tuple[str, ...] = ()
     if choices or config_dir:
@@ -245,17 +246,15 @@ def _overlay_command_line(
 ) -> JobDraft:
     """The command line's values on top of the files', all interpolations resolved."""
     named = {key: name for t in typed if not t.choice for key, name in iter_leaves(t.value, t.key) if _is_choice(key)}
-    wrong = [
-        problem(key, f"a component is chosen with {key.removesuffix('.name')}={name}") for key, name in named.items()
-    ]
+    wrong = [problem(key, f"select a component with {key.removesuffix('.name')}={name}") for key, name in named.items()]
     second = {t.key.partition("@")[2]: t for t in typed if t.choice and "@" in t.key}
     wrong += [
-        problem(t.key, f"given twice, as {second[t.key].line} and as {t.line}; leave one of them out")
+        problem(t.key, f"set twice, as {second[t.key].line} and as {t.line}; leave one of them out")
         for t in typed
         if t.key in second and not isinstance(t.value, dict)
     ]
     of_sweep = [t for t in typed if is_sweep(t.key)]
-    wrong += [problem(t.key, f"is about a sweep; {SWEEP_ALONE}") for t in of_sweep]
+    wrong += [problem(t.key, f"is an option of a sweep; {SWEEP_ALONE}") for t in of_sweep]
     skipped = [*named, *(t.key for t in of_sweep)]
     values = [t for t in typed if not t.choice and not any(f"{key}.".startswith(f"{t.key}.") for key in skipped)]
     found = [*problems, *wrong, *apply_values(files.config, values)]
@@ -307,7 +306,7 @@ def _sections(
 
 def _load_spec(path: Path) -> DictConfig:
     if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; the spec.yaml of a run is expected")
+        raise EnvironmentProblem(f"{path}: no such file; expected the spec.yaml of a run")
     try:
         check_yaml(path.read_text(encoding="utf-8"))
         config = OmegaConf.load(path)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
-from runner.core.imports import import_frozen, plugin_warnings
+from runner.core.package import import_frozen, plugin_warnings
 from runner.tracker.text import print_text
 
 HANDLERS = {
@@ -25,6 +25,7 @@ HANDLERS = {
     "infer": "runner.cli.job:infer",
     "chat": "runner.cli.chat:run",
     "serve": "runner.cli.serve:run",
+    "eval": "runner.cli.evaluate:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",
     "doctor": "runner.cli.doctor:show",
@@ -34,9 +35,9 @@ HANDLERS = {
     "sweep": "runner.cli.sweep:go",
     "report": "runner.cli.report:report",
     "diff": "runner.cli.report:diff",
-    "list": "runner.cli.listing:show",
+    "list": "runner.cli.help:show_list",
     "explain": "runner.cli.explain:show",
-    "schema": "runner.cli.listing:schema",
+    "schema": "runner.cli.help:schema",
     "help": "runner.cli.help:show",
     "complete": "runner.cli.complete:answer",
     "foreign": "runner.cli.foreign:refuse",
@@ -81,7 +82,7 @@ def _run_verb(words: list[str]) -> int:
             return verb(words[1:])
         return _dispatch(_parse(completing))
     finally:
-        for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell asks at every tab
+        for text in () if "--shell-completion" in completing else plugin_warnings():  # a shell calls this at every tab
             print_text(f"warning: {text}", file=sys.stderr)
 
 
@@ -122,7 +123,7 @@ def _print_error(message: str) -> None:
 
 
 def _our_bug(error: Exception, debug: bool) -> str:
-    summary = f"this is a bug of ours: {type(error).__name__}: {error}"
+    summary = f"this is a bug in this project: {type(error).__name__}: {error}"
     if debug:
         traceback.print_exc()
         return summary

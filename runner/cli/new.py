@@ -229,7 +229,7 @@ def build(config: ${{Name}}Config, *, parameters: dict[str, Any], decide: Any) -
     from torch.optim import NAdam  # here: every command imports this module
 
     options = {{"weight_decay": config.weight_decay, "momentum_decay": config.momentum_decay}}
-    return NAdam(list(parameters.values()), lr=config.lr, **options)
+    return NAdam(list(parameters.values()), lr=config.learning_rate, **options)
 ''',
     """from $module import ${Name}Config
 
@@ -327,14 +327,14 @@ def create(args: Namespace) -> int:
     """Write the package. Raises UsageError for an unknown kind, an invalid name, or an existing folder."""
     kinds = ", ".join(SKELETONS)
     if len(args.words) != 2:
-        raise UsageError(f"run new: a kind and a name are expected, e.g. run new reward words ({kinds})")
+        raise UsageError(f"run new: expected a kind and a name, e.g. run new reward words ({kinds})")
     kind, name = args.words[0], args.words[1].replace("-", "_")
     if kind not in SKELETONS:
         meant = suggest.nearest_word(kind, SKELETONS)
         hint = f"; did you mean '{meant}'?" if meant else ""
         raise UsageError(f"run new: no kind '{kind}'{hint} ({kinds})")
     if not NAME.fullmatch(name):
-        raise UsageError(f"run new: '{name}' is no name; use small letters, digits and _")
+        raise UsageError(f"run new: '{name}' is not a valid name; use lowercase letters, digits and _")
     folder = Path(args.words[1])
     if folder.exists():
         raise UsageError(f"run new: {folder} exists; choose another name, or remove it")

@@ -26,13 +26,13 @@ from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import MISSING, unknown_name
 from runner.spec.registry import default_registry
-from runner.spec.schema import CALLBACKS, MODEL, second_model_keys
+from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, second_model_keys
 
 DEMO = "sft_demo"
-SEVERAL = (GROUP, CALLBACKS)  # of which several may be chosen
+SEVERAL = (GROUP, CALLBACKS, EVALUATION)  # of which several may be chosen
 TRUST = "model.trust_remote_code="  # a run's spec.yaml may not say so: whoever uses the run says it again
-SWEEP_ALONE = "a sweep over several values is started with: run -m …"
-NO_MODEL = "no model chosen: taking model=tiny, from random weights; for a real one: model=hf model.path=FOLDER"
+SWEEP_ALONE = "to start a sweep over several values, type: run -m …"
+NO_MODEL = "no model is set: using model=tiny with random weights; for a real one, type model=hf model.path=FOLDER"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +66,9 @@ def read_overrides(words: Iterable[str], groups: Collection[str]) -> tuple[list[
             problems.append(got)
         elif got.key in typed:
             several = (
-                f"; several recipes are written +recipe=[{typed[got.key].value},{got.value}]"
-                if got.key == GROUP
-                else ""
+                f"; for several recipes type +recipe=[{typed[got.key].value},{got.value}]" if got.key == GROUP else ""
             )
-            problems.append(problem(got.key, f"given twice, as {typed[got.key].line} and as {word}{several}"))
+            problems.append(problem(got.key, f"set twice, as {typed[got.key].line} and as {word}{several}"))
         else:
             typed[got.key] = got
     return list(typed.values()), problems
@@ -88,8 +86,8 @@ def _parse(word: str) -> Override | Problem:
             return _parse(at_home)
         if not equals:
             if is_file_name(word):
-                return problem(word, f"not an override; a recipe is chosen by its path: +{GROUP}={word}")
-            return problem(word, f"not an override; write {word.lstrip('+~')}=VALUE")
+                return problem(word, f"not an override; to use a recipe file, type +{GROUP}={word}")
+            return problem(word, f"not an override; type {word.lstrip('+~')}=VALUE")
         return problem(key.lstrip("+"), f"cannot read {value or 'an empty value'}; quote it: '{key}=\"{value}\"'")
 
 
@@ -105,7 +103,7 @@ def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOv
         return problem(key, instead_of_hydras(key, value))
     if override.is_delete():
         return problem(
-            word, "nothing can be removed; set another value, or leave it out in a copy of the recipe in ./recipes"
+            word, "an option cannot be removed; set another value, or edit a copy of the recipe in ./recipes"
         )
     if override.package is not None:
         return _second_model(override, word)
@@ -114,7 +112,7 @@ def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOv
     if override.is_sweep_override():
         several = f"{override.get_value_string()} is several values"
         written = f"'{key}=[{override.get_value_string()}]'" if override.is_choice_sweep() else "[1,2]"
-        return problem(key, f"{several}; write a list as {written}; {SWEEP_ALONE}")
+        return problem(key, f"{several}; type a list as {written}; {SWEEP_ALONE}")
     choice = key in (*groups, *SEVERAL) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key not in SEVERAL:
         return problem(key, "takes one choice, not a list")
@@ -137,7 +135,7 @@ def _second_model(override: Override, word: str) -> TypedOverride | Problem:
         meant = suggest.nearest_word(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
         hint = f"; did you mean '{meant}'?" if meant else ""
         there = ", ".join(f"{MODEL}@{one}" for one in known)
-        return problem(word, f"nothing takes {group}@{package}{hint} (a second model is chosen with {there})")
+        return problem(word, f"no option {group}@{package}{hint} (to set a second model, type {there})")
     if not isinstance(value, str):
         return problem(f"{group}@{package}", "takes one choice")
     return TypedOverride(word, f"{group}@{package}", value, True)
@@ -149,7 +147,7 @@ def with_demo(typed: Sequence[TypedOverride]) -> tuple[list[TypedOverride], tupl
     if chosen.keys() & {GROUP, "model", "data"}:
         unsaid = not chosen.keys() & {GROUP, "model"} and chosen["data"] != "demo"
         return list(typed), (NO_MODEL,) if unsaid else ()
-    note = f"no recipe, model or data chosen: taking +{GROUP}={DEMO}"
+    note = f"no recipe, model or data is set: using +{GROUP}={DEMO}"
     return [TypedOverride(f"+{GROUP}={DEMO}", GROUP, DEMO, True), *typed], (note,)
 
 
@@ -175,14 +173,12 @@ def check_choice(choice: TypedOverride, known: Collection[str]) -> tuple[TypedOv
 
 def _as_path(group: str, name: str) -> str:
     if group == GROUP and Path(f"{name}.yaml").expanduser().is_file():
-        return f"; a file is chosen by its path: +{GROUP}={name}.yaml"
+        return f"; to use a file, type +{GROUP}={name}.yaml"
     if "@" in group and ("/" in name or "." in name):
-        return f"; a path is given with {group.partition('@')[2]}={name}"
+        return f"; to set a path, type {group.partition('@')[2]}={name}"
     member = {"model": "hf", "data": "file"}.get(group)
     return (
-        f"; a path is given with {group}={member} {group}.path={name}"
-        if member and ("/" in name or "." in name)
-        else ""
+        f"; to set a path, type {group}={member} {group}.path={name}" if member and ("/" in name or "." in name) else ""
     )
 
 
@@ -247,8 +243,8 @@ def _put(data: dict[str, Any], key: str, value: Any) -> None:
 def _environment(name: str, *default: str) -> Any:
     if SECRET.search(name):
         raise SecurityError(
-            f"${{oc.env:{name}}} looks like a secret, which would be written to spec.yaml and sent to trackers; "
-            "libraries read it from the environment themselves"
+            f"${{oc.env:{name}}} looks like a secret; it would be written to spec.yaml and sent to trackers. Leave it "
+            "out: libraries read it from the environment"
         )
     return oc.env(name, *default)
 

@@ -33,8 +33,10 @@ def show(args: Namespace) -> int:
     card = _card(args.card, spec)
     from runner.tools.plan import plan_text
     from runner.tools.plan.estimate import estimate
+    from runner.tools.plan.model import resolve_local_sources
     from runner.tools.plan.remedies import advise
 
+    spec = resolve_local_sources(spec)
     plan = estimate(spec, card)
     advice = advise(spec, card) if card is not None and not plan.fits(card) else None
     given = (spec, plan, card, advice)
@@ -50,22 +52,22 @@ def _card(name: str | None, spec: JobSpec) -> Card | None:
     if name is None:
         return CARDS[DEFAULT_CARDS[device]] if device in DEFAULT_CARDS else None
     if name not in CARDS:
-        raise UsageError(f"run plan: no card named '{name}'; known are {', '.join(CARDS)}")
+        raise UsageError(f"run plan: no card named '{name}'; known cards: {', '.join(CARDS)}")
     if device not in ("auto", "cpu", CARDS[name].device):
         raise UsageError(
-            f"run plan: a {name} is a card of device={CARDS[name].device}, and the job has device={spec.device.name}"
+            f"run plan: {name} is a card of device={CARDS[name].device}, but the job has device={spec.device.name}"
         )
     return CARDS[name]
 
 
 STEPS, TOLERANCE = 5, 0.005
-FORMS = "write: run parity --record FILE device=cpu …, or run parity --compare FILE device=npu"
+FORMS = "type run parity --record FILE device=cpu …, or run parity --compare FILE device=npu"
 
 
 def run(args: Namespace) -> int:
     """Record the first steps of a job, or compare them; returns 0 where they agree. Raises Disagreement."""
     if (args.record is None) == (args.compare is None):
-        raise UsageError(f"run parity: one of --record and --compare is expected; {FORMS}")
+        raise UsageError(f"run parity: expected --record or --compare; {FORMS}")
     return _record(args) if args.compare is None else _compare(args)
 
 
@@ -92,18 +94,18 @@ def _target(record: str, words: list[str]) -> tuple[Path, list[str]]:
     """Output file and the job's words: `--record cpu` means `--record parity-cpu.safetensors device=cpu`."""
     if record in default_registry().classes("device"):
         if any(word.startswith("device=") for word in words):
-            raise UsageError(f"run parity --record {record} is a device already; with device=… name a file: {FORMS}")
+            raise UsageError(f"run parity --record {record} already sets the device; with device=… set a file: {FORMS}")
         record, words = f"parity-{record}.safetensors", [*words, f"device={record}"]
     path = Path(record)
     if path.is_dir() or not path.parent.is_dir():
-        raise EnvironmentProblem(f"--record {record}: a file in a folder that exists is expected")
+        raise EnvironmentProblem(f"--record {record}: expected a file in an existing folder")
     return path, words
 
 
 def _compare(args: Namespace) -> int:
     given = {"--steps": args.steps, "--spec": args.spec, "--config-dir": args.config_dir}
     if unused := [flag for flag, value in given.items() if value is not None]:
-        raise UsageError(f"run parity --compare: the recording says which job and how many steps, not {unused[0]}")
+        raise UsageError(f"run parity --compare: the recording sets the job and its steps; leave out {unused[0]}")
     from runner.tools.parity import recording, run_parity
 
     recorded = recording.read(args.compare)

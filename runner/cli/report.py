@@ -20,7 +20,7 @@ from runner.tracker.text import print_text
 def report(args: Namespace) -> int:
     """Write report.html of a run."""
     if len(args.words) > 1:
-        raise UsageError("run report: one run is expected, latest or a folder; for a sweep: run sweep report latest")
+        raise UsageError("run report: expected one run, latest or a folder; for a sweep: run sweep report latest")
     where = args.words[0] if args.words else "latest"
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep report {where}; a job of it: run report {where}/000")
@@ -34,7 +34,7 @@ def report(args: Namespace) -> int:
 def diff(args: Namespace) -> int:
     """Print what differs between two runs; with --out, also write it as a page with the curves of both."""
     if len(args.words) != 2:
-        raise UsageError("run diff: two runs are expected, e.g. run diff outputs/2026-11-21/101500-a-3f2a latest")
+        raise UsageError("run diff: expected two runs, e.g. run diff outputs/2026-11-21/101500-a-3f2a latest")
     first, second = (find_run(where) for where in args.words)
     print_text("\n".join(differ.diff_lines(first, second)))
     if args.out:
@@ -46,7 +46,7 @@ def diff(args: Namespace) -> int:
 def show(args: Namespace) -> int:
     """Print it; with --json, for programs. Changes nothing."""
     if len(args.words) > 1:
-        raise UsageError("run status: one run is expected, latest or a folder; for a sweep: run sweep status latest")
+        raise UsageError("run status: expected one run, latest or a folder; for a sweep: run sweep status latest")
     where = args.words[0] if args.words else "latest"
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep status {where}; a job of it: run status {where}/000")

@@ -20,7 +20,9 @@ def run(args: Namespace) -> int:
     words = [word for word in args.words if not is_override(word)]
     typed = dict(_read_setting(word) for word in args.words if is_override(word))
     if len(words) > 1:
-        raise UsageError(f"what is '{words[1]}'? one source is served; further adapters: --adapter NAME={words[1]}")
+        raise UsageError(
+            f"'{words[1]}' is not supported: run serve takes one model; to add an adapter: --adapter NAME={words[1]}"
+        )
     from runner.inference.engine_process import EngineSettings
     from runner.inference.serve import ServeSettings, serve
 
@@ -43,7 +45,7 @@ def _one_of(*words: str) -> Callable[[str], str]:
 def _whole(low: int, high: int) -> Callable[[str], int]:
     def read(value: str) -> int:
         if not value.isdecimal() or not low <= int(value) <= high:
-            raise ValueError(f"a whole number from {low} to {high}")
+            raise ValueError(f"an integer from {low} to {high}")
         return int(value)
 
     return read
@@ -91,9 +93,9 @@ def _read_setting(word: str) -> tuple[str, Any]:
         return "trust_remote_code", value.lower() == "true"
     if (read := SETTINGS.get(name)) is None:
         near = nearest_word(name, SETTINGS)
-        known = f"did you mean {near}=?" if near else f"there are: {', '.join(SETTINGS)}"
+        known = f"did you mean {near}=?" if near else f"settings: {', '.join(SETTINGS)}"
         raise UsageError(f"run serve: no setting named '{name}'; {known}")
     try:
         return name, read(value)
     except ValueError as error:
-        raise UsageError(f"run serve: {name}={value}: {error} is expected") from None
+        raise UsageError(f"run serve: {name}={value}: expected {error}") from None

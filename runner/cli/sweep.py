@@ -22,13 +22,12 @@ from runner.core.errors import Problem, SpecError
 from runner.launch.preflight import mask_secrets
 from runner.run_dir.manifest import redact
 from runner.spec import suggest
-from runner.spec.evaluation import unmeasured_reason
 from runner.spec.job import JobSpec
+from runner.spec.metric_check import metric_problems
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig, as_tuple
 from runner.sweep.executor import Cards, request_of
-from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import JobPlan, Plan, Ranking, SweepFolder
 from runner.sweep.search import Propose, load_optuna, search_problems
 from runner.sweep.space import SearchSpace
@@ -59,7 +58,7 @@ def start_sweep(args: Namespace) -> int:
     with make_executor(options) as executor:
         needs = [request_of(spec, executor.cards) for spec in specs]
         if options.search and len(set(needs)) > 1:
-            text = f"the jobs of a search must all want the same, not {' and '.join(sorted(set(map(str, needs))))}"
+            text = f"all jobs of a search must need the same devices, not {' and '.join(sorted(set(map(str, needs))))}"
             raise SpecError([Problem("device", text)])
         executor.check(needs)  # refuses what never fits, before a folder is made
         folder = plan.create_sweep_folder(_name(specs))
@@ -73,18 +72,18 @@ def go(args: Namespace) -> int:
     if action not in ACTIONS:
         meant = suggest.nearest_word(action, ACTIONS)
         hint = f" (did you mean '{meant}'?)" if meant else ""
-        raise UsageError(f"run sweep: resume, status or report is expected{hint}; a sweep is started with: run -m …")
+        raise UsageError(f"run sweep: expected resume, status or report{hint}; to start a sweep, type: run -m …")
     where = others[0] if others and not is_override(others[0]) else "latest"
     words = others[1:] if others and not is_override(others[0]) else others
     if action != "resume":
         if words or args.retry_failed or args.only:
-            raise UsageError(f"run sweep {action}: takes a sweep's folder, or latest, and nothing else")
+            raise UsageError(f"run sweep {action}: expected only a sweep's folder, or latest")
         return commands.print_status(where) if action == "status" else commands.rewrite_report(where)
     if args.retry_failed and args.only:
-        raise UsageError("--only names the jobs to run, also failed ones; leave --retry-failed out")
+        raise UsageError("--only already selects failed jobs too; leave --retry-failed out")
     folder, begun = plan.find_sweep(where)
     if begun.search and Path(begun.place) != Path.cwd():
-        raise UsageError(f"a search composes its jobs as it goes; resume it where it began: cd {begun.place}")
+        raise UsageError(f"a search composes jobs while it runs; resume it in its first folder: cd {begun.place}")
     wanted, options = commands.ResumeSelection(args.retry_failed, args.only), _resume_options(begun, words)
     if begun.search and (problems := _search_problems(begun, begun.search, options)):
         raise SpecError(problems)
@@ -153,11 +152,11 @@ def _spec_file(path: Path) -> Path:
 
 
 def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
-    """Raise EnvironmentProblem or SpecError where Optuna is not there, or cannot do what is asked of it."""
+    """Raise EnvironmentProblem or SpecError where Optuna is not there, or does not support the request."""
     found = rankings(options, [member.composed.spec for member in expansion.members])
     problems = search_problems(options, SearchSpace(expansion.space, expansion.fixed), len(found))
     if not found:
-        text = "must be given, or checkpoint.best in the job: a search needs to know what is better"
+        text = "must be set, or checkpoint.best in the job: a search needs a metric to optimize"
         problems.append(Problem("sweep.metric", text))
     if problems:
         raise SpecError(problems)
@@ -168,19 +167,15 @@ def _search_problems(begun: Plan, search: SearchSpace, options: SweepConfig) -> 
     """What is wrong with the options with which a search is to continue."""
     found = search_problems(options, search, len(begun.rankings))
     if (options.trials or 0) < len(begun.jobs):
-        text = f"is {options.trials}, and the search has {len(begun.jobs)} jobs already; give more, or leave it out"
+        text = f"is {options.trials}, but the search already has {len(begun.jobs)} jobs; set more, or leave it out"
         found.append(Problem("sweep.trials", text))
     return found
 
 
 def rankings(options: SweepConfig, specs: Sequence[JobSpec]) -> tuple[Ranking, ...]:
-    """By what the jobs are compared, where that was said. Raises SpecError for what a job cannot measure."""
+    """By what the jobs are compared, where that was said."""
     if options.metric is not None:
-        directions = metric_directions(options)
-        reasons = [unmeasured_reason(metric, spec) for metric, _ in directions for spec in specs]
-        if problems := [Problem("sweep.metric", why) for why in dict.fromkeys(reasons) if why is not None]:
-            raise SpecError(problems)
-        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in directions)
+        return tuple(Ranking(metric, mode, "last", "sweep.metric") for metric, mode in metric_directions(options))
     said = {(s.checkpoint.best, s.checkpoint.best_mode or direction(s.checkpoint.best or "")) for s in specs}
     [(metric, mode)] = said if len(said) == 1 else [(None, None)]
     return () if metric is None or mode is None else (Ranking(metric, mode, "best", "checkpoint.best"),)
@@ -217,9 +212,11 @@ def _resume_options(begun: Plan, words: Sequence[str]) -> SweepConfig:
     for word in words:
         key = word.lstrip("+").partition("=")[0]
         if not key.startswith(f"{SWEEP}."):
-            raise UsageError(f"a sweep's jobs are fixed; only {SWEEP}.parallel=N and its like can be set, not {word}")
+            raise UsageError(
+                f"the jobs of a sweep are fixed; only {SWEEP}.parallel=N and the like can change, not {word}"
+            )
         if key.startswith((f"{SWEEP}.metric", f"{SWEEP}.search")):
-            raise UsageError(f"{key} is fixed since the sweep began; results.json has every metric of every job")
+            raise UsageError(f"{key} cannot change in a resumed sweep; results.json has every metric of every job")
     typed, problems = read_overrides(words, ())
     options, more = decode_sweep_options((), typed, begun.options)
     if problems or more:

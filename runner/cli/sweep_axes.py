@@ -64,12 +64,12 @@ def decode_sweep_options(
             key = f"{SWEEP}.{name}"
             who = origin_of(key, draft.sweep_origins)
             if name != "over" and values.setdefault(name, value) != value:
-                text = f"{origins[key]} says {values[name]}, {who} says {value}; say it on the command line"
+                text = f"{origins[key]} sets {values[name]}, but {who} sets {value}; set it on the command line"
                 found.append(Problem(key, text, who))
             origins.setdefault(key, who)
     for word in typed:
         if word.key == SWEEP or word.key.startswith(OVER):
-            text = f"what varies is typed as KEY=1,2,3; an option of a sweep as {SWEEP}.parallel=2"
+            text = f"type varied values as KEY=1,2,3, and options of a sweep as {SWEEP}.parallel=2"
             found.append(problem(word.key, text))
             continue
         values[word.key.removeprefix(f"{SWEEP}.")] = word.value
@@ -101,7 +101,7 @@ def _validate_options(
     said = config.problems(None)
     renamed = {name: ours for name in as_tuple(config.metric) if (ours := renamed_metric(name)) is not None}
     said += [
-        (f"{SWEEP}.metric", f"no metric is called {name}; type {SWEEP}.metric={ours}") for name, ours in renamed.items()
+        (f"{SWEEP}.metric", f"no metric is named {name}; type {SWEEP}.metric={ours}") for name, ours in renamed.items()
     ]
     unknown = (
         []
@@ -109,7 +109,7 @@ def _validate_options(
         else [name for name in as_tuple(config.metric) if not renamed and direction(name) is None]
     )
     if unknown:
-        text = f"must be given, max or min for each: nothing is known of sweep.metric={', '.join(unknown)}"
+        text = f"must be set, max or min for each, because sweep.metric has no known direction: {', '.join(unknown)}"
         said.append(("sweep.metric_mode", text))
     return config, found + [Problem(key, text, origin_of(key, origins)) for key, text in said]
 
@@ -139,7 +139,7 @@ def sweeps_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[Override
         except HydraException:
             fixed.append(word)
             continue
-        override.config_loader = loader  # a glob asks it for the names
+        override.config_loader = loader  # a glob reads the names from it
         if override.is_sweep_override():
             sweeps.append(override)
         else:
@@ -153,7 +153,7 @@ def axes_in(words: Sequence[str], loader: ConfigLoader) -> tuple[list[SweepAxis]
     axes, problems = list[SweepAxis](), list[Problem]()
     for override in sweeps:
         if not override.is_discrete_sweep():
-            text = "list the values (1e-4,3e-4), or write range(START,STOP,STEP); intervals are for sweep.search"
+            text = "list the values (1e-4,3e-4), or type range(START,STOP,STEP); intervals need sweep.search"
             problems.append(problem(override.key_or_group, text))
         else:
             axis = axis_of(override)
@@ -280,7 +280,7 @@ def _tag_problem(override: Override, dimension: Dimension) -> str:
     value = override.value()
     tags = value.tags if isinstance(value, Sweep) else set()
     if unknown := sorted(tags - TAGS):
-        return f"tag({unknown[0]},…) means nothing here; there is {' and '.join(sorted(f'tag({t},…)' for t in TAGS))}"
+        return f"tag({unknown[0]},…) is not supported; use {' and '.join(sorted(f'tag({t},…)' for t in TAGS))}"
     return "a tag is for an interval or a range, not for a choice" if tags and dimension.kind == "choice" else ""
 
 
@@ -288,7 +288,7 @@ def _dimension_problem(dimension: Dimension) -> str:
     if dimension.kind == "choice":
         return "" if dimension.values else "matches nothing"
     if dimension.low > dimension.high:
-        return f"an interval from {dimension.low:g} to {dimension.high:g} is empty; write interval(LOW,HIGH)"
+        return f"an interval from {dimension.low:g} to {dimension.high:g} is empty; type interval(LOW,HIGH)"
     if dimension.log and (dimension.low <= 0 or dimension.step > 1):
         return "tag(log,…) needs an interval above 0, without steps"
     return ""

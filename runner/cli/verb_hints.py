@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from runner.core.paths import conf_dir, recipes_dir
+from runner.core.package import conf_dir, recipes_dir
 from runner.spec import suggest
 
 # Words of other tools, each line with what does the same here. A verb that is added leaves this table.
 OTHER_TOOLS = {
-    "deploy server api": "to answer over HTTP, as OpenAI's API does: run serve latest",
-    "talk dialogue": "to talk to a model in the terminal: run chat latest",
-    "eval evaluate evaluation score": (
-        "there is no `run eval` yet; a run evaluates its held-out data by itself: run status latest; for a "
-        "harness: run export latest"
-    ),
-    "test": (
-        "there is no `run eval` yet; held-out results of a run: run status latest; a test of this machine: run doctor"
-    ),
+    "deploy server api": "to serve a model over HTTP, with OpenAI's API: run serve latest",
+    "talk dialogue": "to chat with a model in the terminal: run chat latest",
+    "evaluate evaluation score": ("to evaluate models: run eval latest '+evaluation=[gsm8k]'"),
+    "test": "to evaluate models: run eval latest '+evaluation=[SET]'; to test this machine: run doctor",
     "train fit finetune fine-tune": (
         "training has no verb of its own: run +recipe=NAME, or run algorithm=sft data=file data.path=FILE "
         "model=hf model.path=FOLDER"
@@ -28,7 +23,7 @@ OTHER_TOOLS = {
     ),
     "pretrain pt": "continued pre-training: run algorithm=cpt data=file data.path=FILE model=hf model.path=FOLDER",
     "rl rlhf rft": "reinforcement learning: run +recipe=grpo_demo, or run algorithm=grpo …",
-    "reward": "to train a reward model: run algorithm=rm …; what scores answers: run list reward",
+    "reward": "to train a reward model: run algorithm=rm …; rewards: run list reward",
     "merge merge-lora": "to merge an adapter into its base model: run export latest --merge",
     "convert save consolidate": "to write a Hugging Face folder: run export latest",
     "quantize quant": "there is no `run quantize`; other tools quantize the folder that `run export latest` writes",
@@ -39,14 +34,14 @@ OTHER_TOOLS = {
     "verbs commands usage docs man": "the verbs: run help verbs",
     "show": "a run: run status latest; a component: run explain GROUP=OPTION; a job: run --cfg job …",
     "ps top watch monitor progress log logs tail": (
-        "how far a run is: run status latest; what it said: outputs/latest/run.log"
+        "progress of a run: run status latest; its log: outputs/latest/run.log"
     ),
     "compare": "to compare two runs: run diff A B",
     "init create scaffold": (
-        "a component of your own: run new reward NAME; a recipe of your own is a YAML file: run +recipe=FILE.yaml"
+        "your own component: run new reward NAME; your own recipe is a YAML file: run +recipe=FILE.yaml"
     ),
     "check validate lint dry-run": (
-        "a job without running it: run --cfg job …; what it takes: run plan …; this machine: run doctor"
+        "a job without running it: run --cfg job …; its memory: run plan …; this machine: run doctor"
     ),
     "env system info diagnose": "what this machine has: run doctor",
     "config cfg": "to print a job: run --cfg job …",
@@ -56,7 +51,7 @@ OTHER_TOOLS = {
         "to stop a run: Ctrl-C, or SIGTERM to its process (run status latest); it saves a checkpoint first"
     ),
     "push upload publish": "to share a model: run export latest --push hub:OWNER/NAME",
-    "download pull": "a run downloads what it names: model=hf model.path=ORGANIZATION/NAME, data=hub",
+    "download pull": "a run downloads its model and data itself: model=hf model.path=ORGANIZATION/NAME, data=hub",
     "plot curves dashboard ui webui": "curves of a run: run report latest",
     "estimate estimate-memory memory profile": "memory of a job: run plan …; speed of a device: run bench",
     "hpo search tune optimize": "a search over options: run -m …; see: run help sweep",
@@ -88,5 +83,5 @@ def recipe_hint(word: str) -> str:
     """How to run a recipe that was typed as a verb; empty where it is none."""
     by_name = any((place / f"{word}.yaml").is_file() for place in (Path("recipes"), recipes_dir()))
     if by_name or Path(word).suffix in (".yaml", ".yml"):
-        return f"a recipe (a name, or a file's path) is run with: run +recipe={word}"
+        return f"to run a recipe (a name, or the path of a file): run +recipe={word}"
     return ""

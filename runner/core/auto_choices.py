@@ -43,7 +43,7 @@ class Decisions:
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None:
         decision = Decision(feature, wanted, got, reason)
         if self.strict and not decision.is_fact:
-            raise EnvironmentProblem(f"strict=true refuses an automatic decision: {decision}")
+            raise EnvironmentProblem(f"strict=true does not allow an automatic choice: {decision}")
         if decision not in self.entries:
             self.entries.append(decision)
             log.info("%s %s", "found   " if decision.is_fact else "decided ", decision)

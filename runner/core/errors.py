@@ -11,7 +11,7 @@
     ├── ParityError                 5   `run parity`: another device does not compute the same; a bound of `run bench`
     ├── DeadlineExceeded            6   something hung
     ├── StorageError                7   disk full, read-only, I/O error
-    ├── SecurityError               8   something asked to run code or to leak a secret
+    ├── SecurityError               8   a config, model or data tried to run code or to leak a secret
     ├── SweepFailed                 9   some jobs of a sweep failed; the others have their results
     ├── OutOfMemory                75   worth a retry with smaller micro-batches
     ├── RankLost                   75   a process or a machine of the job was lost; worth a retry
@@ -53,7 +53,7 @@ class SpecError(RunnerError):
 
 
 class EnvironmentProblem(RunnerError):
-    """This machine lacks a device, a package or a permission that the spec asks for."""
+    """This machine lacks a device, a package or a permission that the spec needs."""
 
     exit_code = 2
 
@@ -66,7 +66,7 @@ class NotReady(EnvironmentProblem):
 
 
 class UnsupportedModelError(EnvironmentProblem):
-    """A model cannot be used in the way that was asked of it; who asked says which option to change."""
+    """A model does not support the request; the caller says which option to change."""
 
 
 class DataError(RunnerError):
@@ -88,7 +88,7 @@ class TrainingDiverged(RunnerError):
 
 
 class ParityError(RunnerError):
-    """A device does not compute what another one did, or less than a bound asks for."""
+    """A device does not compute what another one did, or less than a bound requires."""
 
     exit_code = 5
 
@@ -106,7 +106,7 @@ class StorageError(RunnerError):
 
 
 class SecurityError(RunnerError):
-    """A config, model or data file asked to run code or to write a secret to disk."""
+    """A config, model or data file tried to run code or to write a secret to disk."""
 
     exit_code = 8
 

@@ -111,7 +111,7 @@ def _nearest_existing(folder: Path) -> Path:
 
 
 def failpoint(name: str) -> None:
-    """Do what RUNNER_FAILPOINT asks for at `name`: nothing, unless it names this instant."""
+    """Inject the fault of RUNNER_FAILPOINT at `name`; nothing, unless it names this point."""
     where, _, action = os.environ.get("RUNNER_FAILPOINT", "").partition(":")
     if where != name:
         return

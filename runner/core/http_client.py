@@ -28,6 +28,7 @@ from yarl import URL
 P = ParamSpec("P")
 T = TypeVar("T")
 CONNECT_S = 5.0  # for a connection, where silence has a deadline
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # what lies behind one is not seen from here
 UPLOAD_BYTES = 1 << 20  # of a file, between two looks at the clock
 
 
@@ -141,7 +142,7 @@ async def request(
             _extend(silence, silence_s)
             content += part
             if len(content) > largest_bytes:
-                raise AnswerTooLargeError(f"the answer is above {largest_bytes >> 20} MiB")
+                raise AnswerTooLargeError(f"the response is larger than {largest_bytes >> 20} MiB")
         return response.status, bytes(content)
 
 
@@ -164,3 +165,16 @@ def failure_reason(error: BaseException) -> str:
         number = error.os_error.errno or 0
         return os.strerror(number) if number > 0 else str(error)
     return str(error) or type(error).__name__
+
+
+def site_fault(url: str, timeout_s: float, environment: Mapping[str, str]) -> str | None:
+    """Why a site cannot be reached within so many seconds; None = nothing is known against it."""
+    if any(map(environment.get, PROXIES)):
+        return None
+    try:
+        run_coroutine(request("HEAD", url, timeout_s=timeout_s, largest_bytes=1 << 20))
+    except TimeoutError:
+        return f"{url} does not respond within {timeout_s:g} s"
+    except (OSError, ClientError, ValueError) as error:
+        return f"{url} cannot be reached ({failure_reason(error)})"
+    return None

@@ -1,20 +1,33 @@
-"""Keeps transformers' progress bars off the screen, which shows the run."""
+"""Keeps transformers' progress bars and load reports off the screen, which shows the run."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from transformers.utils import logging
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 
 @contextmanager
 def no_progress_bar() -> Iterator[None]:
     """No progress bar of transformers inside the block."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         if shown:
-            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def no_load_report() -> Iterator[None]:
+    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    library = logging.getLogger("transformers")
+    before = library.level
+    library.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        library.setLevel(before)

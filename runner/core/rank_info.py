@@ -42,9 +42,7 @@ class RankInfo:
 
     def __post_init__(self) -> None:
         if not (0 <= self.local_rank < self.local_size <= self.size and self.local_rank <= self.rank < self.size):
-            raise EnvironmentProblem(
-                f"{self.to_environment()}: no place in a job; RANK counts from 0 to WORLD_SIZE - 1"
-            )
+            raise EnvironmentProblem(f"{self.to_environment()}: not a valid rank; RANK counts from 0 to WORLD_SIZE - 1")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo:
@@ -58,18 +56,18 @@ class RankInfo:
         if missing := [name for name in VARIABLES if name not in found]:
             said, lacking = ", ".join(found), ", ".join(missing)
             raise EnvironmentProblem(
-                f"{said} set, {lacking} not: a rank needs all four, as torchrun sets them. Where the first two count "
-                "machines: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
+                f"{said} set, {lacking} not: a rank needs all four, as torchrun sets them. If the first two count "
+                "machines, type: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
                 "launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT"
             )
         try:
             return cls(*(int(found[name]) for name in VARIABLES))
         except ValueError as error:
-            raise EnvironmentProblem(f"{found}: whole numbers are expected") from error
+            raise EnvironmentProblem(f"{found}: expected integers") from error
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0, which alone writes the run's files and speaks to the user."""
+        """Whether this is rank 0, which alone writes the run's files and prints to the user."""
         return self.rank == 0
 
     @property

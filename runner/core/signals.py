@@ -4,7 +4,7 @@
     SIGHUP            the first signal: as SIGTERM; later: nothing, since a terminal that is closed sends several
     SIGUSR1           after the current step it saves a checkpoint and continues
 
-install ─▶ at_once(): Interrupted, there is nothing to save ─▶ loop: asks between steps, saves, Interrupted
+install ─▶ interrupt_immediately(): Interrupted, nothing to save ─▶ loop: checks between steps, saves, Interrupted
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StopNow(BaseException):
 
 
 class StopSignal:
-    """Remembers the first signal; the loop asks between steps."""
+    """Remembers the first signal; the loop checks it between steps."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -68,14 +68,14 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self._wants_checkpoint = True
-            _write_to_stderr(f"\n{_name(number)}: a checkpoint follows after this step; the run continues\n")
+            _write_to_stderr(f"\n{_name(number)}: saving a checkpoint after this step; the run continues\n")
             return
         if number == signal.SIGHUP:
             if self.number is not None:
                 return
             number = signal.SIGTERM
         if self.number is not None:
-            _write_to_stderr("\nended at once; a resume continues from the last checkpoint\n")
+            _write_to_stderr("\nstopped immediately; a resume continues from the last checkpoint\n")
             os._exit(128 + number)
         self.number = number
         if self._at_once:
@@ -93,7 +93,9 @@ class StopSignal:
         finally:
             self._at_once = False
         if self.number is not None:  # also one that came before the block, or that a library swallowed
-            raise Interrupted(self.number, f"{_name(self.number)} before a step was made; no checkpoint was written")
+            raise Interrupted(
+                self.number, f"{_name(self.number)} before the first step ended; no checkpoint was written"
+            )
 
     def raise_if_requested(self, step: int, steps: int) -> None:
         """Raise Interrupted if a signal arrived and there is still something left to do."""
@@ -109,7 +111,7 @@ def _name(number: int) -> str:
 
 def _write_to_stderr(text: str) -> None:
     """Without logging and without a stream: what the signal interrupted may hold their locks."""
-    with suppress(OSError):  # nobody may be left to read it
+    with suppress(OSError):  # the reader may be gone
         os.write(2, text.encode())
 
 
@@ -134,7 +136,7 @@ def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
 class SignalRecorder:
     """Signals, noted in their order by a process that passes them on to those which it has started.
 
-    saves: whether SIGUSR1 is noted, too; the others ask to end, SIGHUP as SIGTERM does
+    saves: whether SIGUSR1 is noted, too; the others request the end, SIGHUP as SIGTERM does
     """
 
     def __init__(self, saves: bool = False) -> None:
@@ -143,7 +145,7 @@ class SignalRecorder:
 
     @property
     def stop_signals(self) -> list[int]:
-        """Those that ask to end."""
+        """Those that request the end."""
         return [number for number in self.noted_signals if number != SAVE]
 
     @contextmanager

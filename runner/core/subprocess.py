@@ -344,7 +344,7 @@ class JsonLines:
                     [message] = messages
                     return message
                 if time.monotonic() >= end:
-                    raise TimeoutError(f"nothing came within {within_s:g} s")
+                    raise TimeoutError(f"no message within {within_s:g} s")
         except ValueError as error:
             raise EOFError(str(error)) from error
         raise EOFError

@@ -124,7 +124,7 @@ def _patch_gradient_division() -> None:
 
 def _gather() -> Any:
     class Gather(collectives.DefaultAllGather):  # type: ignore[misc]  # it is Any
-        """All-gather in which tensors of several data types travel as signed bytes."""
+        """All-gather in which tensors of several data types are sent as signed bytes."""
 
         def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *rest: Any, **named: Any) -> Any:
             return super().__call__(*_as_signed_bytes(output_tensor, input_tensor), *rest, **named)

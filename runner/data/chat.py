@@ -38,14 +38,14 @@ PROBE = chr(0xFFFFD)  # stands for an assistant's words
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
 TEMPLATES = Path(__file__).parent / "templates"
 UNOPENED = (
-    "the chat template opens an answer (with its generation prompt) in another way than it writes one, "
-    "so prompt and answer cannot be told apart"
+    "the chat template's generation prompt differs from the start of the assistant turns that it renders, so prompt "
+    "and completion cannot be separated"
 )
 PART_HINTS = {
-    "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE takes a template that writes it",
-    "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE takes a template that writes it",
-    "tool call": "chat.template=FILE takes a template that writes tool calls",
-    "content": "chat.template=FILE takes a template that writes messages of this role",
+    "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
+    "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
+    "tool call": "chat.template=FILE sets a template that renders tool calls",
+    "content": "chat.template=FILE sets a template that renders messages of this role",
 }
 
 
@@ -77,9 +77,9 @@ class Renderer:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig | None = None) -> None:
         if not tokenizer.chat_template:
             raise DataError(
-                "the data are conversations and the tokenizer has no chat template, so they cannot be written as text\n"
+                "the data are conversations, but the tokenizer has no chat template to render them\n"
                 "  use a model that has one (an instruct or chat model: model.path=..., or model.tokenizer=...),\n"
-                "  or chat.template=FILE, or give `prompt` and `completion` (or `text`) as plain text"
+                "  or set chat.template=FILE, or use plain text in `prompt` and `completion` (or `text`)"
             )
         self.tokenizer, self.chat = tokenizer, options or ChatConfig()
         self.notes: set[str] = set()
@@ -111,13 +111,20 @@ class Renderer:
         self._check_context(chat, len(chat.messages), text)
         return _merge_neighbors(chat.marks.split(Segment(text, is_trained=False)))
 
+    def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
+        chat = self._prepare(messages, tools, 0, "all")
+        text = self._text(chat, len(chat.messages))
+        self._check_context(chat, len(chat.messages), text)
+        return self.control.ids_of(chat.marks.split(Segment(text, is_trained=False)))
+
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
 
         `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token
         is closed. Raises EnvironmentProblem if the template does not write the message.
         """
-        hint = f"{PART_HINTS['content']}; or let the environment answer in another role (environment.role=user)"
+        hint = f"{PART_HINTS['content']}; or set another role for the environment (environment.role=user)"
         try:
             chat = self._prepare([*OPENING, message], (), 0, "last")
             after = self._text(chat, 3, prompt=True).rpartition(PROBE)[2]
@@ -125,7 +132,7 @@ class Renderer:
             text = f"the chat template cannot continue an episode with a message of role {message['role']}: {error}"
             raise EnvironmentProblem(f"{text}\n  {hint}") from error
         if missing := find_missing(statements(chat.messages[2:]), after):
-            text = f"the chat template writes nothing of an environment's message of role {message['role']}"
+            text = f"the chat template does not render the environment's messages of role {message['role']}"
             raise EnvironmentProblem(f"{text}: {missing[0].text!r}\n  {hint}")
         last = self._text(chat, 2).rpartition(PROBE)[2]
         closing = self.control.leading(after[: common_length(after, last)]) or self.control.leading(after, 1)
@@ -147,7 +154,7 @@ class Renderer:
         """Whether the template writes nothing after an assistant's words: the next role's token ends the turn."""
         try:
             return self._text(self._prepare(OPENING, (), 0, "last"), 2).endswith(PROBE)
-        except RenderError:  # the template wants another beginning of a conversation
+        except RenderError:  # the template needs another start of a conversation
             return False
 
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:
@@ -164,7 +171,7 @@ class Renderer:
         used: Any = [dict(tool) for tool in tools] if tools and "tools" not in drop else None
         plain, used, marks = self.control.mark(plain, used)
         if marks.chars:
-            self.notes.add("messages hold control tokens of the chat template, which are encoded as text")
+            self.notes.add("messages contain control tokens of the chat template; they are encoded as text")
         return _Chat(plain, used, sum(at < context for at in kept), trained, marks)
 
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, extra: Mapping[str, Any] | None = None) -> str:
@@ -180,7 +187,7 @@ class Renderer:
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
             roles = ", ".join(m["role"] for m in messages)
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
-            raise RenderError(f"the chat template refuses the conversation: {reason}") from error
+            raise RenderError(f"the chat template fails on the conversation: {reason}") from error
 
     @cached_property
     def _call_form(self) -> CallForm:
@@ -298,17 +305,17 @@ class Renderer:
             first = missing[0]
             hint = PART_HINTS[first.part]
             if first.role in ("system", "developer"):
-                hint = "chat.drop=[system] trains without system prompts; chat.template=FILE takes another template"
-            raise RenderError(f"the chat template does not write {first}", hint)
+                hint = "chat.drop=[system] trains without system prompts; chat.template=FILE sets another template"
+            raise RenderError(f"the chat template does not render {first}", hint)
 
     def _unopened_hint(self, chat: _Chat, turn: int, stop: int) -> str:
         """What makes the template open an answer as it writes it."""
         for name in ("enable_thinking", "thinking"):
             extra = {name: False}
             if self._text(chat, stop, extra=extra).startswith(self._text(chat, turn, prompt=True, extra=extra)):
-                return f"type chat.kwargs={{{name}: false}}: answers are then opened without reasoning"
+                return f"type chat.kwargs={{{name}: false}}; completions then start without reasoning"
         named = next((name for name, mark in TRAINING_TEMPLATES.items() if mark in self.source), "FILE")
-        return f"type chat.template={named}, or give the prompt and its answer as plain text"
+        return f"type chat.template={named}, or use a plain text prompt and completion"
 
 
 @dataclass(slots=True)
@@ -333,7 +340,7 @@ def load_template(name: str) -> str:
     except OSError as error:
         raise DataError(f"chat.template={name}: {error.strerror or error}") from error
     except (UnicodeDecodeError, TemplateSyntaxError) as error:
-        raise DataError(f"chat.template={name}: no jinja template: {error}") from error
+        raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
     return source
 
 

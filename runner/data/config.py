@@ -27,11 +27,10 @@ class ChatConfig(Config):
     )
     train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",
-        description="What sft trains on: every assistant turn, these without their reasoning (answers), the last turn, "
-        "or all tokens.",
+        description="Loss mask of sft: every assistant turn, these without reasoning (answers), the last, or all.",
     )
     drop: Annotated[tuple[DropPart, ...], Field(strict=False)] = Field(
-        default=(), description="Parts of conversations to leave out because the template cannot write them."
+        default=(), description="Parts of conversations to drop because the template cannot render them."
     )
 
     def with_absolute_paths(self) -> Self:
@@ -53,8 +52,8 @@ class ChatConfig(Config):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.train_on == "assistant" or job.algorithm.item_kind == "sft":
             return []
-        why = f"algorithm={job.algorithm.name} decides itself which tokens it trains on; leave it out"
-        return [("chat.train_on", f"is for sft and cpt; {why}")]
+        why = f"algorithm={job.algorithm.name} sets its own loss mask; leave it out"
+        return [("chat.train_on", f"is used only by sft and cpt; {why}")]
 
 
 class DataConfig(ComponentConfig):
@@ -62,17 +61,18 @@ class DataConfig(ComponentConfig):
 
     group: ClassVar[str] = "data"
     renames_columns: ClassVar[bool] = False  # whether it has the option data.rename_columns
-    max_length: int = Field(
-        default=1024,
+    max_length: int | None = Field(
+        default=None,
         ge=2,
-        description="Longest tokenised item (prompt and longest answer; in rollouts, prompt) in tokens.",
+        description="Maximum tokens of an item (prompt and longest completion; for rollouts, the prompt); null = "
+        "the longest item of the data, up to the model's limit.",
     )
     truncation: Literal["error", "skip", "truncate_left", "truncate_right", "split"] = Field(
         default="error",
-        description="What happens to an item above max_length (split: plain text only; truncate_left: of pairs, judged "
-        "answers and prompts, the prompt's beginning); what was cut is counted and said.",
+        description="What happens to an item above max_length (split: plain text only; truncate_left: for pairs, "
+        "labeled completions and prompts, the start of the prompt); the run prints what it removed.",
     )
-    shuffle: bool = Field(default=True, description="A new order in each epoch, from the seed; false = as in the file.")
+    shuffle: bool = Field(default=True, description="Shuffle in each epoch, by the seed; false = file order.")
 
     def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
@@ -81,6 +81,11 @@ class DataConfig(ComponentConfig):
     def as_held_out(self) -> Self:
         """The config of an evaluation set: all rows are held out unless it names held-out ones itself."""
         return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether some of its rows are for evaluation."""
+        return True
 
     def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
@@ -102,18 +107,24 @@ class DataConfig(ComponentConfig):
         """Whether its sources are drawn from by weight, each at a pace of its own."""
         return False
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether its rows are read as steps need them, so that nobody knows how many there are."""
+        return False
+
 
 class DemoConfig(DataConfig):
-    """Generated on this machine: digits to sort, or numbers to add. Held-out questions are not trained on."""
+    """Questions made on this machine: digits to sort and others; those held out are not trained on."""
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    task: Literal["sort", "sum"] = Field(
+    task: Literal["sort", "sum", "arithmetic", "reverse", "format"] = Field(
         default="sort",
-        description="sort the digits of a number, or sum numbers with a calculator (environment=calculator).",
+        description="sort the digits of a number; sum numbers with a calculator (environment=calculator); or, in plain "
+        "words, arithmetic with two numbers, reverse a word, format (a number between two tags).",
     )
-    digits: int = Field(default=4, ge=2, le=12, description="Digits to sort, or of each number to add.")
-    terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add under task=sum; null = 2.")
+    digits: int = Field(default=4, ge=2, le=12, description="Digits of each number, or letters of a word.")
+    terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add with task=sum; null = 2.")
     items: int = Field(default=4000, ge=16, description="Training conversations.")
     held_out: int = Field(default=256, ge=1, description="Held-out conversations for evaluation.")
 
@@ -124,23 +135,33 @@ class DemoConfig(DataConfig):
 
     def example_prompt(self) -> str:
         number = "503149276814"[: self.digits]
-        return f'"sort {number}"' if self.task == "sort" else f'"sum {" ".join([number] * self.numbers_to_add)}"'
+        if self.task in ("sort", "sum"):
+            return f'"sort {number}"' if self.task == "sort" else f'"sum {" ".join([number] * self.numbers_to_add)}"'
+        return super().example_prompt()
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = self._sum_problems(job) if self.task == "sum" else self._sort_problems()
+        found = self._sum_problems(job) if self.task == "sum" else self._one_turn_problems(job)
         if self.truncation != "error":
             found.append(
-                ("data.truncation", "data=demo makes its items as long as its options say; only error applies")
+                ("data.truncation", "the options of data=demo set the length of its items; only error is supported")
             )
         return found
 
-    def _sort_problems(self) -> list[tuple[str, str]]:
+    def _one_turn_problems(self, job: Any) -> list[tuple[str, str]]:
         found = []
-        if self.items + self.held_out > 10**self.digits:
-            space = f"the {10**self.digits} numbers of data.digits={self.digits}; ask for fewer"
-            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {space}"))
+        space = {"arithmetic": 3 * (9 * 10 ** (self.digits - 1)) ** 2, "reverse": 26**self.digits}
+        if self.items + self.held_out > (count := space.get(self.task, 10**self.digits)):
+            text = f"the {count} numbers of data.digits={self.digits}; set fewer"
+            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {text}"))
         if self.terms is not None:
-            found.append(("data.terms", "not used with task=sort; it belongs to task=sum"))
+            found.append(("data.terms", f"not used with task={self.task}; it belongs to task=sum"))
+        if self.task == "arithmetic" and 2 * self.digits > MOST_DIGITS:
+            found.append(
+                ("data.digits", f"two numbers of {self.digits} digits are too long; {MOST_DIGITS // 2} is most")
+            )
+        if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
+            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
+            found.append(("data.task", f"{why}; type data.task=sort"))
         return found
 
     def _sum_problems(self, job: Any) -> list[tuple[str, str]]:
@@ -148,15 +169,13 @@ class DemoConfig(DataConfig):
         terms = self.numbers_to_add
         space = (9 * 10 ** (self.digits - 1)) ** terms
         if self.items + self.held_out > space:
-            few = f"the {space} questions of {terms} numbers with data.digits={self.digits}; ask for fewer"
+            few = f"the {space} questions of {terms} numbers with data.digits={self.digits}; set fewer"
             found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {few}"))
         if terms * self.digits > MOST_DIGITS:
             text = f"{terms} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower one of them"
             found.append(("data.terms", text))
         if job.algorithm.item_kind not in ("sft", "prompts"):
-            why = (
-                f"algorithm={job.algorithm.name} compares whole answers, and the calculator's words would count as one"
-            )
+            why = f"algorithm={job.algorithm.name} compares completions, but the calculator's messages are in between"
             found.append(("data.task", f"sum is answered in several turns; {why}; type data.task=sort"))
         return found
 
@@ -167,7 +186,7 @@ class SourceConfig(DataConfig):
     renames_columns: ClassVar[bool] = True
 
     mixture_weights: Numbers | None = Field(
-        default=None, description="Share of each source in a mixture, e.g. [0.7,0.3]; null = by their sizes."
+        default=None, description="Sampling weight of each source in a mixture, e.g. [0.7,0.3]; null = by size."
     )
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
@@ -179,13 +198,27 @@ class SourceConfig(DataConfig):
         description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
     )
     max_eval_examples: int | None = Field(
-        default=256, ge=1, description="Most held-out items used per evaluation; null = all."
+        default=256, ge=1, description="Maximum held-out items per evaluation; null = all."
     )
-    cache: bool = Field(default=True, description="Keep the tokenised data on disk and use it again.")
+    cache: bool = Field(default=True, description="Cache the tokenized data on disk.")
+    streaming: bool = Field(
+        default=False, description="Read and tokenize training rows when steps need them; cache nothing."
+    )
+    shuffle_buffer: int | None = Field(
+        default=None, ge=1, description="Size of the shuffle buffer of a stream, in rows; null = 1000."
+    )
 
     @property
     def is_mixture(self) -> bool:
         return bool(self.mixture_weights)
+
+    @property
+    def is_stream(self) -> bool:
+        return self.streaming
+
+    @property
+    def holds_out(self) -> bool:
+        return self.holdout is not None or self.eval_option() is not None
 
     def sources(self) -> tuple[str, ...]:
         """The places the training items come from."""
@@ -201,13 +234,30 @@ class SourceConfig(DataConfig):
             *self._weights_problems(),
             *self._columns_problems(),
             *self._kind_problems(job.algorithm),
+            *self._streaming_problems(job),
         ]
+
+    def _streaming_problems(self, job: Any) -> list[tuple[str, str]]:
+        if not self.streaming:
+            text = "is for streams; type data.streaming=true, or leave it out: all rows are shuffled together"
+            return [] if self.shuffle_buffer is None else [("data.shuffle_buffer", text)]
+        refused = {
+            "data.path": (len(self.sources()) > 1, "set one source"),
+            "data.holdout": (self.holdout is not None, "name held-out rows of their own (data.eval_path)"),
+            "data.truncation": (self.truncation == "split", "type error, skip, truncate_left or truncate_right"),
+            "epochs": (job.epochs is not None, "the number of rows is unknown; set steps"),
+            "data.shuffle": (
+                not self.shuffle and self.shuffle_buffer is not None,
+                "shuffle=false has no shuffle_buffer",
+            ),
+        }
+        return [(key, f"not with data.streaming=true: {what}") for key, (is_set, what) in refused.items() if is_set]
 
     def _holdout_problems(self) -> list[tuple[str, str]]:
         other = self.eval_option()
         if self.holdout is None or other is None:
             return []
-        return [("data.holdout", f"{self.holdout:g}, and {other} names the held-out rows; leave one of them out")]
+        return [("data.holdout", f"{self.holdout:g}, but {other} sets the held-out rows too; leave one of them out")]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
         if self.mixture_weights is None:
@@ -216,17 +266,17 @@ class SourceConfig(DataConfig):
             return [
                 (
                     "data.mixture_weights",
-                    f"{len(self.mixture_weights)} weights for {len(self.sources())} sources; give one each",
+                    f"{len(self.mixture_weights)} weights for {len(self.sources())} sources; set one per source",
                 )
             ]
         if min(self.mixture_weights) <= 0:
-            return [("data.mixture_weights", "every weight must be above 0; leave out a source that is not wanted")]
+            return [("data.mixture_weights", "every weight must be above 0; leave out a source that you do not need")]
         return []
 
     def _columns_problems(self) -> list[tuple[str, str]]:
         names = list((self.rename_columns or {}).values())
         twice = sorted({name for name in names if names.count(name) > 1})
-        return [("data.rename_columns", f"two columns cannot both be called {', '.join(twice)}")] if twice else []
+        return [("data.rename_columns", f"two columns cannot both be named {', '.join(twice)}")] if twice else []
 
     def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
         """Options that items of the algorithm's kind have no use for."""
@@ -234,9 +284,9 @@ class SourceConfig(DataConfig):
             return []
         found = []
         if self.truncation not in TREE_RULES:
-            why = f"algorithm={algorithm.name} needs whole answers"
+            why = f"algorithm={algorithm.name} needs complete completions"
             found.append(
-                ("data.truncation", f"{why}, so {self.truncation} is not possible; choose {', '.join(TREE_RULES)}")
+                ("data.truncation", f"{why}, so {self.truncation} is not supported; choose {', '.join(TREE_RULES)}")
             )
         return found
 
@@ -282,13 +332,12 @@ class FileConfig(SourceConfig):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-class HubConfig(SourceConfig):
-    """Data sets of the Hugging Face hub, loaded with `datasets` (no script of the data set is run)."""
+class RemoteConfig(SourceConfig):
+    """What hub and modelscope have in common."""
 
     factory: ClassVar[str] = "runner.data.hub:build"
-    name: Literal["hub"] = "hub"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
-        description="A hub name, e.g. openai/gsm8k, or a list of them (a mixture)."
+        description="A data set, OWNER/NAME, e.g. openai/gsm8k, or a list of them (a mixture)."
     )
     subset: str | None = Field(default=None, description="The data set's configuration name, e.g. main.")
     split: str = Field(default="train", min_length=1, description="Split to train on.")
@@ -311,4 +360,16 @@ class HubConfig(SourceConfig):
         return None if self.eval_split is None else f"data.eval_split={self.eval_split}"
 
 
-COMPONENTS = (DemoConfig, FileConfig, HubConfig)
+class HubConfig(RemoteConfig):
+    """Data sets of the Hugging Face hub, loaded with `datasets` (no script of the data set is run)."""
+
+    name: Literal["hub"] = "hub"
+
+
+class ModelScopeConfig(RemoteConfig):
+    """Data sets of ModelScope, downloaded with `modelscope` and read with `datasets` (no script is run)."""
+
+    name: Literal["modelscope"] = "modelscope"
+
+
+COMPONENTS = (DemoConfig, FileConfig, HubConfig, ModelScopeConfig)

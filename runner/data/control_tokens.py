@@ -133,7 +133,7 @@ def join_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
     """A text to put before a segment that continues, and the ids to take off again.
 
     Empty for most. Some SentencePiece tokenizers put a space before every text they are given; behind a line
-    break they do not, so that the segments join without a space that nobody wrote.
+    break they do not, so that the segments join without an added space.
     """
 
     def ids(text: str) -> list[int]:

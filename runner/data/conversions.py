@@ -3,6 +3,8 @@
     ShareGPT        conversations [{from, value}] or messages with these keys          → messages
     Alpaca          instruction, input, output; system, history [[query, response]]    → messages
     query/response  query, response; system, history                                   → messages
+    MMLU-Pro        question, options or choices, answer_index or answer               → prompt, answer: a letter
+    IFEval          prompt, instruction_id_list, kwargs                                → prompt, no answer
 
 What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
 labeled completion (with `label`) get `prompt` and their answers as messages; a prompt gets `prompt`, and what the row
@@ -17,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.data.examples import Message, Reading, RowError, is_messages
+from runner.data.examples import CHECKED_COLUMN, Message, Reading, RowError, is_messages
 from runner.data.readers import json_type_name
 
 SHAREGPT_ROLES = {
@@ -88,8 +90,8 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     if last is None:
         return {"prompt": prompt}
     if "answer" in rest or "tool_calls" in last:
-        what = "is a tool call" if "tool_calls" in last else "and the column answer are two answers"
-        raise RowError(f"the last turn {what}; give the prompt as `prompt` and what rewards need in columns of its own")
+        what = "is a tool call" if "tool_calls" in last else "and the column answer are two completions"
+        raise RowError(f"the last turn {what}; use a column `prompt` and further columns for rewards")
     return {"prompt": prompt, "answer": last["content"]}
 
 
@@ -151,7 +153,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
             value = json.loads(value)
         except ValueError as error:
             raise RowError(
-                f"{where}: text that is no JSON ({error}); expected an object with name, arguments"
+                f"{where}: text that is not JSON ({error}); expected an object with name, arguments"
             ) from error
     calls = value if isinstance(value, list) else [value]
     for call in calls:
@@ -168,6 +170,42 @@ def _read_alpaca(value: Mapping[str, Any]) -> Dialogue:
 
 def _read_query(value: Mapping[str, Any]) -> Dialogue:
     return _exchange(value, _text(value, "query"), "response", ("query",))
+
+
+LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+CHOOSE = "Answer with the letter of the right option; end with: The answer is X"
+
+
+def _read_choices(value: Mapping[str, Any]) -> Dialogue:
+    """A question with lettered options; the options stay a column."""
+    column = "options" if "options" in value else "choices"
+    options, right = value[column], value.get("answer_index", value.get("answer"))
+    if not isinstance(options, list) or not 2 <= len(options) <= len(LETTERS):
+        raise RowError(f"column {column}: expected a list of 2 to {len(LETTERS)} options")
+    letters = LETTERS[: len(options)]
+    if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(options):
+        right = letters[right]
+    if not isinstance(right, str) or right not in tuple(letters):
+        raise RowError(f"column answer: expected the number of an option from 0, or its letter, found {right!r}")
+    lettered = "\n".join(f"{letter}. {option}" for letter, option in zip(letters, options, strict=True))
+    question = {"role": "user", "content": f"{_text(value, 'question')}\n\n{lettered}\n\n{CHOOSE}"}
+    used = _columns_in(value, "question", "answer", "answer_index")
+    return Dialogue([question, {"role": "assistant", "content": right}], used)
+
+
+def _has_choices(value: Mapping[str, Any], reading: Reading) -> bool:
+    return reading in ("prompts", "questions") and "question" in value and bool({"options", "choices"} & value.keys())
+
+
+def _read_ifeval(value: Mapping[str, Any]) -> Dialogue:
+    """A prompt whose answers are checked, not compared."""
+    question = {"role": "user", "content": _text(value, "prompt")}
+    return Dialogue([question, {"role": "assistant", "content": ""}], ("prompt",))
+
+
+def _is_ifeval(value: Mapping[str, Any], reading: Reading) -> bool:
+    wanted = {"prompt", CHECKED_COLUMN, "kwargs"}
+    return reading in ("prompts", "questions") and wanted <= value.keys() and "answer" not in value
 
 
 def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple[str, ...]) -> Dialogue:
@@ -220,4 +258,6 @@ CONVERSIONS = (
     Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _read_sharegpt),
     Conversion("Alpaca", _asks("instruction", "output"), _read_alpaca),
     Conversion("query/response", _asks("query", "response"), _read_query),
+    Conversion("multiple choice", _has_choices, _read_choices),
+    Conversion("IFEval", _is_ifeval, _read_ifeval),
 )

@@ -33,13 +33,13 @@ from runner.core.errors import StorageError
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
 from runner.interfaces import EvalQuestion
-from runner.run_dir.resume_compatibility import PromptStyle
+from runner.run_dir.manifest import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 6  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 7  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
     [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
@@ -47,12 +47,12 @@ ROWS = pa.schema(
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 Record = dict[str, Any]
 Summary = dict[str, Any]
-Write = Callable[[Sequence[Record]], None]
+Write = Callable[[pa.RecordBatch], None]
 Fill = Callable[[Write], Summary]  # writes all rows and says what it found
 
 
 class TokenizedTable:
-    """Tokenised rows, read when asked for.
+    """Tokenized rows, read at first use.
 
     pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
     """
@@ -88,7 +88,7 @@ def load_or_build(
 ) -> tuple[TokenizedTable, Summary]:
     """The table in `folder`; `fill` makes it where it is missing or damaged, which `damaged` reports.
 
-    One process of a machine at a time looks and makes it: the ranks of a job want the same one at once.
+    One process of a machine at a time looks and makes it: the ranks of a job need the same one at once.
     Raises StorageError where it cannot be written.
     """
     try:
@@ -139,14 +139,14 @@ def _rename(aside: Path, folder: Path) -> None:
 
 def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Summary:
     with pa.ipc.new_stream(sink, schema) as writer:
-        return fill(lambda records: writer.write_batch(pa.RecordBatch.from_pylist(list(records), schema)))
+        return fill(writer.write_batch)
 
 
 def _damage(folder: Path) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
         wanted = json.loads((folder / "summary.json").read_text())["sha256"]
-        return "" if sha256(folder / "tokens.arrow") == wanted else "tokens.arrow does not have its checksum"
+        return "" if sha256(folder / "tokens.arrow") == wanted else "the checksum of tokens.arrow does not match"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -189,6 +189,7 @@ class TokenizedData:
     prompt_style: PromptStyle  # chat where any source has messages
     tokenizer: PreTrainedTokenizerBase
     columns: frozenset[str]  # those that rewards see in any row
+    longest: int  # tokens of the longest item, held-out ones too
     evaluation: HeldOut | None = None
 
     def __len__(self) -> int:
@@ -205,7 +206,7 @@ class TokenizedData:
         return [found[at] for at in range(count)]
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
-        """The first held-out rows in the order of their file, as many as are used; empty if none can be asked."""
+        """The first held-out rows in file order, as many as are used; empty if there are no prompts."""
         return self._questions
 
     def held_out_items(self) -> Sequence[Any]:

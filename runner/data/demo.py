@@ -5,7 +5,7 @@
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
 A small model sorts in its head, but does not add in its head: having trained on these conversations it calls the tool
-half of the time and guesses otherwise, and a reward for right answers can teach that the tool is worth asking.
+half of the time and guesses otherwise, and a reward for right answers can teach to call the tool.
 
 Held-out questions never occur in training.
 
@@ -43,7 +43,7 @@ from runner.data.tokenization import (
     tokenizer_digest,
 )
 from runner.interfaces import Decide, EvalQuestion
-from runner.run_dir.resume_compatibility import PromptStyle
+from runner.run_dir.manifest import PromptStyle
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -136,9 +136,59 @@ class SumTask:
         return [10 ** (self.digits - 1) + number // self._each**at % self._each for at in range(self.terms)]
 
 
+@dataclass(frozen=True, slots=True)
+class WordedTask:
+    """A question in plain words, for any model. kind: arithmetic, reverse or format."""
+
+    kind: str
+    digits: int
+
+    @property
+    def space(self) -> int:
+        """How many questions there are."""
+        others = {"arithmetic": 3 * self._each**2, "reverse": 26**self.digits}
+        return others.get(self.kind, 10**self.digits)
+
+    def question(self, number: int) -> str:
+        """The question, with how to answer it."""
+        if self.kind == "arithmetic":
+            a, sign, b = self._operation(number)
+            return f"What is {a} {sign} {b}? Answer with the number alone."
+        if self.kind == "reverse":
+            return f'Spell the word "{self._word(number)}" backwards. Answer with the word alone.'
+        return f"Write the number {number:0{self.digits}d} between <answer> and </answer>. Write nothing else."
+
+    def answer(self, number: int) -> str:
+        """The expected answer."""
+        if self.kind == "arithmetic":
+            a, sign, b = self._operation(number)
+            return str({"+": a + b, "-": a - b, "*": a * b}[sign])
+        return self._word(number)[::-1] if self.kind == "reverse" else f"<answer>{number:0{self.digits}d}</answer>"
+
+    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
+        """The answer at once, in any case."""
+        return ({"role": "assistant", "content": self.answer(number)},)
+
+    @property
+    def _each(self) -> int:
+        """How many numbers of so many digits there are."""
+        return 9 * 10 ** (self.digits - 1)
+
+    def _operation(self, number: int) -> tuple[int, str, int]:
+        pair, sign = divmod(number, 3)
+        a, b = (10 ** (self.digits - 1) + part for part in divmod(pair, self._each))
+        return a, "+-*"[sign], b
+
+    def _word(self, number: int) -> str:
+        """The digits of `number` to the base 26, as letters."""
+        return "".join(chr(ord("a") + number // 26**at % 26) for at in range(self.digits))
+
+
 def make_task(config: DemoConfig) -> DemoTask:
-    """The task that the config asks for."""
-    return SortTask(config.digits) if config.task == "sort" else SumTask(config.digits, config.numbers_to_add)
+    """The task of the config."""
+    if config.task == "sum":
+        return SumTask(config.digits, config.numbers_to_add)
+    return SortTask(config.digits) if config.task == "sort" else WordedTask(config.task, config.digits)
 
 
 def draw_numbers(space: int, count: int, seed: int) -> list[int]:
@@ -157,7 +207,9 @@ class DemoData:
     prompt_style: PromptStyle = "chat"
     columns = ("answer",)
 
-    def __init__(self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind) -> None:
+    def __init__(
+        self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind, limit: LengthLimit
+    ) -> None:
         self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed
         chat = tokeniser.chat.model_dump(mode="json", exclude={"template"})
         self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokeniser.tokenizer))
@@ -167,7 +219,7 @@ class DemoData:
             lambda seed, shuffle: ProportionalOrder([config.items], seed, shuffle), seed, config.shuffle
         )
         self._known: dict[int, EncodedExample | EncodedAnswers] = {}
-        self._check_lengths()
+        self.longest = self._longest(limit)
 
     def __len__(self) -> int:
         return self.config.items
@@ -177,7 +229,7 @@ class DemoData:
         return self._items([self.config.held_out + index for _, index in self._rounds.take(step, count, round)])
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
-        """Everything held out as a question, whatever the kind: so each policy can be asked."""
+        """All held-out rows as questions, whatever the kind, for every policy."""
         return self._questions
 
     def held_out_items(self) -> Sequence[Any]:
@@ -194,8 +246,8 @@ class DemoData:
         make = ITEMS[self.kind]
         return [make(row.record(), self.tokeniser.tokenizer) for row in self._rows(indices)]
 
-    def _check_lengths(self) -> None:
-        """Raise DataError for items above data.max_length.
+    def _longest(self, limit: LengthLimit) -> int:
+        """No item has more tokens. Raises DataError for items above the limit.
 
         A token is a byte at least, and the template adds most to the longest conversation: if the bytes of that one
         fit, all items do; else all are measured.
@@ -203,12 +255,13 @@ class DemoData:
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
         ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
-        if len(str(self.tokeniser.tokenizer.decode(ids)).encode()) > self.config.max_length:
+        if (most := len(str(self.tokeniser.tokenizer.decode(ids)).encode())) > limit.most:
             problems, tally = Problems("data", "demo"), TruncationCounts()
-            limit = LengthLimit(self.config.max_length, "error", self.kind)
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
             problems.raise_if_any()
+            return tally.longest_item
+        return most
 
     def _characters(self, index: int) -> int:
         """Of everything that is said."""
@@ -265,13 +318,14 @@ def build(
     cache_dir: Path,
     kind: ItemKind,
     chat: ChatConfig | None = None,
+    length_limit: tuple[int, str] | None = None,
 ) -> DemoData:
     """The demo's data; `cache_dir` is not used, as generating is faster than reading.
 
     Raises DataError where the tokenizer has no chat template or items are too long.
     """
     tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
-    data = DemoData(config, tokeniser, seed, kind)
+    data = DemoData(config, tokeniser, seed, kind, LengthLimit(config.max_length, "error", kind, length_limit))
     for note in sorted(data.tokeniser.notes):
         decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

@@ -48,7 +48,7 @@ def conversation_fault(
     if fault or any(map(is_trained, said)):
         return fault
     if said:
-        return f"every assistant turn of {where} has weight 0; expected one to learn"
+        return f"every assistant turn of {where} has weight 0; expected one to train on"
     found = ", ".join(m["role"] for m in messages[context:]) or "no message"
     return f"{where} has no assistant turn; expected a message with role assistant, found {found}"
 
@@ -82,7 +82,9 @@ def _message_fault(message: Message) -> str | None:
     if isinstance(content, list):
         other = next((part for part in content if not (isinstance(part, str) or _is_text_part(part))), None)
         if other is not None:
-            kind = other.get("type", "no type") if isinstance(other, dict) else json_type_name(other)
+            kind = json_type_name(other)
+            if isinstance(other, dict):
+                kind = other["type"] if other.get("type", "text") != "text" else f"the keys {', '.join(other)}"
             return f".content: expected parts of type text, found {kind}; only text can be trained on"
         content = join_text_parts(content)
     if not isinstance(content, str):
@@ -93,7 +95,9 @@ def _message_fault(message: Message) -> str | None:
 
 
 def _is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str)
+    if not isinstance(part, dict) or part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+        return False
+    return not any(part.get(name) for name in ("image", "image_url", "video", "audio"))
 
 
 def join_text_parts(content: Any) -> Any:
@@ -135,7 +139,7 @@ class TextExample:
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A conversation; the first `context` messages are given, whoever speaks, and never trained on."""
+    """A conversation; the first `context` messages are context, whatever their role, and never trained on."""
 
     place: SourceLocation
     messages: tuple[Message, ...]
@@ -166,7 +170,7 @@ class AnswersExample:
         return len(self.answers) == 2 and self.answers[0] == self.answers[1]
 
     def has_several_turns(self) -> bool:
-        """Whether somebody else speaks within an answer: his tokens count as well."""
+        """Whether a completion has turns of other roles: their tokens count as well."""
         return any(isinstance(a, ChatExample) and len(a.messages) > a.context + 1 for a in self.answers)
 
 
@@ -209,8 +213,8 @@ def implicit_pair_example(row: Row, chat: bool) -> AnswersExample:
     else:
         cut = count_common_characters(_require_text(chosen, "chosen"), _require_text(rejected, "rejected"))
     if not (chosen[:cut] if chat else chosen[:cut].strip()):
-        way_out = f"give it in a column `prompt`, {'as messages like the answers' if chat else 'as text'}"
-        raise RowError(f"chosen and rejected do not begin alike, so there is no prompt; {way_out}")
+        way_out = f"add a column `prompt`, {'with messages like the completions' if chat else 'with text'}"
+        raise RowError(f"chosen and rejected have no common start, so there is no prompt; {way_out}")
     return _pair(row, chat, chosen[:cut], chosen[cut:], rejected[cut:])
 
 
@@ -236,6 +240,9 @@ def prompt_example(row: Row, chat: bool) -> PromptExample:
     return PromptExample(row.place, tuple(prompt), _tools(row), columns)
 
 
+CHECKED_COLUMN = "instruction_id_list"  # of IFEval rows, whose answers are checked and have nothing to be equal to
+
+
 def question_example(row: Row, chat: bool) -> AnswersExample:
     """{"prompt", "answer"} and whatever else the row has: a held-out prompt, and what a right answer says."""
     prompt, answer = row.value["prompt"], _as_text(row.value["answer"])
@@ -244,7 +251,9 @@ def question_example(row: Row, chat: bool) -> AnswersExample:
     if not chat:
         return AnswersExample(row.place, (_plain(row, prompt, answer, "answer"),), facts)
     _raise_fault(prompt_fault(prompt, _names("prompt", prompt)))
-    messages = (*prompt, {"role": "assistant", "content": _require_text(answer, "answer")})
+    if CHECKED_COLUMN not in row.value:
+        _require_text(answer, "answer")
+    messages = (*prompt, {"role": "assistant", "content": answer})
     return AnswersExample(row.place, (ChatExample(row.place, messages, len(prompt), _tools(row)),), facts)
 
 
@@ -356,7 +365,7 @@ def _tools(row: Row) -> Tools:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise RowError(f"column tools: text that is no JSON ({error}); expected a list of JSON schemas") from error
+            raise RowError(f"column tools: text that is not JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):
         raise RowError(f"column tools: expected a list of JSON schemas, found {json_type_name(value)}")
     return tuple(value)

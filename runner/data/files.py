@@ -62,7 +62,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
     files = [f for f in found if reader_of(f) is not None]
     rows = [f for f in files if not _is_text(f)] or files
     if not rows:
-        raise DataError(f"{key}={path}: the folder holds no data file; expected {_supported_types()}")
+        raise DataError(f"{key}={path}: the folder has no data file; expected {_supported_types()}")
     return FileList(tuple(rows), tuple(f.name for f in found if f not in rows))
 
 
@@ -73,7 +73,7 @@ def _saved_splits(root: Path, key: str) -> FileList:
         raise DataError(f"{key}={root}: {SPLITS} names no splits; save the data set again with save_to_disk")
     if len(splits) > 1 and "train" not in splits:
         names = ", ".join(splits)
-        raise DataError(f"{key}={root}: a saved data set with the splits {names}; name one: {key}={root / splits[0]}")
+        raise DataError(f"{key}={root}: a saved data set with splits {names}; type one: {key}={root / splits[0]}")
     split = "train" if "train" in splits else splits[0]
     others = tuple(f"split {name} ({key}={root / name} reads it)" for name in splits if name != split)
     return FileList(_saved_files(root / split, key), others)
@@ -235,11 +235,15 @@ class FileSource:
     name: str
     file_list: FileList
     key: str = "data.path"
+    streamed: bool = False
 
     def digest(self) -> str:
-        """sha256 over the names and bytes of all files."""
+        """sha256 over the names and bytes of all files; of a stream, over names and sizes."""
         total = hashlib.sha256()
         for file in self.file_list.files:
+            if self.streamed:
+                total.update(f"{file.name}:{file.stat().st_size}\n".encode())
+                continue
             with file.open("rb") as handle:
                 total.update(f"{file.name}:{hashlib.file_digest(handle, 'sha256').hexdigest()}\n".encode())
         return total.hexdigest()

@@ -59,7 +59,7 @@ class Renaming:
 
     def _collision(self, value: Mapping[str, Any]) -> str:
         old, new = next((o, n) for o, n in self.columns.items() if o in value and n in value and n not in self.columns)
-        return f"data.rename_columns renames `{old}` to `{new}`, and the row has a `{new}` already; rename that one too"
+        return f"data.rename_columns renames `{old}` to `{new}`, but the row already has `{new}`; rename that one too"
 
 
 def is_json(value: Any) -> bool:
@@ -84,20 +84,20 @@ FORMATS: dict[Reading, dict[Columns, Parse]] = {
 NEEDS: dict[Reading, str] = {
     "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
     "pairs": (
-        "this algorithm learns from preference pairs: expected the columns `prompt`, `chosen` and `rejected` "
-        "(or `chosen` and `rejected`, which begin alike)"
+        "this algorithm trains on preference pairs: expected the columns `prompt`, `chosen` and `rejected` (or "
+        "`chosen` and `rejected` with a common start)"
     ),
     "judged": (
-        "this algorithm learns from judged answers: expected the columns `prompt`, `completion` and `label` "
-        "(true or false)"
+        "this algorithm trains on labeled completions: expected the columns `prompt`, `completion` and `label` (true "
+        "or false)"
     ),
-    "prompts": "this algorithm samples its own answers: expected a column `prompt` (any others are for rewards)",
-    "questions": "held-out prompts are asked and compared: expected the columns `prompt` and `answer`",
+    "prompts": "this algorithm samples completions: expected a column `prompt` (others are for rewards)",
+    "questions": "completions of held-out prompts are compared: expected the columns `prompt` and `answer`",
 }
-LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood, where the job wants something else
+LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood, where the job needs something else
     "pairs": "chosen and rejected are preference pairs (algorithm=dpo, rm)",
-    "judged": "with a label, these are judged answers (algorithm=kto)",
-    "sft": "these are answers to imitate (algorithm=sft)",
+    "judged": "with a label, these are labeled completions (algorithm=kto)",
+    "sft": "these are completions for algorithm=sft",
 }
 CONVERTED: dict[Reading, Columns] = {  # what rows of other projects' formats become
     "sft": ("messages",),
@@ -107,6 +107,7 @@ CONVERTED: dict[Reading, Columns] = {  # what rows of other projects' formats be
     "questions": ("prompt", "answer"),
 }
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
@@ -162,6 +163,7 @@ class FormatCheck:
                 self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
                 return
             try:
+                _refuse_media(row)
                 row = self._convert(self.format, row)
                 if not self.keep(self.format, row):
                     continue
@@ -216,6 +218,13 @@ class FormatCheck:
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 
+def _refuse_media(row: Row) -> None:
+    """Raise RowError for a row with pictures, sound or films beside its text."""
+    if found := [name for name in MEDIA if row.value.get(name)]:
+        keep = f"data.rename_columns={{{found[0]}: unused_{found[0]}}}"
+        raise RowError(f"column {found[0]}: only text can be trained on; to train on the text alone, type '{keep}'")
+
+
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     """The format of a row, by its columns and the type of the first of them; None for an unknown one.
 
@@ -257,13 +266,13 @@ def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     renamed = {old: new for old, new in renamed.items() if old and any(new in c for c in FORMATS[reading])}
     if renamed and detect_format({**value, **{new: "" for new in renamed.values()}}, reading):
         pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
-        return f"; type 'data.rename_columns={{{pairs}}}' if that is what they are"
+        return f"; type 'data.rename_columns={{{pairs}}}' if these columns mean the same"
     if reading == "prompts" and "messages" in value:
-        return "; give the messages before the answer as `prompt`"
+        return "; use the messages before the completion as `prompt`"
     other = next((known for known in LIKELY_KINDS if known != reading and detect_format(value, known)), None)
     if other:
         return f"; {LIKELY_KINDS[other]}"
-    return "; `prompt` alone has no answer to learn" if "prompt" in value else ""
+    return "; `prompt` alone has no completion to train on" if "prompt" in value else ""
 
 
 PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a second of a large one

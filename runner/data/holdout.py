@@ -45,8 +45,8 @@ class Holdout:
         count = max(1, round(self.fraction * len(keys)))
         if count >= len(keys):
             raise DataError(
-                f"data.holdout={self.fraction:g} of {self.where}: {len(keys)} distinct rows or prompts leave nothing "
-                "to train on; lower it, or give held-out rows of their own (data.eval_path, data.eval_split)"
+                f"data.holdout={self.fraction:g} of {self.where}: {len(keys)} distinct rows or prompts leave no "
+                "training data; lower it, or set separate held-out rows (data.eval_path, data.eval_split)"
             )
         return keys[count - 1]
 

@@ -1,9 +1,10 @@
-"""data=hub: data sets of the Hugging Face hub, through `datasets`; no code of a data set is ever run."""
+"""data=hub and data=modelscope: data sets read with `datasets`; no code of theirs is ever run."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import ChatConfig, HubConfig
+from runner.core.http_client import site_fault
+from runner.data.config import ChatConfig, HubConfig, ModelScopeConfig, RemoteConfig
 from runner.data.dataset import sha256
 from runner.data.files import without_nulls
 from runner.data.prepare import SourcePreparation, build_data
 from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
+
+ANSWER_S = 5.0  # for ModelScope to answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,11 +34,14 @@ class HubSource:
     """One split of a hub data set."""
 
     name: str  # with its split: owner/name[train]
-    table: datasets.Dataset
+    table: datasets.Dataset | datasets.IterableDataset
     key: str = "data.path"
+    content: str = ""  # hash of a stream's files
 
     def digest(self) -> str:
         """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes from them."""
+        if isinstance(self.table, datasets.IterableDataset):
+            return hashlib.sha256(f"{self.name} {self.content}".encode()).hexdigest()
         if not self.table.cache_files:  # held in memory: there is nothing but the rows
             rows = (json.dumps(row, sort_keys=True, default=str).encode() for row in self.table)
             return hashlib.sha256(b"\n".join(rows)).hexdigest()
@@ -43,24 +50,44 @@ class HubSource:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def rows(self, problems: Problems) -> Iterator[Row]:
-        """Rows as plain values; the nulls that Arrow fills missing keys with are taken out."""
+        """Rows as plain values; the nulls that Arrow fills missing keys with are taken out.
+
+        Raises EnvironmentProblem where a stream ends before its end.
+        """
         number = 0
-        for number, value in enumerate(self.table, 1):
-            yield Row(SourceLocation(self.name, number, "row"), without_nulls(value))
+        try:
+            for number, value in enumerate(self.table, 1):
+                yield Row(SourceLocation(self.name, number, "row"), without_nulls(value))
+        except Exception as error:  # of a stream, which is downloaded and parsed here: hub and parsers raise any
+            text = f"{self.key}={self.name}: cannot be read after row {number}: {type(error).__name__}: {error}"
+            raise EnvironmentProblem(
+                f"{text}\n  check the network and type `run resume`, or type data.streaming=false"
+            ) from error
         if not number:
             problems.add_fault(self.name, "no rows; expected at least one")
 
 
-def load_split(config: HubConfig, path: str, split: str, key: str = "data.path") -> HubSource:
-    """Load a split. Raises EnvironmentProblem if the hub is unreachable, DataError if it has no such data."""
+def load_split(
+    config: RemoteConfig, path: str, split: str, key: str = "data.path", streaming: bool = False
+) -> HubSource:
+    """Load or open a split.
+
+    Raises EnvironmentProblem if the hub is unreachable, DataError if it has no such data.
+    """
     if Path(path).expanduser().exists():  # `datasets` would read it, and turn text that looks like numbers into numbers
         raise DataError(f"{key}={path} is a file or folder on this machine; read it with: data=file data.path={path}")
+    files = fetch_modelscope(path, config.revision, key) if isinstance(config, ModelScopeConfig) else path
+    revision = config.revision if isinstance(config, HubConfig) else None  # of a folder there is one
     try:
-        table = datasets.load_dataset(path, config.subset, split=split, revision=config.revision)
+        if streaming:
+            builder = datasets.load_dataset_builder(files, config.subset, revision=revision)
+            return HubSource(f"{path}[{split}]", builder.as_streaming_dataset(split), key, builder.hash)
+        table = datasets.load_dataset(files, config.subset, split=split, revision=revision)
     except ConnectionError as error:
         raise EnvironmentProblem(
-            f"{key}={path}: the hub cannot be reached, and the data set is not in the cache here ({error})\n"
-            "  check the network (or HF_ENDPOINT, HF_HUB_OFFLINE), or fetch the files and use data=file data.path=..."
+            f"{key}={path}: the hub cannot be reached, and the data set is not in the local cache ({error})\n"
+            "  check the network (or HF_ENDPOINT, HF_HUB_OFFLINE), or use downloaded files: data=file "
+            "data.path=..."
         ) from error
     except Exception as error:  # hub and parsers raise what they like; name and way out are what helps
         raise DataError(
@@ -71,8 +98,29 @@ def load_split(config: HubConfig, path: str, split: str, key: str = "data.path")
     return HubSource(f"{path}[{split}]", table, key)
 
 
+def fetch_modelscope(path: str, revision: str | None, key: str) -> str:
+    """The folder that a data set of ModelScope is downloaded to; what is there is not fetched again.
+
+    Raises EnvironmentProblem, within seconds where the site cannot be reached.
+    """
+    try:
+        from modelscope import dataset_snapshot_download
+    except ImportError as error:
+        text = "data=modelscope needs the package modelscope: pip install 'posttrain-run[modelscope]'"
+        raise EnvironmentProblem(text) from error
+    site = os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn"
+    download = f"modelscope download --dataset {path} --local_dir {path.rpartition('/')[2]}"
+    way_out = f"{download}  # where it can be reached; then copy the folder, and type data=file data.path=FOLDER"
+    if fault := site_fault(site, ANSWER_S, os.environ):
+        raise EnvironmentProblem(f"{key}={path}: {fault}\n  {way_out}")
+    try:
+        return str(dataset_snapshot_download(path, revision=revision))
+    except Exception as error:  # modelscope's own, requests', OSError
+        raise EnvironmentProblem(f"{key}={path} cannot be downloaded from {site}: {error}\n  {way_out}") from error
+
+
 def build(
-    config: HubConfig,
+    config: RemoteConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -80,11 +128,12 @@ def build(
     cache_dir: Path,
     kind: ItemKind,
     chat: ChatConfig | None = None,
+    length_limit: tuple[int, str] | None = None,
 ) -> Data:
     """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
-    training = [load_split(config, path, config.split) for path in config.sources()]
+    training = [load_split(config, path, config.split, streaming=config.streaming) for path in config.sources()]
     held_out = None
     if config.eval_split is not None:
         held_out = load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
-    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
     return build_data(prepare, training, held_out, seed)

@@ -18,8 +18,9 @@ left: an answer without its end would teach a model not to stop. A prompt that i
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Reading
@@ -43,6 +44,7 @@ class TruncationCounts:
     tokens: int = 0
     trained_tokens: int = 0
     longest: int = 0  # tokens of the longest row before anything was cut
+    longest_item: int = 0  # the same of the items that stay
     overlong: int = 0
     cut_tokens: int = 0
     left_out: int = 0  # rows skipped, or cut so far that nothing to learn was left
@@ -52,35 +54,57 @@ class TruncationCounts:
 
     def __str__(self) -> str:
         trained = f", {self.trained_tokens} of them trained on" if self.trained_tokens else ""
-        return f"{self.items} items, {self.tokens} tokens{trained}; longest row {self.longest}"
+        return f"{self.items} items, {self.tokens} tokens{trained}; longest sequence {self.longest}"
 
     def branches_text(self) -> str:
         """What training on every turn under its own context costs; empty where no template rewrites history."""
         if not self.branched:
             return ""
         times = self.branched_tokens / self.plain_tokens
-        why = "the chat template rewrites earlier turns, so each turn has a row with the context that generation sees"
+        why = "the chat template rewrites earlier turns, so each turn is a sequence with the context of generation"
         return f"{self.branched} of {self.rows} rows: {why}; {times:.2g} times their tokens (chat.train_on=last: once)"
+
+    def add(self, other: TruncationCounts) -> None:
+        """Count what another one has counted."""
+        for name in (one.name for one in fields(self)):
+            combine = max if name in ("longest", "longest_item") else int.__add__
+            setattr(self, name, combine(getattr(self, name), getattr(other, name)))
 
     def count_row(self, length: int) -> None:
         """Count a row of `length` tokens."""
         self.rows += 1
         self.longest = max(self.longest, length)
 
-    def count_item(self, tokens: int, trained: int) -> None:
-        """Count an item that stays."""
+    def count_item(self, length: int, tokens: int, trained: int) -> None:
+        """Count an item that stays; its `length` leaves out all answers but the longest."""
         self.items += 1
+        self.longest_item = max(self.longest_item, length)
         self.tokens += tokens
         self.trained_tokens += trained
 
 
 @dataclass(frozen=True, slots=True)
 class LengthLimit:
-    """The longest item in tokens, and the rule for longer ones."""
+    """The longest item in tokens, and the rule for longer ones.
 
-    max_length: int
+    max_length: None = `model_limit`: the most tokens that the model allows, and why; None = any
+    """
+
+    max_length: int | None
     rule: OverlongRule
     reading: Reading = "sft"
+    model_limit: tuple[int, str] | None = None
+
+    @property
+    def most(self) -> int:
+        """Tokens of the longest item."""
+        return self.max_length or (self.model_limit[0] if self.model_limit else sys.maxsize)
+
+    def __str__(self) -> str:
+        own = f"data.max_length={self.max_length}"
+        return (
+            own if self.max_length or not self.model_limit else f"{self.most} (data.max_length: {self.model_limit[1]})"
+        )
 
     def apply(
         self, row: EncodedExample | EncodedRows | EncodedAnswers, tally: TruncationCounts, problems: Problems
@@ -93,13 +117,13 @@ class LengthLimit:
         tally.count_row(length)
         if _is_empty(row):
             problems.add_fault(
-                row.place, f"no token to learn in the {length} tokens of this row; expected at least one"
+                row.place, f"no token to train on in the {length} tokens of this row; expected at least one"
             )
-        elif length <= self.max_length:
-            yield _count_item(row, tally)
+        elif length <= self.most:
+            yield self._count_item(row, tally)
         elif self.rule == "error":
             tally.overlong += 1
-            problems.add_fault(row.place, f"{length} tokens, above data.max_length={self.max_length}")
+            problems.add_fault(row.place, f"{length} tokens, above {self}")
         else:
             yield from self._truncate(row, length, tally)
 
@@ -119,7 +143,7 @@ class LengthLimit:
         items: list[EncodedExample] = []
         for row in rows:
             joined = share_prefix([*groups[-1], row]) if groups else None
-            if joined is not None and len(joined.ids) <= self.max_length:
+            if joined is not None and len(joined.ids) <= self.most:
                 groups[-1].append(row)
                 items[-1] = joined
             else:
@@ -127,7 +151,7 @@ class LengthLimit:
                 items.append(row)
         for item in items:
             tally.branched_tokens += len(item.ids)
-            _count_item(item, tally)
+            self._count_item(item, tally)
             yield item
 
     def _length(self, row: EncodedExample | EncodedAnswers) -> int:
@@ -143,21 +167,31 @@ class LengthLimit:
         pieces = [] if self.rule == "skip" else self._pieces(row, length)
         tally.left_out += not pieces
         if pieces and self.rule != "split":
-            tally.cut_tokens += length - self.max_length
+            tally.cut_tokens += length - self.most
         for piece in pieces:
-            yield _count_item(piece, tally)
+            yield self._count_item(piece, tally)
+
+    def _count_item(
+        self, row: EncodedExample | EncodedAnswers, tally: TruncationCounts
+    ) -> EncodedExample | EncodedAnswers:
+        if isinstance(row, EncodedExample):
+            tally.count_item(self._length(row), len(row.ids), sum(row.loss_mask))
+        else:
+            trained = sum(map(len, row.answers))
+            tally.count_item(self._length(row), len(row.prompt) + trained, trained)
+        return row
 
     def _pieces(self, row: EncodedExample | EncodedAnswers, length: int) -> list[EncodedExample] | list[EncodedAnswers]:
         """What is left of the row, as far as anything is."""
         if isinstance(row, EncodedAnswers):
-            rest = row.prompt[length - self.max_length :]
+            rest = row.prompt[length - self.most :]
             return [replace(row, prompt=rest)] if rest else []
         if self.rule == "truncate_right":
-            pieces = [_slice(row, 0, self.max_length)]
+            pieces = [_slice(row, 0, self.most)]
         elif self.rule == "truncate_left":
-            pieces = [_slice(row, length - self.max_length, length)]
+            pieces = [_slice(row, length - self.most, length)]
         else:
-            pieces = [_slice(row, at, at + self.max_length) for at in range(0, length - 1, self.max_length - 1)]
+            pieces = [_slice(row, at, at + self.most) for at in range(0, length - 1, self.most - 1)]
         return [piece for piece in pieces if any(piece.loss_mask)]
 
     def way_out(self, tally: TruncationCounts) -> str:
@@ -167,30 +201,23 @@ class LengthLimit:
         cut = "skip, truncate_left or truncate_right (split: of plain text)"
         rules = cut if self.reading == "sft" else "skip or truncate_left (of the prompt)"
         rows = "1 row is" if tally.overlong == 1 else f"{tally.overlong} of {tally.rows} rows are"
-        return f"{rows} too long; type data.max_length={tally.longest} to keep all, or data.truncation={rules}"
+        fits = self.model_limit is None or tally.longest <= self.model_limit[0]
+        keep = f"data.max_length={tally.longest} to keep all, or " if fits else ""
+        return f"{rows} too long; type {keep}data.truncation={rules}"
 
     def report(self, tally: TruncationCounts) -> str:
         """What the rule did, in words; empty if no row was too long."""
         if not tally.overlong:
             return ""
-        done = {"skip": "left out", "split": "split"}.get(self.rule, f"cut by {tally.cut_tokens} tokens in all")
-        lost = "nothing to learn remained" if self.reading == "sft" else "nothing of the prompt remained"
-        said = f", {tally.left_out} of them left out, as {lost}" if self.rule != "skip" and tally.left_out else ""
-        return f"{tally.overlong} of {tally.rows} rows were longer than data.max_length={self.max_length}: {done}{said}"
+        done = {"skip": "left out", "split": "split"}.get(self.rule, f"truncated by {tally.cut_tokens} tokens in total")
+        lost = "no token to train on remained" if self.reading == "sft" else "no prompt token remained"
+        said = f", {tally.left_out} of them skipped, as {lost}" if self.rule != "skip" and tally.left_out else ""
+        return f"{tally.overlong} of {tally.rows} rows were longer than {self}: {done}{said}"
 
 
 def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
     """Whether there is nothing to learn, or nothing to answer."""
     return not any(row.loss_mask) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
-
-
-def _count_item(row: EncodedExample | EncodedAnswers, tally: TruncationCounts) -> EncodedExample | EncodedAnswers:
-    if isinstance(row, EncodedExample):
-        tally.count_item(len(row.ids), sum(row.loss_mask))
-    else:
-        trained = sum(map(len, row.answers))
-        tally.count_item(len(row.prompt) + trained, trained)
-    return row
 
 
 def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:

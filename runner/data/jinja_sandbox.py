@@ -77,7 +77,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """`left * right` of a bounded size; no powers."""
         sizes = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
         if operator == "**" or (sizes != [left, right] and sizes[0] * sizes[1] > LONGEST_REPEAT):
-            raise jinja2.exceptions.SecurityError(f"the template computes {operator} of too large values")
+            raise jinja2.exceptions.SecurityError(f"the template applies {operator} to values that are too large")
         return super().call_binop(context, operator, left, right)
 
 

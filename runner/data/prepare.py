@@ -9,15 +9,17 @@ What the rows are read as (`Reading`) follows from the kind of items that the al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+import pyarrow as pa
 import tokenizers
 import transformers
 
 from runner.core.errors import DataError
+from runner.data.chat import TrainOn
 from runner.data.config import ChatConfig, FileConfig, SourceConfig
 from runner.data.dataset import (
     FORMAT,
@@ -31,14 +33,15 @@ from runner.data.dataset import (
     build_in_memory,
     load_or_build,
 )
-from runner.data.examples import Reading, held_out_reading
+from runner.data.examples import Example, Reading, held_out_reading
 from runner.data.files import find_sources
 from runner.data.formats import Format, FormatCheck
 from runner.data.holdout import Holdout, row_key
 from runner.data.items import LengthLimit, TruncationCounts
+from runner.data.parallel_tokenization import TokenizerOptions, show_progress, tokenize_batches
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
-from runner.data.tokenization import ExampleTokenizer, digest, encode, tokenizer_digest
+from runner.data.tokenization import digest, tokenizer_digest
 from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
@@ -92,11 +95,24 @@ class SourcePreparation:
     cache_dir: Path
     kind: ItemKind
     chat: ChatConfig
+    length_limit: tuple[int, str] | None = None  # the most tokens of an item that the model allows, and why
+
+    def limit(self, reading: Reading) -> LengthLimit:
+        """How long an item may be."""
+        return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit)
+
+    def options(self, portion: Portion) -> TokenizerOptions:
+        """What tokenizes the portion's examples."""
+        reading, source = portion.reading, portion.source
+        train_on: TrainOn | None = None if reading == "sft" else "completion"
+        schema, limit = _schema(reading), self.limit(reading)
+        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name)
 
     def key(self, portion: Portion) -> str:
         """sha256 of everything that the portion's items depend on."""
         source, reading = portion.source, portion.reading
-        options = {name: getattr(self.config, name) for name in ("max_length", "truncation", "rename_columns")}
+        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
+        options["max_length"] = self.limit(reading).most
         side = [portion.holdout.fraction, portion.held_out] if portion.holdout else []
         chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
@@ -107,14 +123,14 @@ class SourcePreparation:
         def fill(write: Write) -> Summary:
             return self._fill(portion, write)
 
-        schema = ROWS if portion.reading == "sft" else PROMPTS_WITH_ANSWERS
+        schema = _schema(portion.reading)
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
             table, summary = load_or_build(folder, schema, fill, self._report_damage)
         else:
             table, summary = build_in_memory(schema, fill)
-        self._report_source(portion, summary)
+        self.report_source(portion, summary, portion.where)
         return table, summary
 
     def holdout(self, source: RowSource) -> Holdout | None:
@@ -141,22 +157,29 @@ class SourcePreparation:
         source, reading = portion.source, portion.reading
         problems, tally = Problems(source.key, source.name), TruncationCounts()
         check = FormatCheck(problems, reading, self.config.rename_columns, portion.keeps)
-        tokeniser = ExampleTokenizer(self.tokenizer, self.chat, None if reading == "sft" else "completion")
-        limit = LengthLimit(self.config.max_length, self.config.truncation, reading)
-        examples = check.examples(source.rows(problems))
-        while batch := list(islice(examples, BATCH)):
-            self._refuse_split(check)
-            encoded = encode(tokeniser, batch, problems)
-            write([piece.record() for row in encoded for piece in limit.apply(row, tally, problems)])
+        limit, notes, chat_notes = self.limit(reading), set[str](), set[str]()
+        batches = tokenize_batches(self._batches(check, source.rows(problems)), self.options(portion))
+        for batch in show_progress(batches, source.name):
+            write(batch.items)
+            tally.add(batch.counts)
+            problems.extend(batch.problems)
+            notes |= batch.notes
+            chat_notes |= batch.chat_notes
         if hint := limit.way_out(tally):
             problems.add_hint(hint)
         problems.raise_if_any()
         if not tally.items:
             why = limit.report(tally) or (
-                f"{check.num_identical_pairs} pairs with equal answers" if check.num_identical_pairs else "no row"
+                f"{check.num_identical_pairs} pairs with equal completions" if check.num_identical_pairs else "no row"
             )
-            raise DataError(f"{source.key}={source.name}: no item is left; {why}")
-        return _summary(check, tokeniser, limit, tally)
+            raise DataError(f"{source.key}={source.name}: no item remains; {why}")
+        return summarize(check, limit, tally) | {"notes": sorted(notes), "chat_notes": sorted(chat_notes)}
+
+    def _batches(self, check: FormatCheck, rows: Iterator[Row]) -> Iterator[list[Example]]:
+        examples = check.examples(rows)
+        while batch := list(islice(examples, BATCH)):
+            self._refuse_split(check)
+            yield batch
 
     def _refuse_split(self, check: FormatCheck) -> None:
         if self.config.truncation == "split" and check.format is not None and check.format.columns != ("text",):
@@ -165,19 +188,19 @@ class SourcePreparation:
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def _report_source(self, portion: Portion, summary: Summary) -> None:
-        """Format, counts, and what was left out or could not be had."""
-        where, reading = portion.where, portion.reading
+    def report_source(self, portion: Portion, summary: Summary, where: str) -> None:
+        """Say format, counts, and what was left out or could not be had."""
+        reading = portion.reading
         made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
         self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
         if not (portion.held_out and reading == self.kind):  # the columns of the training rows, said with these
             self._report_columns(where, reading, summary)
         if summary["alike"]:
-            left_out = f"{summary['alike']} left out"
+            left_out = f"{summary['alike']} skipped"
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
         if summary["several_turns"]:
-            turns = f"in {summary['several_turns']} rows an answer has several turns; those of others count as well"
-            self._record_fact("data.turns", "every token of an answer", f"{where}: {turns}")
+            turns = f"in {summary['several_turns']} rows a completion has several turns; turns of other roles count too"
+            self._record_fact("data.turns", "every token of a completion", f"{where}: {turns}")
         if summary["overlong"]:
             self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         for note in summary["notes"]:
@@ -192,15 +215,28 @@ class SourcePreparation:
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
             self.decide(
-                "data.rename_columns", f"given to {seen_by}", ignored, f"{where}: they hold values that JSON cannot"
+                "data.rename_columns",
+                f"given to {seen_by}",
+                ignored,
+                f"{where}: some values have no JSON form",
             )
         elif summary["ignored"]:
-            self._record_fact("data.rename_columns", ignored, f"{where}: {summary['format']} has no use for them")
+            self._record_fact("data.rename_columns", ignored, f"{where}: {summary['format']} does not use them")
         if summary["given"]:
             untrained = "; the completion is not trained on" if "completion" in summary["given"] else ""
             self._record_fact(
                 "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{untrained}"
             )
+
+    def held_out(self, tables: Sequence[TokenizedTable]) -> HeldOut | None:
+        """The held-out rows that are used, None if there are none; says so if these are not all."""
+        if not tables:
+            return None
+        found = HeldOut(tables, self.config.max_eval_examples)
+        if len(found) < found.total:
+            used = f"the first {len(found)} of {found.total} held-out items"
+            self._record_fact("data.max_eval_examples", used, f"data.max_eval_examples={found.limit}; null uses all")
+        return found
 
     def _report_damage(self, what: str) -> None:
         self._record_fact("data.cache", "made again", f"damaged: {what}")
@@ -210,13 +246,17 @@ class SourcePreparation:
         self.decide(feature, value, value, reason)
 
 
-def _summary(
-    check: FormatCheck, tokeniser: ExampleTokenizer, limit: LengthLimit, tally: TruncationCounts
-) -> dict[str, Any]:
+def _schema(reading: Reading) -> pa.Schema:
+    return ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
+
+
+def summarize(check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -> Summary:
+    """What was found in the rows that were read."""
     return {
         "format": str(check.format),
         "style": "chat" if check.format is not None and check.format.chat else "text",
         "counts": str(tally),
+        "longest": tally.longest_item,
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
         "converted": sorted(check.converted),
@@ -224,8 +264,6 @@ def _summary(
         "alike": check.num_identical_pairs,
         "several_turns": check.num_several_turns,
         "overlong": limit.report(tally),
-        "notes": sorted(tokeniser.notes),
-        "chat_notes": sorted(tokeniser.chat_notes),
         "branches": tally.branches_text(),
     }
 
@@ -235,39 +273,33 @@ def build_data(
 ) -> TokenizedData:
     """Tokenize (or read from the cache) all sources and order them. Raises DataError, StorageError."""
     config, kind = prepare.config, prepare.kind
+    if config.streaming:
+        from runner.data.streaming import build_stream
+
+        return build_stream(prepare, sources[0], held_out, seed)
     portions = [Portion(source, kind, prepare.holdout(source)) for source in sources]
     if held_out is not None:
         portions.append(Portion(held_out, held_out_reading(kind)))
     portions += [Portion(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]
     keys = [prepare.key(portion) for portion in portions]
     built = [prepare.table(portion, key) for portion, key in zip(portions, keys, strict=True)]
-    _refuse_unseen(config, [summary for _, summary in built])
+    refuse_unseen(config, [summary for _, summary in built])
     tables = [table for table, _ in built]
     training = tables[: len(sources)]
     return TokenizedData(
         kind=kind,
         tables=training,
-        rounds=_rounds(config, [len(table) for table in training], seed),
+        rounds=order_of_tables(config, [len(table) for table in training], seed),
         fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights),
         prompt_style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
         columns=frozenset().union(*(summary["given"] for _, summary in built[: len(sources)])),
-        evaluation=_held_out(prepare, tables[len(sources) :]),
+        longest=max(summary["longest"] for _, summary in built),
+        evaluation=prepare.held_out(tables[len(sources) :]),
     )
 
 
-def _held_out(prepare: SourcePreparation, tables: Sequence[TokenizedTable]) -> HeldOut | None:
-    """The held-out rows that are used, None if there are none; says so if these are not all."""
-    if not tables:
-        return None
-    found = HeldOut(tables, prepare.config.max_eval_examples)
-    if len(found) < found.total:
-        used = f"the first {len(found)} of {found.total} held-out items"
-        prepare.decide("data.max_eval_examples", used, used, f"data.max_eval_examples={found.limit}; null uses all")
-    return found
-
-
-def _refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:
+def refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:
     """Raise DataError for a renaming of a column that no row of any source has."""
     seen = {name for summary in summaries for name in summary["renamed"]}
     unseen = [name for name in config.rename_columns or () if name not in seen]
@@ -277,7 +309,9 @@ def _refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:
         )
 
 
-def _rounds(config: SourceConfig, sizes: Sequence[int], seed: int) -> RefillOrders:
+def order_of_tables(config: SourceConfig, sizes: Sequence[int], seed: int) -> RefillOrders:
+    """The order of the items of tables of these sizes."""
+
     def order(seed: int, shuffle: bool) -> ItemOrder:
         if config.mixture_weights is None or len(sizes) == 1:
             return ProportionalOrder(sizes, seed, shuffle)
@@ -295,12 +329,15 @@ def build(
     cache_dir: Path,
     kind: ItemKind,
     chat: ChatConfig | None = None,
+    length_limit: tuple[int, str] | None = None,
 ) -> Data:
     """The data of the user's files. Raises DataError, StorageError."""
     training, held_out = find_sources(config.sources(), config.eval_path)
+    if config.streaming:
+        training = [replace(source, streamed=True) for source in training]
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
             names = f"not read: {', '.join(source.file_list.ignored)}"
             decide("data.files", names, names, f"{source.key}={source.name}")
-    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig())
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
     return build_data(prepare, training, held_out, seed)

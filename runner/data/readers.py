@@ -67,6 +67,12 @@ class Problems:
         """What to type, shown once below all faults."""
         self._hints[hint] = None
 
+    def extend(self, other: Problems) -> None:
+        """Add the problems of another part of the source."""
+        self.count += other.count
+        self._shown += other._shown[: MAX_SHOWN - len(self._shown)]
+        self._hints |= other._hints
+
     def error(self) -> DataError:
         """All of it as one error."""
         head = f"{self.key}={self.source}: {self.count} problem{'s' if self.count != 1 else ''}"
@@ -180,7 +186,7 @@ def _records(file: Path, problems: Problems, delimiter: str) -> Iterator[tuple[S
     except csv.Error as error:
         problems.add_fault(
             SourceLocation(str(file), first),
-            f"broken {KIND_OF_DELIMITER[delimiter]} in the row that begins here: {error}; expected quotes in pairs",
+            f"broken {KIND_OF_DELIMITER[delimiter]} in the row that starts here: {error}; expected quotes in pairs",
         )
 
 
@@ -189,7 +195,7 @@ def _header_is_sound(header: tuple[SourceLocation, list[str]], problems: Problem
     unsound = sorted({name for name in names if names.count(name) > 1 or not name})
     if unsound:
         problems.add_fault(
-            place, f"the header's names are not distinct or empty: {unsound}; expected one name per column"
+            place, f"column names in the header are empty or repeated: {unsound}; expected one name per column"
         )
     return not unsound
 
@@ -214,7 +220,7 @@ def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
         try:
             value = DECODER.decode(line.text.rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
-            cut = "" if line.text.endswith("\n") else "; the last line has no line end: the file may be cut off"
+            cut = "" if line.text.endswith("\n") else "; the last line has no newline: the file may be incomplete"
             problems.add_fault(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
             continue
         yield from _row(line.place, value, line.text, problems)
@@ -286,7 +292,7 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        raise ValueError(f"the key {twice!r} appears twice in one object")
     return found
 
 

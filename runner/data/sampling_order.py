@@ -2,7 +2,7 @@
 
     position ──▶ epoch and place in it ──permutation(seed, epoch)──▶ item             one source, or several by size
     position ──▶ block and slot in it  ──pattern(seed, block)──▶ source and its n-th visit ──▶ item      weighted
-    round    ──▶ seed of an order of its own, by which a step that wants more items is refilled
+    round    ──▶ seed of an order of its own, by which a step that needs more items is refilled
 
 Nothing is stored and no call depends on another, so that a resumed run continues the very same items.
 """
@@ -117,8 +117,8 @@ class WeightedMixture:
         self._counts = apportion(weights, BLOCK)
         if not min(self._counts):
             raise DataError(
-                f"data.mixture_weights={list(weights)}: a share below 1 in {BLOCK} is not drawn; raise it or "
-                "leave it out"
+                f"data.mixture_weights={list(weights)}: a weight below 1 in {BLOCK} is never sampled; raise it, or "
+                "leave the source out"
             )
         self._epochs = [ShuffledEpochs(size, shuffle, seed, source) for source, size in enumerate(sizes)]
         even = interleave_sources(self._counts)

@@ -175,7 +175,7 @@ class ExampleTokenizer:
 
     def _note_special_tokens(self, text: str) -> None:
         if any(token in text for token in self._special_texts):
-            self._text_notes.add("texts hold special tokens, which are encoded as these tokens")
+            self._text_notes.add("texts contain special tokens; they are encoded as special tokens")
 
     def _plain(self, example: TextExample) -> list[Segment]:
         self._note_special_tokens(f"{example.prompt or ''}\n{example.completion}")
@@ -229,7 +229,7 @@ class ExampleTokenizer:
     ) -> tuple[list[int], list[int], tuple[int, int]]:
         """With the end-of-sequence token as a trained token, so that the model learns to stop."""
         if self._eos is None:
-            self.notes.add("the tokenizer has no end-of-sequence token: where a text ends is not trained on")
+            self.notes.add("the tokenizer has no end-of-sequence token, so the end of a text is not trained")
             return ids, loss_mask, answer
         if ids[-1:] == [self._eos]:
             return ids, loss_mask, answer
@@ -238,7 +238,7 @@ class ExampleTokenizer:
     def _note_end(self, ids: Sequence[int]) -> None:
         if ids and ids[-1] not in self._special:
             self.notes.add(
-                "the chat template ends an assistant turn without a special token: where it ends is not trained on"
+                "the chat template ends an assistant turn without a special token, so its end is not trained"
             )
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 import yaml
 
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # which its set_env.sh sets
-# Below the folder that its installers, run as root, as a user, or by conda, choose unless they are told another.
+# Below the folder that its installers, run as root, as a user, or by conda, choose by default.
 LAYOUTS = ("cann", "ascend-toolkit/latest", "cann-*", "ascend-toolkit/[0-9]*")
 
 

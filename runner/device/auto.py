@@ -20,7 +20,7 @@ def pick(config: AutoConfig, *, decide: Decide) -> Device:
     """
     own, device = _first_available(config, decide)
     if own.default_dtype != config.default_dtype:
-        text = f"model.dtype, where it is left out, is that of device={config.kind.name}, whose device files are here"
+        text = f"the default of model.dtype is that of device={config.kind.name}, whose device files exist here"
         decide("device", own.default_dtype, config.default_dtype, f"{text}; type device={own.name}, or model.dtype=…")
     return device
 
@@ -34,7 +34,7 @@ def _first_available(config: AutoConfig, decide: Decide) -> tuple[NpuConfig | Cu
         try:
             npu = Npu(own, decide=decide)
         except (EnvironmentProblem, ImportError) as error:
-            decide("device", "npu", "the next one", f"torch_npu is installed and cannot be used: {error}")
+            decide("device", "npu", "the next device", f"torch_npu is installed but cannot be used: {error}")
         else:
             decide("device", "auto", "npu", "torch_npu finds a card")
             return own, npu

@@ -20,11 +20,10 @@ import torch
 from torch import nn
 from torch.utils import deterministic
 
-from runner.core.device_kinds import Kind
+from runner.core.device_kinds import Kind, listed_cards
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import RankInfo
 from runner.device.config import DeviceConfig
-from runner.device.device_kinds import listed_cards
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
 
 
@@ -46,8 +45,9 @@ def refuse_hidden(kind: Kind, count: int) -> None:
     if asked is not None and len(asked) != count:
         named = "1 device" if len(asked) == 1 else f"{len(asked)} devices"
         raise EnvironmentProblem(
-            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} names {named}, "
-            f"and the driver shows {count}\n  correct the list, or: unset {kind.visible}"
+            f"device={kind.name}: {kind.visible}={os.environ[str(kind.visible)]} lists {named}, but the driver shows "
+            f"{count}\n"
+            f"  correct the list, or type: unset {kind.visible}"
         )
 
 
@@ -63,7 +63,7 @@ def translate_startup_errors(device: str) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError) as error:
         said = str(error).splitlines()[0]
-        raise EnvironmentProblem(f"device={device}: {said}\n  what is wrong: run doctor device={device}") from error
+        raise EnvironmentProblem(f"device={device}: {said}\n  find the cause: run doctor device={device}") from error
 
 
 def select_card(kind: Kind, count: int) -> torch.device:
@@ -74,10 +74,10 @@ def select_card(kind: Kind, count: int) -> torch.device:
     refuse_hidden(kind, count)
     place = RankInfo.from_environment(os.environ)
     if place.local_size > count:
-        many = f"{place.local_size} processes on this machine want a card each"
+        many = f"{place.local_size} processes on this machine need one card each"
         fewer = "launch.devices=1 parallelism=single" if count == 1 else f"launch.devices={count}"
-        advice = f"type {fewer}, or let {kind.visible} list more"
-        raise EnvironmentProblem(f"device={kind.name}: {many}, and the driver shows {count}\n  {advice}")
+        advice = f"type {fewer}, or list more cards in {kind.visible}"
+        raise EnvironmentProblem(f"device={kind.name}: {many}, but the driver shows {count}\n  {advice}")
     with translate_startup_errors(kind.name):
         torch.accelerator.set_device_index(place.local_rank)
     return torch.device(kind.name, place.local_rank)
@@ -152,7 +152,7 @@ class PeakFlops:
 
 
 def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
-    """That of a device in what it computes products of `dtype` in. `decide` hears of an accelerator's."""
+    """That of a device in what it computes products of `dtype` in. `decide` records an accelerator's."""
     precision = device.matmul_precision(dtype)
     card = None
     if name := device.describe().get("card", ""):
@@ -164,7 +164,7 @@ def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
     else:
         found = PeakFlops(measure_matmul(device.torch_device, dtype), f"measured on this device in {precision}")
     if device.torch_device.type != "cpu":
-        decide.record_fact("perf/mfu", f"a share of {found.flops / 1e12:.4g} TFLOP/s", found.source)
+        decide.record_fact("perf/mfu", f"relative to {found.flops / 1e12:.4g} TFLOP/s", found.source)
     return found
 
 

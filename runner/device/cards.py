@@ -38,7 +38,7 @@ def _card(memory_gib: int, context_mib: Sequence[int], **more: Any) -> Card:
 
 _TABLE = yaml.safe_load(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
 CARDS = {card.name: card for card in (_card(**one) for one in _TABLE)}
-DEFAULT_CARDS = {"npu": "910B", "cuda": "H100"}  # what is planned for where nobody said
+DEFAULT_CARDS = {"npu": "910B", "cuda": "H100"}  # the default of `run plan`
 
 
 def find_card(driver_name: str) -> Card | None:

@@ -10,16 +10,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.core.device_kinds import Kind
+from runner.core.device_kinds import CPU, CUDA, NPU, Kind, listed_cards, present_cards
 from runner.core.errors import EnvironmentProblem
-from runner.device.device_kinds import CPU, CUDA, NPU, listed_cards, present_cards
-from runner.device.env_presets import CUDA_DETERMINISTIC, PRESETS, Preset, engine_presets, hccl_port_presets
+from runner.device.process_setup import CUDA_DETERMINISTIC, PRESETS, Preset, engine_presets, hccl_port_presets
 from runner.spec.base import ComponentConfig, Dtype
 
 Attention = Literal["fused", "sdpa"]
 Fused = Literal["rms_norm", "rotary", "swiglu", "grouped_matmul"]
 ON_CARD: Any = Field(
-    default=False, description="Use deterministic kernels only, or fail; slower, and exact resume is not claimed here."
+    default=False, description="Use only deterministic kernels, or fail; slower, without exact resume."
 )
 
 
@@ -35,7 +34,7 @@ class DeviceConfig(ComponentConfig):
     None = the doctor's own."""
 
     deterministic: bool | None = Field(
-        default=None, description="Use deterministic kernels only, or fail; null = true for cpu, false for cards."
+        default=None, description="Use only deterministic kernels, or fail; null = true for cpu, false for cards."
     )
 
     @property
@@ -55,7 +54,7 @@ class DeviceConfig(ComponentConfig):
 
     @property
     def occupies(self) -> Kind:
-        """What a machine hands out to a job: cards of its kind; cores, where its cards are simulated."""
+        """Resources that a job requests of a machine: cards of its kind; cores, where its cards are simulated."""
         return self.kind
 
     @property
@@ -83,7 +82,7 @@ class DeviceConfig(ComponentConfig):
         return dtype
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        """The environment variables that a job on this device wants, to be set before torch is imported."""
+        """The environment variables that a job on this device needs, to be set before torch is imported."""
         return ()
 
     def enter(self) -> None:
@@ -102,10 +101,10 @@ class CpuConfig(DeviceConfig):
     is_cpu: ClassVar[bool] = True
     deepspeed: ClassVar[bool] = True
     deterministic: bool = Field(
-        default=True, description="Use deterministic kernels only, or fail; needed for exact resume."
+        default=True, description="Use only deterministic kernels, or fail; needed for exact resume."
     )
     threads: int = Field(
-        default=1, ge=1, description="Intra-op threads of torch; 1 is fastest for tiny models, and bits depend on it."
+        default=1, ge=1, description="Intra-op threads of torch; 1 is fastest for tiny models. Changes the last bits."
     )
 
     @property
@@ -125,9 +124,9 @@ class CudaConfig(DeviceConfig):
     deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
-        description="Attention of packed rows: fused = one call of a flash kernel; sdpa = torch's, in buckets of rows.",
+        description="Attention of packed batches: fused = one flash kernel call; sdpa = torch's, by sequence length.",
     )
-    tf32: bool = Field(default=True, description="Let float32 matrix products run in TF32: faster, about 3 digits.")
+    tf32: bool = Field(default=True, description="Allow TF32 in float32 matrix products: faster, about 3 digits.")
 
     @property
     def kind(self) -> Kind:
@@ -152,12 +151,12 @@ class CudaConfig(DeviceConfig):
         is_cpu_build = "\ncuda: Optional[str] = None" in built and "\nhip: Optional[str] = '" not in built
         is_here = glob.glob(str(CUDA.nodes)) or shutil.which("nvidia-smi")
         missing = [] if is_here else ["no GPU (/dev/nvidia*, nvidia-smi)"]
-        missing += [] if listed_cards(CUDA) != () else [f"{CUDA.visible} is set and empty"]
+        missing += [] if listed_cards(CUDA) != () else [f"{CUDA.visible} is set but empty"]
         missing += ["this torch is a CPU build"] if is_cpu_build else []
         if missing:
             raise EnvironmentProblem(
                 f"device=cuda: this machine is not ready for an NVIDIA GPU: {'; '.join(missing)}\n"
-                "  what to type, in order: run doctor device=cuda"
+                "  for the steps to fix it, type: run doctor device=cuda"
             )
 
     def environment(self, job: Any) -> Sequence[Preset]:
@@ -173,15 +172,15 @@ class NpuConfig(DeviceConfig):
     deterministic: bool = ON_CARD
     attention: Attention = Field(
         default="fused",
-        description="fused = npu_fusion_attention, of packed and of padded rows; sdpa = torch's, in buckets of rows.",
+        description="fused = npu_fusion_attention, for packed and padded batches; sdpa = torch's, by sequence length.",
     )
     fused_ops: Annotated[tuple[Fused, ...], Field(strict=False)] = Field(
         default=("rms_norm", "rotary", "swiglu", "grouped_matmul"),
-        description="Fused operators in models of the families Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama; [] = none.",
+        description="Fused operators for Qwen2, Qwen2.5, Qwen3, Qwen3-MoE and Llama models; [] = none.",
     )
     env_preset: Literal["train", "colocated_rl", "disaggregated_rl", "debug"] | None = Field(
         default=None,
-        description="Environment variables to start with; null = colocated_rl for a job that samples, disaggregated_rl "
+        description="Preset of environment variables; null = colocated_rl for a job that samples, disaggregated_rl "
         "with launch.samplers, else train.",
     )
 
@@ -208,7 +207,7 @@ class NpuConfig(DeviceConfig):
         if missing := _npu_missing():
             raise EnvironmentProblem(
                 f"device=npu: this machine is not ready for an Ascend NPU: {'; '.join(missing)}\n"
-                "  what to type, in order: run doctor device=npu"
+                "  for the steps to fix it, type: run doctor device=npu"
             )
 
 

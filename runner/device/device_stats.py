@@ -10,16 +10,19 @@ A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. What a product does n
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 
+from runner.core.device_kinds import parse_visible
 from runner.core.errors import EnvironmentProblem
-from runner.device.device_kinds import parse_visible
 
 if TYPE_CHECKING:
-    from runner.device import npu_smi, nvidia_smi
+    from runner.device import npu_smi
+
 
 DEADLINE_S = 20.0
 StatsReader = Callable[[], Mapping[str, float]]
@@ -39,10 +42,8 @@ def process_stats_reader() -> StatsReader:
 def gpu_stats_reader(uuid: str) -> StatsReader:
     """Of the GPU with this uuid, with or without its GPU-."""
 
-    from runner.device import nvidia_smi
-
     def read() -> Mapping[str, float]:
-        for found in nvidia_smi.parse_query(command_output(*nvidia_smi.QUERY)):
+        for found in parse_query(command_output(*QUERY)):
             if found.uuid.removeprefix("GPU-") == uuid.removeprefix("GPU-"):
                 return _stats(found)
         raise EnvironmentProblem(f"nvidia-smi lists no GPU {uuid}")
@@ -69,7 +70,7 @@ def npu_stats_reader(index: int, visible: str | None) -> StatsReader:
     return read
 
 
-def _stats(of: nvidia_smi.Gpu | npu_smi.NpuChip) -> dict[str, float]:
+def _stats(of: Gpu | npu_smi.NpuChip) -> dict[str, float]:
     found = {name: getattr(of, name) for name in ("utilization_percent", "temperature_c", "power_w")}
     found["memory_used_bytes"] = None if of.memory_used_mb is None else of.memory_used_mb * 2.0**20
     return {name: value for name, value in found.items() if value is not None}
@@ -84,3 +85,47 @@ def command_output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise EnvironmentProblem(f"{' '.join(command[:2])}: {error}") from error
     return done.stdout
+
+
+FIELDS = "index,name,uuid,memory.used,memory.total,utilization.gpu,temperature.gpu,power.draw"
+QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One line of the query; None where the GPU does not say."""
+
+    index: int
+    name: str
+    uuid: str
+    memory_used_mb: int
+    memory_total_mb: int
+    utilization_percent: float | None
+    temperature_c: float | None
+    power_w: float | None
+
+
+def parse_query(text: str) -> list[Gpu]:
+    """What QUERY prints; lines of another shape (messages of a driver) are no GPUs."""
+    rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
+    return [_gpu(row) for row in rows if len(row) == len(FIELDS.split(",")) and row[0].isdecimal()]
+
+
+def links(text: str) -> dict[str, int]:
+    """`nvidia-smi topo -m`: kind of link (NV18, PIX, SYS, …) → number of GPU pairs; may be empty."""
+    rows = [line.replace("\x1b[4m", "").replace("\x1b[0m", "").split() for line in text.splitlines()]
+    gpus = [row for row in rows if row and row[0].startswith("GPU") and row[0][3:].isdecimal() and "X" in row]
+    kinds = Counter(row[1 + column] for index, row in enumerate(gpus) for column in range(len(gpus)) if column > index)
+    return dict(kinds)
+
+
+def _gpu(row: list[str]) -> Gpu:
+    index, name, uuid, used, total, *readings = row
+    return Gpu(int(index), name, uuid, int(_number(used) or 0), int(_number(total) or 0), *map(_number, readings))
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None

@@ -1,23 +1,144 @@
-"""Huawei Ascend NPUs as a device."""
+"""Huawei Ascend NPUs as a device, and attention there.
+
+Attention is by `npu_fusion_attention` of Ascend NPUs: packed sequences (TND) and padded rows (BNSD).
+
+    flash-attention          npu_fusion_attention
+    softmax_scale            scale, which is 1 unless it is given
+    causal, last keys        sparse_mode 3 with the compressed mask; without a mask nothing is masked
+    window (w - 1, 0)        sparse_mode 4, pre_tockens w - 1, next_tockens 0, counted from the last key
+    cu_seqlens               actual_seq_qlen, actual_seq_kvlen: numbers of the host, without the leading 0
+    dropout_p                keep_prob = 1 - p
+    mask True = seen         atten_mask True = masked; sparse_mode 1 reads it as it is
+    a row that sees nothing  inner_precise 2, or the result is imprecise; in TND there may be none
+
+Source: the operator's own documentation in torch_npu 2.13.
+"""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from runner.core.device_kinds import VARIABLES
 from runner.core.errors import EnvironmentProblem
 from runner.device.base import TorchDevice, refuse_hidden, select_card
 from runner.device.config import NpuConfig
-from runner.device.device_kinds import VARIABLES
 from runner.device.device_stats import StatsReader, npu_stats_reader
-from runner.device.npu_attention import DenseFusionAttention, FusionAttention
 from runner.device.npu_fused import install_fused_ops
 from runner.interfaces import Decide, DenseAttention, VarlenAttention
+
+MOST_SEQUENCES = 1024  # of one call in this layout
+MASK_SIZE = 2048  # of the compressed mask, whatever the lengths
+WHOLE_MASK, RIGHT_DOWN_CAUSAL, BAND = 1, 3, 4
+ROWS_WITHOUT_KEYS = 2  # of inner_precise
+
+
+class FusionAttention:
+    """`VarlenAttention` by `operator`, which has the signature of `torch_npu.npu_fusion_attention`."""
+
+    def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
+        self._operator = operator
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        query_lengths: tuple[int, ...],
+        key_lengths: tuple[int, ...],
+        window: int | None,
+        dropout: float,
+        scale: float,
+    ) -> Tensor:
+        """See `VarlenAttention`. Raises ValueError for a sequence with more queries than keys."""
+        calls = _calls(query_lengths, key_lengths)
+        query_parts = query.split([queries[-1] for queries, _ in calls])
+        key_parts, value_parts = (tensor.split([keys[-1] for _, keys in calls]) for tensor in (key, value))
+        done = []
+        for (queries, keys), q, k, v in zip(calls, query_parts, key_parts, value_parts, strict=True):
+            out = self._operator(
+                q.contiguous(),
+                k.contiguous(),
+                v.contiguous(),
+                head_num=query.shape[1],
+                input_layout="TND",
+                atten_mask=_mask(query.device),
+                scale=scale,
+                keep_prob=1.0 - dropout,
+                actual_seq_qlen=list(queries),
+                actual_seq_kvlen=list(keys),
+                **_sparsity(window, max(key_lengths)),
+            )[0]
+            done.append(out)
+        return done[0] if len(done) == 1 else torch.cat(done)
+
+
+class DenseFusionAttention:
+    """`DenseAttention` by the same `operator`."""
+
+    def __init__(self, operator: Callable[..., Sequence[Any]]) -> None:
+        self._operator = operator
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Tensor | None,
+        causal: bool,
+        dropout: float,
+        scale: float,
+    ) -> Tensor:
+        """See `DenseAttention`."""
+        if 0 in query.shape or 0 in key.shape:  # which the operator does not take
+            return query[..., : value.shape[-1]] * 0
+        how: dict[str, Any] = {}
+        if mask is not None:
+            how = {"atten_mask": ~mask, "sparse_mode": WHOLE_MASK, "inner_precise": ROWS_WITHOUT_KEYS}
+        elif causal:
+            how = {"atten_mask": _mask(query.device), "sparse_mode": RIGHT_DOWN_CAUSAL}
+        out: Tensor = self._operator(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            head_num=query.shape[1],
+            input_layout="BNSD",
+            scale=scale,
+            keep_prob=1.0 - dropout,
+            **how,
+        )[0]
+        return out
+
+
+def _sparsity(window: int | None, longest: int) -> dict[str, int]:
+    if window is None or window >= longest:
+        return {"sparse_mode": RIGHT_DOWN_CAUSAL}
+    return {"sparse_mode": BAND, "pre_tockens": window - 1, "next_tockens": 0}
+
+
+@lru_cache(maxsize=8)  # every layer has the same
+def _calls(query_lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """The cumulative lengths of queries and keys for each call of the operator."""
+    if any(keys < queries for queries, keys in zip(query_lengths, key_lengths, strict=True)):
+        raise ValueError("a sequence has more queries than keys: its first queries would attend to nothing")
+    starts = range(0, len(query_lengths), MOST_SEQUENCES)
+    cut = [slice(start, start + MOST_SEQUENCES) for start in starts]
+    return [(list(accumulate(query_lengths[piece])), list(accumulate(key_lengths[piece]))) for piece in cut]
+
+
+@lru_cache(maxsize=8)
+def _mask(device: torch.device) -> Tensor:
+    """The compressed causal mask: True above the diagonal, where nothing may be seen."""
+    return torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool, device=device).triu(1)
 
 
 class Npu(TorchDevice[NpuConfig]):
@@ -36,7 +157,7 @@ class Npu(TorchDevice[NpuConfig]):
         current = torch.accelerator.current_accelerator(check_available=True)  # else it is one without a card, too
         if current is None or current.type != "npu":
             refuse_hidden(config.kind, 0)
-            raise EnvironmentProblem("device=npu: torch_npu is installed and finds no card; npu-smi info must list one")
+            raise EnvironmentProblem("device=npu: torch_npu is installed but finds no card; npu-smi info must list one")
         super().__init__(config, select_card(config.kind, torch.accelerator.device_count()), decide)
         self._operators: Any = torch_npu
 
@@ -60,7 +181,7 @@ class Npu(TorchDevice[NpuConfig]):
         """npu_fusion_attention, which computes in float16, bfloat16 and float32."""
         if self.config.attention == "sdpa":
             return None
-        self._decide.record_fact("attention", "fused", "npu_fusion_attention over rows end to end")
+        self._decide.record_fact("attention", "fused", "npu_fusion_attention over packed batches")
         return FusionAttention(self._operators.npu_fusion_attention)
 
     def dense_attention(self) -> DenseAttention | None:

@@ -7,6 +7,13 @@
 
 Families: Qwen2 and Qwen2.5, Qwen3, Qwen3-MoE, Llama. The forward of single modules is exchanged, never that of a class,
 and only if on a handful of numbers, on the device, the operator gives what the module gave, and the same gradient.
+
+Experts of an MoE layer by the grouped matrix product, `npu_grouped_matmul`:
+
+    [S, H] by expert ──grouped──▶ gate, up [S, 2·I] ──swiglu──▶ [S, I] ──grouped──▶ [S, H] ──weighted, summed──▶ [T, H]
+
+Legend: T tokens, k experts of each, S = T·k, E experts, H hidden size, I size inside an expert. The operator has no
+gradient of its own: both gradients are grouped products again, one grouped along the rows and one along the sum.
 """
 
 from __future__ import annotations
@@ -20,8 +27,72 @@ import torch
 from torch import Tensor, nn
 
 from runner.core.tolerance import tolerance_of
-from runner.device.npu_experts import grouped_experts_forward
 from runner.interfaces import Decide
+
+GroupedMatmul = Callable[..., Sequence[Tensor]]  # as torch_npu.npu_grouped_matmul
+ROWS, SUM = 0, 2  # the axis that is grouped: m, or k of [m, k] x [k, n]
+
+
+class _GroupedMatmulFunction(torch.autograd.Function):
+    """x [S, K] times weight [E, K, N] of each row's group → [S, N]; `ends` int64 [E] ends the groups."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, operator: GroupedMatmul) -> Tensor:
+        ctx.save_for_backward(x, weight, ends)
+        ctx.operator = operator
+        return _grouped_product(operator, x, weight, ends, ROWS)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        return (
+            _grouped_product(ctx.operator, grad, weight.transpose(1, 2), ends, ROWS) if of_x else None,
+            _grouped_product(ctx.operator, x.t(), grad, ends, SUM) if of_weight else None,
+            None,
+            None,
+        )
+
+
+def _grouped_product(operator: GroupedMatmul, x: Tensor, weight: Tensor, ends: Tensor, axis: int) -> Tensor:
+    # split_item 3: one tensor comes back; group_list_type 0: the list is cumulative
+    return operator([x], [weight], group_list=ends, split_item=3, group_type=axis, group_list_type=0)[0]
+
+
+def grouped_experts_forward(
+    experts: nn.Module,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    *,
+    grouped_matmul: GroupedMatmul,
+    swiglu: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Σ over the chosen experts of weight · expert(hidden), [T, H].
+
+    hidden [T, H]; chosen int64 [T, k]; weights [T, k]. `experts` holds gate_up_proj [E, 2·I, H], the gates first, and
+    down_proj [E, H, I]. Nothing waits for the device.
+    """
+    tokens, choices = chosen.shape
+    gate_up: Any = experts.gate_up_proj
+    down: Any = experts.down_proj
+    dtype: torch.dtype = down.dtype
+    of_expert, order = torch.sort(chosen.flatten(), stable=True)
+    every = torch.arange(experts.num_experts, device=hidden.device)  # type: ignore[call-overload]
+    ends = torch.searchsorted(of_expert, every, right=True)
+    # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
+    rows = hidden.to(dtype)[:, None].expand(-1, choices, -1).flatten(0, 1).index_select(0, order)
+    inner = swiglu(_grouped_linear(rows, gate_up, ends, dtype, grouped_matmul))
+    out = _grouped_linear(inner, down, ends, dtype, grouped_matmul)
+    out = out * weights.flatten().index_select(0, order)[:, None]
+    return out.index_select(0, torch.argsort(order)).unflatten(0, (tokens, choices)).sum(1).to(hidden.dtype)
+
+
+def _grouped_linear(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: GroupedMatmul) -> Tensor:
+    out: Tensor = _GroupedMatmulFunction.apply(x, weight.to(dtype).transpose(1, 2), ends, operator)
+    return out
+
 
 FAMILIES = ("qwen2", "qwen3", "qwen3_moe", "llama")
 ROTARY = "apply_rotary_pos_emb"  # what the attention of every family calls
@@ -92,7 +163,7 @@ def _replace_forwards(module: nn.Module, wanted: Sequence[str], operators: Opera
         for part in parts:
             part.forward = MethodType(forward, part)
         decide.record_fact(
-            f"device.fused_ops.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and its like"
+            f"device.fused_ops.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and similar modules"
         )
 
 
@@ -106,15 +177,15 @@ def _objection(kind: FusedModule, part: Any, operators: Operators) -> str | None
     try:
         own, fused, given = kind.trial(part, kind.forward(part, operators), operators)
         if not _is_close(own.detach(), fused.detach()):
-            return "the operator does not give what the module gives"
+            return "the operator's output differs from the module's"
         trainable = [tensor for tensor in given if tensor.requires_grad]
         ramp = torch.linspace(-1, 1, own.numel(), device=own.device, dtype=own.dtype).view_as(own)
         gradients = [torch.autograd.grad(out, trainable, ramp) for out in (own, fused)]
     except (AttributeError, RuntimeError, TypeError) as error:
-        return f"the operator says {str(error).strip().splitlines()[0]}"
+        return f"the operator fails: {str(error).strip().splitlines()[0]}"
     if all(_is_close(mine, theirs) for mine, theirs in zip(*gradients, strict=True)):
         return None
-    return "the operator's gradient is not that of the module"
+    return "the operator's gradient differs from the module's"
 
 
 def _is_close(own: Tensor, fused: Tensor) -> bool:
@@ -130,14 +201,14 @@ def _random_tensor(like: Tensor, *shape: int) -> Tensor:
 def _norm_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
-        wide = torch.promote_types(hidden_states.dtype, weight.dtype)  # the operator wants one type
+        wide = torch.promote_types(hidden_states.dtype, weight.dtype)  # the operator needs one type
         return operators.npu_rms_norm(hidden_states.to(wide), weight.to(wide), self.variance_epsilon)[0]
 
     return forward
 
 
 def _norm_objection(part: Any) -> str | None:
-    return None if hasattr(part, "variance_epsilon") else "it does not show its epsilon"
+    return None if hasattr(part, "variance_epsilon") else "it does not expose its epsilon"
 
 
 def _norm_trial(part: Any, forward: Callable[..., Any], _: Operators) -> FusedTrial:
@@ -216,7 +287,7 @@ def _experts_forward(part: Any, operators: Operators) -> Callable[..., Any]:
 def _experts_objection(part: Any) -> str | None:
     usual = (part.num_experts, 2 * part.intermediate_dim, part.hidden_dim)
     if tuple(part.gate_up_proj.shape) != usual or getattr(part, "has_bias", False):
-        return "its experts' weights are laid out in another way"
+        return "its experts' weights have another layout"
     return _silu_objection(part)
 
 

@@ -82,7 +82,7 @@ def start_all_to_all(
 ) -> AsyncAllToAll:
     """Start an all-to-all.
 
-    16-bit and 64-bit numbers travel as 32-bit: HCCL documents all-to-all for float32 alone.
+    16-bit and 64-bit numbers are sent as 32-bit: HCCL documents all-to-all for float32 alone.
     """
     tensor = tensor.contiguous()
     moved = tensor.view(torch.float32) if tensor.shape[-1] * tensor.itemsize % 4 == 0 else tensor

@@ -1,6 +1,6 @@
 """Tensors of which each rank may hold a piece (torch's DTensor): made whole, taken apart, measured.
 
-A plain tensor is whole, so that nobody has to ask which of the two he has. What makes a sharded tensor whole, or
+A plain tensor is returned unchanged, so callers need not distinguish the two. What makes a sharded tensor whole, or
 measures it, is collective: all ranks call it in the same order.
 """
 

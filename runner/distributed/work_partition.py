@@ -7,15 +7,6 @@
 Every rank has the whole batch and deals in the same way. All have as many micro-batches: a rank that has fewer runs
 fillers, which teach nothing, because models that gather their weights for a pass need all ranks to make as many passes.
 
-Pipeline stages make the passes of their micro-batches, forward F and backward B, in one of these orders:
-
-    one stage                F0 B0 F1 B1 F2 B2 …
-    1F1B, stage 0 of 2       F0 F1 B0 F2 B1 …            (Narayanan et al., 2104.04473, section 2.2.1)
-    interleaved, 2 chunks    F0 F1 F0' F1' F2 B0' …      (section 2.2.2)
-
-A rank waits for what another one has to send, and for nothing else: the order alone makes the schedule. Micro-batches
-take turns in groups of as many as there are stages; the last group may be smaller.
-
 Legend: N rows, T tokens.
 """
 
@@ -29,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, Footprint, concat_batches, footprints, micro_batch_ranges, unit_spans
+from runner.core.batch import Batch, concat_batches, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
+from runner.core.micro_batches import Footprint, footprints, micro_batch_ranges
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
 from runner.interfaces.learning import PipelineOp
@@ -87,7 +79,7 @@ def group_by_prompt(requests: Sequence[Request]) -> tuple[list[list[int]], list[
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """What a rank hands over in place of its results: what it raised, in words, and the exit code of that."""
+    """What a rank sends instead of its results: the text of its exception, and its exit code."""
 
     message: str
     exit_code: int
@@ -182,42 +174,6 @@ class AllReduceGradients:
         return total_norm([p.grad for p in parameters if p.grad is not None])
 
 
-def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    """The passes of stage `rank` for `count` micro-batches: 1F1B, interleaved with several chunks.
-
-    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. The paper wants a count that
-    the stages divide where there are chunks: here the order is that of the next such count, with the passes left out
-    that are not.
-    """
-    filled = count if chunks == 1 else -(-count // stages) * stages
-    forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
-    ahead = min(num_warmup_forwards(rank, stages, chunks), len(forward))
-    turns = forward[:ahead]
-    for at, one in enumerate(backward):
-        turns += [one, *forward[ahead + at : ahead + at + 1]]
-    return [turn for turn in turns if turn.micro < count]
-
-
-def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
-    """How many forward passes stage `rank` makes before its first backward pass, if there are so many."""
-    if chunks == 1:
-        return stages - rank
-    return 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
-
-
-def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    """The forward passes alone, in the order of `one_f_one_b`, and the same on each stage."""
-    groups = [range(first, min(first + stages, count)) for first in range(0, count, stages)]
-    return [PipelineOp(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
-
-
-def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
-    return [
-        PipelineOp(micro, chunks - 1 - chunk, backward=True)
-        for micro, chunk, _ in forward_schedule(stages, chunks, count)
-    ]
-
-
 class SingleStage:
     """The stage of a model whose layers are all on this rank: see `runner.interfaces.PipelineStage`."""
 
@@ -278,7 +234,7 @@ class BatchShard:
 
     def _output_positions(self, size: int) -> Tensor:
         """Where in the ranks' outputs, laid end to end, each token's or row's value stands."""
-        if not size:  # of a stage that hands all on to another
+        if not size:  # of a stage that sends everything to another
             return torch.arange(0)
         per_token = size == sum(last - first for *_, first, last in self.order)
         spans = [span[2:] if per_token else span[:2] for span in self.order]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluate
+from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.environment.config import CalculatorConfig
 from runner.interfaces import Environment, EnvironmentFactory, Observation, Prompt
 
@@ -24,7 +24,7 @@ class Calculator:
         """Nothing to prepare: every call stands by itself."""
 
     def step(self, answer: str) -> Observation | None:
-        """The value of what was asked for, or what was wrong with it; None after the final answer."""
+        """The value of the expression, or its error; None after the final answer."""
         if not answer.startswith(CALL):
             return None
         try:

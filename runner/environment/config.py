@@ -32,11 +32,11 @@ class CalculatorConfig(EnvironmentConfig):
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"
     max_turns: int = Field(
-        default=4, ge=2, description="Turns of the policy, the final answer included; one turn is environment=none."
+        default=4, ge=2, description="Maximum turns of the policy; for one turn use environment=none."
     )
 
     role: Literal["tool", "user"] = Field(
-        default="tool", description="Role of its answers; user where the chat template does not write role tool."
+        default="tool", description="Role of its messages; user if the chat template has no role tool."
     )
 
     def most_turns(self) -> int:

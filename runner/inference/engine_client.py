@@ -11,14 +11,14 @@ import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError, DeadlineExceeded, RunnerError
 from runner.core.subprocess import READ_BYTES, JsonLines
 from runner.inference.engine import GenerationRequest, TokenEvent, TokenScore
-from runner.inference.engine_process import EngineInfo, decode_event, encode_request
+from runner.inference.engine_process import EngineInfo, decode_event
 
 HANG_TIMEOUT_S = 600.0  # an engine with requests that sends nothing for so long is taken to hang
 WATCH_INTERVAL_S = 1.0
@@ -39,7 +39,7 @@ class EngineClient:
         self._reading, self._writing, self._hang_timeout_s = reading, writing, hang_timeout_s
         self._lines = JsonLines()
         self._queues: dict[str, asyncio.Queue[TokenEvent | RunnerError]] = {}
-        self._scores: dict[str, asyncio.Future[list[TokenScore]]] = {}
+        self._calls: dict[str, asyncio.Future[Any]] = {}
         self._ready: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         self._numbers = count()
         self._newest = time.monotonic()  # when the engine last sent something, or had nothing to do
@@ -85,8 +85,8 @@ class EngineClient:
         self._queues |= dict.fromkeys(own, queue)
         try:
             sent = [
-                encode_request(GenerationRequest(id, r.prompt_ids, r.params))
-                for id, r in zip(own, requests, strict=True)
+                {"id": id, "prompt_ids": request.prompt_ids, "params": asdict(request.params)}
+                for id, request in zip(own, requests, strict=True)
             ]
             await self._send({"submit": sent})
             yield self._events(queue, own)
@@ -104,37 +104,23 @@ class EngineClient:
             if isinstance(event, RunnerError):
                 raise event
             left -= event.finish_reason is not None
-            yield TokenEvent(
-                own[event.request_id],
-                event.token_id,
-                event.logprob,
-                event.raw_logprob,
-                event.top_logprobs,
-                event.weight_version,
-                event.finish_reason,
-            )
+            yield replace(event, request_id=own[event.request_id])
 
     async def score(self, ids: Sequence[int], logprobs: int, adapter: str | None) -> list[TokenScore]:
         """Log-probabilities of all tokens but the first; see `Engine`."""
-        self._raise_failure()
-        id = f"{next(self._numbers)}"
-        self._scores[id] = asyncio.get_running_loop().create_future()
-        try:
-            await self._send({"score": {"id": id, "ids": list(ids), "logprobs": logprobs, "adapter": adapter}})
-            return await self._scores[id]
-        finally:
-            self._scores.pop(id, None)
+        found = await self.call("score", list(ids), logprobs, adapter)
+        return [TokenScore(logprob, tuple((i, v) for i, v in top)) for logprob, top in found]
 
-    async def load(self, folder: Path) -> None:
-        """Load the weights of a folder. Raises DataError where the engine cannot."""
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        """What a verb of `EngineHost` returns. Raises DataError where the engine refuses it."""
         self._raise_failure()
         id = f"{next(self._numbers)}"
-        self._scores[id] = asyncio.get_running_loop().create_future()
+        self._calls[id] = asyncio.get_running_loop().create_future()
         try:
-            await self._send({"load": {"id": id, "folder": str(folder)}})
-            await self._scores[id]
+            await self._send({"call": {"id": id, "verb": verb, "arguments": arguments}})
+            return await self._calls[id]
         finally:
-            self._scores.pop(id, None)
+            self._calls.pop(id, None)
 
     async def close(self) -> None:
         """Close the connection, which ends the engine."""
@@ -160,7 +146,7 @@ class EngineClient:
         except BlockingIOError:
             return
         if not content:
-            self._fail(EngineLost("the engine has ended without a reason", 1))
+            self._fail(EngineLost("the engine exited without an error message", 1))
             asyncio.get_running_loop().remove_reader(self._reading)
             return
         self._newest = time.monotonic()
@@ -179,12 +165,10 @@ class EngineClient:
             refusal = DataError(message["message"])
             if (queue := self._queues.pop(id, None)) is not None:
                 queue.put_nowait(refusal)
-            if (future := self._scores.get(id)) is not None:
+            if (future := self._calls.get(id)) is not None:
                 future.set_exception(refusal)
-        if (future := self._scores.get(message.get("scored", ""))) is not None:
-            future.set_result(
-                [TokenScore(logprob, tuple((i, v) for i, v in top)) for logprob, top in message["scores"]]
-            )
+        if (future := self._calls.get(message.get("returned", ""))) is not None:
+            future.set_result(message["value"])
         if (ready := message.get("ready")) is not None:
             lists = {name: tuple(ready[name]) for name in ("adapters", "stop_token_ids")}
             self._ready.set_result(EngineInfo(**{**ready, **lists}))
@@ -199,7 +183,7 @@ class EngineClient:
         for queue in {id(queue): queue for queue in self._queues.values()}.values():
             queue.put_nowait(error)
         self._queues.clear()
-        for future in self._scores.values():
+        for future in self._calls.values():
             future.set_exception(error)
         if not self._ready.done():
             self._ready.set_exception(error)
@@ -209,8 +193,8 @@ class EngineClient:
         """Notice an engine that hangs."""
         while self.failure is None:
             await asyncio.sleep(WATCH_INTERVAL_S)
-            if not self._queues and not self._scores:
+            if not self._queues and not self._calls:
                 self._newest = time.monotonic()
             elif time.monotonic() - self._newest > self._hang_timeout_s:
-                text = f"the engine has sent nothing for {self._hang_timeout_s:g} s while {self.num_requests} run"
+                text = f"the engine sent no message for {self._hang_timeout_s:g} s while {self.num_requests} run"
                 self._fail(EngineLost(text, DeadlineExceeded.exit_code))

@@ -1,8 +1,10 @@
 """The engine's process: reads requests as JSON lines, steps the engine, and sends every new token.
 
-    {"submit": [request, …]} {"cancel": [id, …]} {"score": …} ─▶ engine ─▶ {"ready": …} {"events": […]} {"failed": …}
+    {"submit": [request, …]} {"cancel": [id, …]} {"call": …} ─▶ engine ─▶ {"ready": …} {"events": […]} {"returned": …}
 
-python -m runner.inference.engine_process SETTINGS        SETTINGS: JSON of `EngineSettings`
+python -m runner.inference.engine_process SETTINGS FOLDER
+
+SETTINGS: JSON of `EngineSettings`; FOLDER: where the tokenizer is written, for the front end to read and remove.
 
 The front end holds the other ends of stdin and stdout. This process ends when they are closed.
 """
@@ -12,24 +14,23 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
-from runner.inference.engine import Engine, GenerationRequest, SamplingParams, TokenEvent
+from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
 from runner.inference.model_source import ModelSource, load_source, parse_source
 
 if TYPE_CHECKING:
-    from runner.interfaces import TrainableModel
+    from runner.interfaces import GenerativeModel
 
 IDLE_WAIT_S = 3600.0
+Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,97 +57,152 @@ class EngineSettings:
 class EngineInfo:
     """What the front end has to know of a loaded model.
 
-    adapters: names that a request may choose; tokenizer: folder of the tokenizer and its chat template; length_limit:
-    most tokens of prompt and answer; step: of a run's checkpoint
+    adapters: names that a request may choose; length_limit: most tokens of prompt and answer; step: of a run's
+    checkpoint; chat_kwargs: variables of the chat template
     """
 
     name: str
     adapters: tuple[str, ...]
-    tokenizer: str
     stop_token_ids: tuple[int, ...]
     vocab_size: int
     length_limit: int | None
     step: int | None
+    chat_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
 
 
-def run_engine(engine: Engine, lines: JsonLines, load_folder: Callable[[Path], None]) -> None:
-    """Answer requests until the front end disconnects. load_folder: reads other weights into the model."""
-    while (messages := lines.receive(IDLE_WAIT_S if engine.is_idle else 0.0)) is not None:
-        for message in messages:
-            for reply in _handle_message(engine, message, load_folder):
-                lines.send(reply)
-        if events := engine.step():
-            lines.send({"events": [encode_event(event) for event in events]})
+class EngineHost:
+    """An engine in this process, and what replaces the weights and adapters of its model."""
 
+    def __init__(self, model: GenerativeModel, settings: EngineSettings, adapters: Mapping[str, str]) -> None:
+        """adapters: as `TorchEngine` takes them. Raises SpecError for a model that cannot generate."""
+        self._settings, self._num_loads = settings, 0
+        self._start(model, adapters)
 
-def _handle_message(
-    engine: Engine, message: dict[str, Any], load_folder: Callable[[Path], None]
-) -> list[dict[str, Any]]:
-    """The replies to a message; a request that cannot be answered fails alone."""
-    replies: list[dict[str, Any]] = []
-    for one in message.get("submit", ()):
+    def run(self, lines: JsonLines) -> None:
+        """Answer requests until the front end disconnects."""
+        while (messages := lines.receive(IDLE_WAIT_S if self.engine.is_idle else 0.0)) is not None:
+            for message in messages:
+                for reply in self._handle_message(message):
+                    lines.send(reply)
+            if events := self.engine.step():
+                lines.send({"events": [encode_event(event) for event in events]})
+        self.engine.close()
+
+    def _start(self, model: GenerativeModel, adapters: Mapping[str, str], version: int = 0) -> None:
+        from runner.inference.torch_engine import TorchEngine
+
+        self._model, self._adapters = model, dict(adapters)
+        self.engine = TorchEngine(
+            model, decide=Decisions(), max_num_seqs=self._settings.max_num_seqs, adapters=self._adapters
+        )
+        self.engine.weight_version = version
+
+    def _begin_load(self) -> int:
+        """Leave the model as it is between requests; returns the next version.
+
+        Raises DataError where requests run.
+        """
+        if not self.engine.is_idle:
+            raise DataError("requests are running; weights can be loaded only between requests")
+        self.engine.close()  # a merged adapter is taken out
+        return self.engine.weight_version + 1
+
+    def _handle_message(self, message: Json) -> Iterator[Json]:
+        """The replies to a message; what cannot be done fails alone."""
+        for one in message.get("submit", ()):
+            try:
+                self.engine.submit(decode_request(one))
+            except DataError as error:
+                yield {"failed": one["id"], "message": str(error)}
+        for id in message.get("cancel", ()):
+            self.engine.cancel(id)
+        if call := message.get("call"):
+            verbs: dict[str, Callable[..., Any]] = {
+                "score": self._score,
+                "load_weights": self._load_weights,
+                "load_adapter": self._load_adapter,
+                "unload_adapter": self._unload_adapter,
+            }
+            try:
+                yield {"returned": call["id"], "value": verbs[call["verb"]](*call["arguments"])}
+            except (RunnerError, ValueError) as error:
+                yield {"failed": call["id"], "message": str(error)}
+
+    def _score(self, ids: Sequence[int], logprobs: int, adapter: str | None) -> list[tuple[float, Any]]:
+        return [(score.logprob, score.top_logprobs) for score in self.engine.score(ids, logprobs, adapter)]
+
+    def _load_weights(self, folder: str) -> None:
+        """Copy the weights of a model's folder; they count as the next version.
+
+        Raises RunnerError, and ValueError where they are another model's.
+        """
+        import torch
+
+        found = load_source(parse_source(folder), device=self._settings.device).model.module.state_dict()
+        own = self._model.module.state_dict()
+        differing = sorted(own.keys() ^ found.keys()) or [n for n, t in own.items() if t.shape != found[n].shape]
+        if differing:
+            text = f"the weights in {folder} are not the served model's: {len(differing)} differ, such as"
+            raise ValueError(f"{text} {differing[0]}; to serve an adapter, merge it first (run export --merge)")
+        self.engine.load_weights(None, self._begin_load())
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(found[name])
+
+    def _load_adapter(self, name: str, folder: str) -> None:
+        """Read one more adapter, which requests may choose by its name. Raises RunnerError."""
+        from runner.model.peft_adapter import attach_adapter
+
+        if name in self._adapters:
+            raise DataError(f"an adapter is named '{name}' already")
+        if not self._adapters and hasattr(self._model.module, "get_base_model"):
+            raise DataError("the served model is an adapter itself; serve its base: run serve BASE")
+        version = self._begin_load()
+        self._num_loads += 1
+        peft_name = f"loaded{self._num_loads}"
         try:
-            engine.submit(decode_request(one))
-        except DataError as error:
-            replies.append({"failed": one["id"], "message": str(error)})
-    for id in message.get("cancel", ()):
-        engine.cancel(id)
-    if score := message.get("score"):
-        try:
-            scores = engine.score(score["ids"], score["logprobs"], score["adapter"])
-            replies.append({"scored": score["id"], "scores": [[s.logprob, s.top_logprobs] for s in scores]})
-        except DataError as error:
-            replies.append({"failed": score["id"], "message": str(error)})
-    if load := message.get("load"):
-        try:
-            load_folder(Path(load["folder"]))
-            replies.append({"scored": load["id"], "scores": []})
-        except (RunnerError, ValueError) as error:
-            replies.append({"failed": load["id"], "message": str(error)})
-    return replies
+            module = attach_adapter(self._model.module, Path(folder), name=peft_name)
+        except RunnerError:
+            self._remove_layers(peft_name)
+            raise
+        model = self._model if self._adapters else self._model.with_peft_module(module, decide=Decisions())
+        model.eval()
+        self._start(model, {**self._adapters, name: peft_name}, version)
+
+    def _unload_adapter(self, name: str) -> None:
+        """Remove an adapter. Raises DataError where there is none of this name."""
+        if name not in self._adapters:
+            raise DataError(f"no adapter is named '{name}'")
+        version = self._begin_load()
+        self._remove_layers(self._adapters.pop(name))
+        if not self._adapters:
+            inner = self._model.module.get_base_model()  # type: ignore[operator]
+            self._model = self._model.with_peft_module(inner, decide=Decisions())
+        self._start(self._model, self._adapters, version)
+
+    def _remove_layers(self, peft_name: str) -> None:
+        """Remove what an adapter has put into the model, also where it was not attached to its end."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        module: Any = self._model.module
+        if self._adapters:
+            module.delete_adapter(peft_name)
+            return
+        inner = module.get_base_model() if hasattr(module, "get_base_model") else module
+        for place, layer in list(inner.named_modules()):
+            if isinstance(layer, BaseTunerLayer):
+                inner.set_submodule(place, layer.get_base_layer())
+        inner.__dict__.pop("peft_config", None)
 
 
-def _load_folder(engine: Engine, model: TrainableModel, settings: EngineSettings, folder: Path) -> None:
-    """Copy the weights of a model's folder; they count as the next version.
-
-    Raises RunnerError, and ValueError where they are another model's, or requests run.
-    """
-    import torch
-
-    found = load_source(parse_source(str(folder)), device=settings.device).model.module.state_dict()
-    own = model.module.state_dict()
-    if differing := sorted(own.keys() ^ found.keys()) or [n for n, t in own.items() if t.shape != found[n].shape]:
-        text = f"the weights in {folder} are not the served model's: {len(differing)} differ, such as {differing[0]}"
-        raise ValueError(f"{text}; a model with adapters is served merged (run export --merge)")
-    engine.load_weights(None, engine.weight_version + 1)  # a merged adapter is taken out before
-    with torch.no_grad():
-        for name, tensor in own.items():
-            tensor.copy_(found[name])
-
-
-def encode_request(request: GenerationRequest) -> dict[str, Any]:
-    """A request as a JSON object."""
-    return {"id": request.id, "prompt_ids": request.prompt_ids, "params": asdict(request.params)}
-
-
-def decode_request(content: dict[str, Any]) -> GenerationRequest:
-    """The same request again."""
-    params = content["params"]
-    lists = {name: tuple(params[name]) for name in ("stop", "stop_token_ids")}
-    return GenerationRequest(content["id"], tuple(content["prompt_ids"]), SamplingParams(**{**params, **lists}))
+def decode_request(content: Json) -> GenerationRequest:
+    """The request that the client sent."""
+    return GenerationRequest(content["id"], tuple(content["prompt_ids"]), SamplingParams(**content["params"]))
 
 
 def encode_event(event: TokenEvent) -> list[Any]:
     """An event as a JSON array."""
-    return [
-        event.request_id,
-        event.token_id,
-        event.logprob,
-        event.raw_logprob,
-        event.top_logprobs,
-        event.weight_version,
-        event.finish_reason,
-    ]
+    return [getattr(event, name) for name in TokenEvent.__slots__]
 
 
 def decode_event(content: list[Any]) -> TokenEvent:
@@ -155,25 +211,24 @@ def decode_event(content: list[Any]) -> TokenEvent:
     return TokenEvent(id, token, logprob, raw, tuple((i, v) for i, v in tops), version, finish)
 
 
-def _load_engine(settings: EngineSettings, folder: Path) -> tuple[Engine, EngineInfo, TrainableModel]:
+def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, EngineInfo]:
+    """Load the model, and write its tokenizer into the folder. Raises what `load_source` raises."""
     loaded = load_source(settings.parse(), device=settings.device, trust_remote_code=settings.trust_remote_code)
-    from runner.inference.torch_engine import TorchEngine
-
     # a single adapter that the source itself is can be merged; of others each request chooses one
     adapters = {} if list(loaded.adapters) == [loaded.name] else dict(loaded.adapters)
-    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=settings.max_num_seqs, adapters=adapters)
+    host = EngineHost(loaded.model, settings, adapters)
     loaded.tokenizer.save_pretrained(folder)
-    limits = engine.limits
+    limits = host.engine.limits
     info = EngineInfo(
         name=loaded.name,
         adapters=tuple(adapters),
-        tokenizer=str(folder),
         stop_token_ids=tuple(sorted(limits.stop_token_ids)),
         vocab_size=limits.vocab_size,
         length_limit=None if limits.length_limit is None else limits.length_limit[0],
         step=loaded.step,
+        chat_kwargs=loaded.chat.kwargs or {},
     )
-    return engine, info, loaded.model
+    return host, info
 
 
 def _run_and_report(lines: JsonLines, work: Callable[[], None]) -> int:
@@ -191,7 +246,7 @@ def _run_and_report(lines: JsonLines, work: Callable[[], None]) -> int:
     return 0
 
 
-def main(settings: str) -> int:
+def main(settings: str, folder: str) -> int:
     """Load the model and answer requests until the front end goes. Returns the exit code."""
     lines = JsonLines.to_parent()
     log = logging.getLogger("runner")  # says what was decided, on the screen of the front end
@@ -199,12 +254,10 @@ def main(settings: str) -> int:
     log.setLevel(logging.INFO)
 
     def work() -> None:
-        with tempfile.TemporaryDirectory(prefix="run-serve-") as folder:
-            parsed = EngineSettings(**json.loads(settings))
-            engine, info, model = _load_engine(parsed, Path(folder))
-            lines.send({"ready": asdict(info)})
-            run_engine(engine, lines, partial(_load_folder, engine, model, parsed))
-            engine.close()
+        parsed = EngineSettings(**json.loads(settings))
+        host, info = load_engine(parsed, Path(folder))
+        lines.send({"ready": asdict(info)})
+        host.run(lines)
 
     return _run_and_report(lines, work)
 

@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 from runner.core.errors import DataError
+from runner.data.chat import Renderer
 from runner.inference.answer_text import ChatAnswer, Part, TextStream, hidden_token_ids
 from runner.inference.chat_prompt import render_chat
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams
@@ -45,7 +46,7 @@ def stream_answer(
 
 
 def never_stopped() -> bool:
-    """For answers that nobody interrupts."""
+    """For completions without interruption."""
     return False
 
 
@@ -57,7 +58,7 @@ class Conversation:
     """
 
     engine: Engine
-    tokenizer: Any
+    renderer: Renderer
     params: SamplingParams
     system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -76,12 +77,12 @@ class Conversation:
         Raises DataError, with the conversation as it was, for one that the template or the model's length refuses.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt = render_chat(self.tokenizer, asked)
+        prompt = render_chat(self.renderer, asked)
         turn = sum(message["role"] == "assistant" for message in asked)
         room = self._room(len(prompt.ids))
         params = replace(self.params, max_new_tokens=room, seed=self.params.seed + turn)
         parts, said = ChatAnswer(tools=False, is_thinking=prompt.is_thinking), list[str]()
-        pieces = stream_answer(self.engine, self.tokenizer, prompt.ids, params, is_stopped)
+        pieces = stream_answer(self.engine, self.renderer.tokenizer, prompt.ids, params, is_stopped)
         for piece in pieces:
             yield from self._collect(parts.push(piece), said)
         yield from self._collect(parts.close(), said)
@@ -98,5 +99,5 @@ class Conversation:
         )
         if room < 1:
             assert limit is not None
-            raise DataError(f"the conversation has {prompt_tokens} tokens, and {limit[1]}; /reset begins a new one")
+            raise DataError(f"the conversation has {prompt_tokens} tokens, and {limit[1]}; /reset starts a new one")
         return room

@@ -10,6 +10,7 @@ import asyncio
 import hmac
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,7 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         text = f"cannot listen at {http_url(host, port)}: {error.strerror or error}"
-        raise EnvironmentProblem(f"{text}; an address of this machine and a free port are needed") from error
+        raise EnvironmentProblem(f"{text}; set an address of this machine and a free port") from error
 
 
 def http_url(host: str, port: int) -> str:
@@ -64,7 +65,7 @@ def make_server(
     grace_s: seconds that requests in flight have once it is to end; None = no bound; handles_signals: whether SIGINT
     and SIGTERM end it, or only `should_exit`
     """
-    protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits})
+    protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits, "clients": Counter[str]()})
     config = uvicorn.Config(
         _LimitBodies(app, limits),
         http=protocol,
@@ -179,13 +180,14 @@ class _LimitedProtocol(H11Protocol):
     """uvicorn's connection, closed where headers take too long or one client has too many connections."""
 
     limits: ClassVar[HttpLimits]
+    clients: ClassVar[Counter[str]]  # connections by address
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        host = self.client[0] if self.client else ""
-        same = sum(isinstance(one, H11Protocol) and (one.client or ("",))[0] == host for one in self.connections)
-        if same > self.limits.connections_per_client:
+        self._host = self.client[0] if self.client else ""
+        self.clients[self._host] += 1
+        if self.clients[self._host] > self.limits.connections_per_client:
             transport.abort()
         else:
             self._start_header_timer()
@@ -199,6 +201,9 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_header_timer()
+        self.clients[self._host] -= 1
+        if not self.clients[self._host]:
+            del self.clients[self._host]
         super().connection_lost(exc)
 
     def _start_header_timer(self) -> None:

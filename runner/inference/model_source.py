@@ -22,16 +22,23 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, EnvironmentProblem, Problem, SpecError
 from runner.data.config import ChatConfig
 from runner.device.process_setup import load_torch, set_environment
-from runner.model.hub_access import check, is_cached, is_hub_id
-from runner.model.model_folder import adapter_base, check_model_folder, is_adapter, says_plain_text
+from runner.model.model_folder import (
+    adapter_base,
+    check,
+    check_model_folder,
+    is_adapter,
+    is_cached,
+    is_hub_id,
+    says_plain_text,
+)
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
-from runner.run_dir.resume_compatibility import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.run_dir.manifest import PromptStyle, check_model_unchanged, check_spec_unchanged
 from runner.spec.base import COMMAND_LINE, iter_leaves
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
-    from runner.checkpoint.reader import LoadedCheckpoint
+    from runner.checkpoint.step_folders import LoadedCheckpoint
     from runner.interfaces import GenerativeModel, TrainableModel
 
 MODELSCOPE = "modelscope:"
@@ -93,15 +100,15 @@ def parse_source(
     """
     source = _parse_model(text, checkpoint, base)
     if checkpoint != "last" and source.kind != "run":
-        raise EnvironmentProblem(f"--checkpoint {checkpoint} is for a run, and {text} is none; leave it out")
+        raise EnvironmentProblem(f"--checkpoint {checkpoint} is for a run, but {text} is not a run; leave it out")
     if base is not None and source.kind == "run":
         source = replace(source, base=base)
     elif base is not None and not source.adapters:
-        raise EnvironmentProblem(f"--base {base} is for an adapter, and {text} is none; leave it out")
+        raise EnvironmentProblem(f"--base {base} is for an adapter, but {text} is not an adapter; leave it out")
     named = (*source.adapters, *map(_parse_adapter, adapters))
     if len({adapter.name for adapter in named}) < len(named):
         names = ", ".join(adapter.name for adapter in named)
-        raise EnvironmentProblem(f"two adapters have one name ({names}); give them names: --adapter NAME=FOLDER")
+        raise EnvironmentProblem(f"two adapters have the same name ({names}); type names: --adapter NAME=FOLDER")
     return replace(source, adapters=named)
 
 
@@ -118,18 +125,18 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
         below = _parse_model(base or adapter_base(where), "last", None)
         if below.adapters or below.kind == "run":
             raise EnvironmentProblem(
-                f"{text}: its base, {below.text}, is no whole model; give its folder: --base FOLDER"
+                f"{text}: its base, {below.text}, is not a full model; type its folder: --base FOLDER"
             )
         return replace(below, text=text, name=adapter.name, adapters=(adapter,))
     if (folder / "config.json").is_file():
         return ModelSource(text, "folder", _folder_name(folder.resolve()), str(folder.resolve()))
     if folder.exists():
         hint = _folder_inside(folder)
-        raise EnvironmentProblem(f"{text}: no model there (no spec.yaml, config.json or adapter_config.json){hint}")
+        raise EnvironmentProblem(f"{text} is no model: no spec.yaml, config.json or adapter_config.json{hint}")
     if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
         return ModelSource(text, "hub", text, text)
     given = "latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
-    raise EnvironmentProblem(f"{text}: no such folder; {given} is expected")
+    raise EnvironmentProblem(f"{text}: no such folder; expected {given}")
 
 
 def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
@@ -138,7 +145,7 @@ def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
     if passed_over is not None:
         failed = read_mapping(passed_over.status).get("state") == "failed"
         why = "failed before its first checkpoint" if failed else "has no checkpoint yet"
-        print(f"latest: {display_path(passed_over.root)} {why}; taking the newest run that has one", file=sys.stderr)
+        print(f"latest: {display_path(passed_over.root)} {why}; using the newest run that has one", file=sys.stderr)
     return ModelSource(text, "run", run.root.name, str(run.root), checkpoint)
 
 
@@ -146,7 +153,7 @@ def _parse_adapter(text: str) -> AdapterSource:
     name, equals, path = text.partition("=")
     folder = Path(path if equals else text).expanduser().resolve()
     if not is_adapter(folder):
-        raise EnvironmentProblem(f"--adapter {text}: no adapter there (no adapter_config.json in {folder})")
+        raise EnvironmentProblem(f"--adapter {text} is not an adapter: no adapter_config.json in {folder}")
     return AdapterSource(name if equals else _folder_name(folder), str(folder))
 
 
@@ -215,7 +222,8 @@ def load_source(
     model.eval()
     if (generative := as_generative(model)) is None:
         raise EnvironmentProblem(
-            f"{source.text}: this model scores answers; it writes none; to use it: reward=model reward.path=EXPORT"
+            f"{source.text}: this model scores completions, it cannot write text; use it as reward=model "
+            "reward.path=EXPORT"
         )
     return LoadedModel(
         source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step, spec.chat
@@ -223,7 +231,7 @@ def load_source(
 
 
 def prepare_process(spec: JobSpec) -> None:
-    """Set the environment that the spec's device asks for, and import torch. Raises EnvironmentProblem."""
+    """Set the environment that the spec's device needs, and import torch. Raises EnvironmentProblem."""
     set_environment(spec, Decisions(spec.strict))
     load_torch(spec.device.name)
 
@@ -246,6 +254,7 @@ def source_spec(
         model = {**data["model"], **model, **({"path": source.base} if source.base else {})}
     else:
         data = {**_EMPTY_JOB, "device": {"name": "auto"}, "adapter": {"name": "none"}}
+        data["data"] = {"name": "demo", "max_length": 2}  # no row is read, so that no model is too short
         model |= {"name": "hf", "path": source.path}
         if source.adapters:
             model |= {"path": source.adapters[0].path, "base": source.path}
@@ -259,7 +268,6 @@ _EMPTY_JOB: dict[str, Any] = {
     for group, name in {
         "parallelism": "single",
         "launch": "local",
-        "data": "demo",
         "algorithm": "sft",
         "sampler": "none",
         "reward": "none",
@@ -297,7 +305,7 @@ def load_run(
     step = checkpoint if isinstance(checkpoint, int) else None
     if checkpoint == "best" and (step := store.best()) is None:
         raise CheckpointError(
-            f"{display_path(folder.root)}: no best checkpoint; checkpoint.best names no metric that was seen"
+            f"{display_path(folder.root)}: no best checkpoint; the run did not measure checkpoint.best"
         )
     loaded = store.load(step)
     if loaded is None:
@@ -331,7 +339,7 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     if not source.adapters:
         return model, {}
     if source.kind == "run":
-        text = f"{source.text}: adapters go onto a model's folder or a hub id, and this is a run; export it first"
+        text = f"{source.text}: adapters need a model's folder or a hub id, but this is a run; export it first"
         raise EnvironmentProblem(f"{text}: run export {source.text} --merge")
     from runner.model.peft_adapter import attach_adapter
 
@@ -355,12 +363,12 @@ def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
     except EnvironmentProblem as error:
         raise SpecError([Problem(key, str(error))]) from error
     if source.kind == "hub" and not source.adapters:
-        print(f"{key}: no folder {path} here, so taken as a hub id", file=sys.stderr)
+        print(f"{key}: no folder {path} here, so it is read as a hub id", file=sys.stderr)
         return source.path
     folder = Path(source.adapters[0].path if source.adapters else source.path)
     if source.kind == "run":
         folder = RunFolder(folder).export
         if not folder.is_dir():
-            raise SpecError([Problem(key, f"{path} is a run without an export; write one: run export {path}")])
+            raise SpecError([Problem(key, f"{path} is a run without an export; to write one, type: run export {path}")])
     check_model_folder(folder, key)
     return str(folder)

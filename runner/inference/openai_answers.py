@@ -13,14 +13,12 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from runner.inference.answer_text import ChatAnswer, TextStream, ToolCall
-from runner.inference.engine import GenerationRequest, TokenEvent, TokenScore
-from runner.inference.openai_requests import ChatBody, CompletionBody, GenerationBody
+from runner.inference.answer_text import ChatAnswer, Part, TextStream, ToolCall
+from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent, TokenScore
+from runner.inference.openai_requests import ChatBody, CompletionBody, GenerationBody, Json
 from runner.inference.served_model import ServedModel, unix_seconds
 
-Json = dict[str, Any]
 LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have, as in vLLM
 
 
@@ -57,66 +55,68 @@ class Choice:
         return last if self.finish == "stop" and last in body.stop_token_ids else None
 
 
-def token_usage(choices: Sequence[Choice], prompts: Sequence[Sequence[int]]) -> Json:
-    """The token counts of an answer."""
-    prompt, completion = sum(map(len, prompts)), sum(len(choice.events) for choice in choices)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+class _Answer:
+    """What both kinds of answers have in common: their choices, and the events that fill these."""
 
+    def __init__(self, served: ServedModel, body: GenerationBody, prompts: Sequence[tuple[int, ...]], id: str) -> None:
+        self.served, self.prompts = served, prompts
+        self.requests: list[GenerationRequest] = []
+        self.choices: list[Choice] = []
+        self.head: Json = {"id": f"{id}-{secrets.token_hex(12)}", "created": unix_seconds(), "model": body.model}
 
-async def generate(
-    served: ServedModel, requests: Sequence[GenerationRequest], choices: Sequence[Choice]
-) -> AsyncGenerator[tuple[Choice, str, TokenEvent], None]:
-    """Every new token of several requests, with the text that it adds to its choice."""
-    served.count_prompts(requests)
-    start, is_first = time.monotonic(), True
-    if not requests:
-        return
-    async with served.client.open(requests) as events:
-        async for event in events:
-            if is_first:
-                served.first_token_s.observe(time.monotonic() - start)
-                is_first = False
-            choice = choices[int(event.request_id)]
-            yield choice, choice.take(event), event
-    served.duration_s.observe(time.monotonic() - start)
+    def add_choices(self, body: GenerationBody, prompt: tuple[int, ...], params: Sequence[SamplingParams]) -> None:
+        """Add the n choices of a prompt."""
+        for one in params:
+            self.requests.append(GenerationRequest("", prompt, one))
+            self.choices.append(Choice(len(self.choices), prompt, self.served.text_stream(body)))
+
+    async def generate(self) -> AsyncGenerator[tuple[Choice, str, TokenEvent], None]:
+        """Every new token, with the text that it adds to its choice."""
+        served, start, is_first = self.served, time.monotonic(), True
+        served.count_prompts(self.requests)
+        if not self.requests:
+            return
+        async with served.client.open(self.requests) as events:
+            async for event in events:
+                if is_first:
+                    served.first_token_s.observe(time.monotonic() - start)
+                    is_first = False
+                choice = self.choices[int(event.request_id)]
+                yield choice, choice.take(event), event
+        served.duration_s.observe(time.monotonic() - start)
+
+    def usage(self) -> Json:
+        """The token counts."""
+        prompt, completion = sum(map(len, self.prompts)), sum(len(choice.events) for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
 
 # --- completions ---
 
 
-@dataclass
-class Completions:
+class Completions(_Answer):
     """A request to /v1/completions: its prompts, and n choices for each."""
 
-    served: ServedModel
-    body: CompletionBody
-    prompts: list[tuple[int, ...]]
-    adapter: str | None
-
-    def __post_init__(self) -> None:
-        body, served = self.body, self.served
-        self.requests: list[GenerationRequest] = []
-        self.choices: list[Choice] = []
-        self.head: Json = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": unix_seconds(),
-            "model": body.model,
-        }
-        for prompt in self.prompts:
+    def __init__(
+        self, served: ServedModel, body: CompletionBody, prompts: Sequence[tuple[int, ...]], adapter: str | None
+    ) -> None:
+        """Raises BadRequest for what does not fit."""
+        super().__init__(served, body, prompts, "cmpl")
+        self.body, self.adapter = body, adapter
+        self.head["object"] = "text_completion"
+        for prompt in prompts:
             served.new_tokens(prompt, body.max_tokens)
-            for params in body.sampling_params(max(body.max_tokens, 1), body.logprobs or 0, self.adapter):
-                self.requests.append(GenerationRequest("", prompt, params))
-                self.choices.append(Choice(len(self.choices), prompt, served.text_stream(body)))
-                if body.max_tokens == 0:
-                    self.choices[-1].finish = "length"
+            params = body.sampling_params(max(body.max_tokens, 1), body.logprobs or 0, adapter)
+            self.add_choices(body, prompt, params)
         if body.max_tokens == 0:
             self.requests = []
+            for choice in self.choices:
+                choice.finish = "length"
 
     async def whole(self) -> Json:
         """The answer as one object."""
         texts = [""] * len(self.choices)
-        async for choice, piece, _ in generate(self.served, self.requests, self.choices):
+        async for choice, piece, _ in self.generate():
             texts[choice.index] += piece
         scores: dict[tuple[int, ...], list[TokenScore]] = {}
         body = self.body
@@ -124,19 +124,21 @@ class Completions:
             most = max(body.prompt_logprobs or 0, body.logprobs or 0)
             for prompt in self.prompts:
                 scores[prompt] = await self.served.client.score(prompt, most, self.adapter)
-        choices = [
-            self._choice_json(choice, text, scores.get(choice.prompt, []))
-            for choice, text in zip(self.choices, texts, strict=True)
-        ]
-        return {**self.head, "choices": choices, "usage": token_usage(self.choices, self.prompts)}
+        choices = await self.served.in_thread(
+            lambda: [
+                self._choice_json(choice, text, scores.get(choice.prompt, []))
+                for choice, text in zip(self.choices, texts, strict=True)
+            ]
+        )
+        return {**self.head, "choices": choices, "usage": self.usage()}
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
         """The answer piece by piece."""
         body = self.body
-        async for choice, piece, event in generate(self.served, self.requests, self.choices):
+        async for choice, piece, event in self.generate():
             one: Json = {"index": choice.index, "text": piece, "finish_reason": choice.finish, "logprobs": None}
             if body.logprobs is not None:
-                one["logprobs"] = self._logprobs([event], [], 0)
+                one["logprobs"] = self._logprobs([event], [], [])
             if body.return_token_ids:
                 one["token_ids"] = [event.token_id]
                 if len(choice.events) == 1:
@@ -146,7 +148,7 @@ class Completions:
             if piece or choice.finish is not None or body.return_token_ids or body.logprobs is not None:
                 yield {**self.head, "choices": [one]}
         if body.stream_options.include_usage:
-            yield {**self.head, "choices": [], "usage": token_usage(self.choices, self.prompts)}
+            yield {**self.head, "choices": [], "usage": self.usage()}
 
     def _choice_json(self, choice: Choice, text: str, scores: list[TokenScore]) -> Json:
         body, served = self.body, self.served
@@ -157,7 +159,7 @@ class Completions:
         one: Json = {"index": choice.index, "text": prefix + text, "finish_reason": choice.finish, "logprobs": None}
         one["stop_reason"] = choice.stop_reason(body)
         if body.logprobs is not None:
-            one["logprobs"] = self._logprobs(choice.events, shown, body.logprobs, scores)
+            one["logprobs"] = self._logprobs(choice.events, shown, scores)
         if body.return_token_ids:
             one |= {"token_ids": choice.ids, "prompt_token_ids": list(choice.prompt)}
         if body.prompt_logprobs is not None:
@@ -173,18 +175,13 @@ class Completions:
         found = {**dict(top), prompt[at + 1]: scores[at].logprob}
         return {str(i): {"logprob": finite(v), "decoded_token": self.served.decode([i])} for i, v in found.items()}
 
-    def _logprobs(
-        self, events: Sequence[TokenEvent], prompt: list[int], top: int, scores: Sequence[TokenScore] = ()
-    ) -> Json:
+    def _logprobs(self, events: Sequence[TokenEvent], prompt: list[int], scores: Sequence[TokenScore]) -> Json:
         """The lists of tokens and log-probabilities; the first token of an echoed prompt has none."""
         served, body = self.served, self.body
+        scores = scores if prompt else []
         ids = [*prompt, *(event.token_id for event in events)]
-        values = (
-            [*(score.logprob for score in scores), *(served.logprob(event) for event in events)]
-            if prompt
-            else [served.logprob(event) for event in events]
-        )
-        tops = [*(score.top_logprobs for score in scores if prompt), *(event.top_logprobs for event in events)]
+        values = [*(score.logprob for score in scores), *(served.logprob(event) for event in events)]
+        tops = [*(score.top_logprobs for score in scores), *(event.top_logprobs for event in events)]
         tokens = [served.token_text(i, body) for i in ids]
         offsets, offset = [], 0
         for token in tokens:
@@ -211,100 +208,90 @@ def finite(value: float) -> float:
 # --- chat ---
 
 
-@dataclass
-class ChatCompletions:
-    """A request to /v1/chat/completions with n choices."""
+class ChatCompletions(_Answer):
+    """A request to /v1/chat/completions with n choices.
 
-    served: ServedModel
-    body: ChatBody
-    prompt: tuple[int, ...]
-    is_thinking: bool
-    adapter: str | None
+    is_thinking: the prompt has opened a block of reasoning.
+    """
 
-    def __post_init__(self) -> None:
-        body, served = self.body, self.served
-        most = served.new_tokens(self.prompt, body.new_tokens)
-        params = body.sampling_params(most, body.top_logprobs, self.adapter)
-        self.requests = [GenerationRequest("", self.prompt, one) for one in params]
-        self.choices = [Choice(at, self.prompt, served.text_stream(body)) for at in range(body.n)]
+    def __init__(
+        self, served: ServedModel, body: ChatBody, prompt: tuple[int, ...], is_thinking: bool, adapter: str | None
+    ) -> None:
+        """Raises BadRequest for what does not fit."""
+        super().__init__(served, body, [prompt], "chatcmpl")
+        self.body = body
+        params = body.sampling_params(served.new_tokens(prompt, body.new_tokens), body.top_logprobs, adapter)
+        self.add_choices(body, prompt, params)
         tools = bool(body.tools) and body.tool_choice == "auto"
-        self.answers = [ChatAnswer(tools, self.is_thinking) for _ in params]
-        self.id, self.created = f"chatcmpl-{secrets.token_hex(12)}", unix_seconds()
-
-    def _head(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.body.model}
+        self.answers = [ChatAnswer(tools, is_thinking) for _ in params]
 
     async def whole(self) -> Json:
         """The answer as one object."""
         parts: list[dict[str, str]] = [{"content": "", "reasoning": ""} for _ in self.choices]
-        async for choice, piece, _ in generate(self.served, self.requests, self.choices):
+        async for choice, piece, _ in self.generate():
             for part, text in self._split(choice, piece):
                 parts[choice.index][part] += text
-        choices = []
-        for choice, answer, texts in zip(self.choices, self.answers, parts, strict=True):
-            message: Json = {"role": "assistant", "content": texts["content"] or (None if answer.calls else "")}
-            if texts["reasoning"]:
-                message["reasoning_content"] = texts["reasoning"]
-            if answer.calls:
-                message["tool_calls"] = [_call_json(call) for call in answer.calls]
-            one: Json = {
-                "index": choice.index,
-                "message": message,
-                "finish_reason": self._finish(choice),
-                "logprobs": None,
-            }
-            one["stop_reason"] = choice.stop_reason(self.body)
-            if self.body.logprobs:
-                one["logprobs"] = {"content": [self._logprob(event) for event in choice.events]}
-            if self.body.return_token_ids:
-                one["token_ids"] = choice.ids
-            choices.append(one)
-        extra = {"prompt_token_ids": list(self.prompt)} if self.body.return_token_ids else {}
-        usage = token_usage(self.choices, [self.prompt])
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage, **extra}
+        choices = await self.served.in_thread(
+            lambda: [self._choice_json(*one) for one in zip(self.choices, parts, strict=True)]
+        )
+        extra = {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
+        return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(), **extra}
 
     async def chunks(self) -> AsyncGenerator[Json, None]:
         """The answer piece by piece; a tool call comes as a whole."""
         for choice in self.choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
-        waiting: dict[int, list[Json]] = {choice.index: [] for choice in self.choices}  # log-probabilities to be sent
-        ids: dict[int, list[int]] = {choice.index: [] for choice in self.choices}
-        async for choice, piece, event in generate(self.served, self.requests, self.choices):
-            if self.body.logprobs:
-                waiting[choice.index].append(self._logprob(event))
-            ids[choice.index].append(event.token_id)
-            found = self._split(choice, piece)
-            deltas: list[Json] = [{"reasoning_content" if part == "reasoning" else part: text} for part, text in found]
+        waiting: list[list[TokenEvent]] = [[] for _ in self.choices]  # whose log-probabilities and ids are to be sent
+        async for choice, piece, event in self.generate():
+            events = waiting[choice.index]
+            events.append(event)
+            deltas: list[Json] = [
+                {"reasoning_content" if part == "reasoning" else part: text}
+                for part, text in self._split(choice, piece)
+            ]
             if choice.finish is not None:
                 calls = self.answers[choice.index].calls
                 deltas += [{"tool_calls": [{"index": at, **_call_json(call)}]} for at, call in enumerate(calls)]
                 deltas.append({})
             for at, delta in enumerate(deltas):
                 chunk = self._chunk(choice, delta, is_last=choice.finish is not None and at == len(deltas) - 1)
-                if waiting[choice.index]:
-                    chunk["choices"][0]["logprobs"] = {"content": waiting[choice.index]}
-                    waiting[choice.index] = []
-                if self.body.return_token_ids and ids[choice.index]:
-                    chunk["choices"][0]["token_ids"], ids[choice.index] = ids[choice.index], []
+                if events and self.body.logprobs:
+                    chunk["choices"][0]["logprobs"] = {"content": list(map(self._logprob, events))}
+                if events and self.body.return_token_ids:
+                    chunk["choices"][0]["token_ids"] = [one.token_id for one in events]
+                events.clear()
                 yield chunk
         if self.body.stream_options.include_usage:
-            usage = token_usage(self.choices, [self.prompt])
-            yield {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
+            yield {**self.head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage()}
 
-    def _split(self, choice: Choice, piece: str) -> list[tuple[str, str]]:
+    def _split(self, choice: Choice, piece: str) -> list[tuple[Part, str]]:
         """New text as reasoning and content."""
         answer = self.answers[choice.index]
-        found: list[tuple[str, str]] = [*answer.push(piece)] if piece else []
+        found = answer.push(piece) if piece else []
         return [*found, *answer.close()] if choice.finish is not None else found
 
-    def _finish(self, choice: Choice) -> str | None:
-        return "tool_calls" if self.answers[choice.index].calls and choice.finish == "stop" else choice.finish
+    def _choice_json(self, choice: Choice, texts: dict[str, str]) -> Json:
+        calls = self.answers[choice.index].calls
+        message: Json = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+        if texts["reasoning"]:
+            message["reasoning_content"] = texts["reasoning"]
+        if calls:
+            message["tool_calls"] = [_call_json(call) for call in calls]
+        one: Json = {"index": choice.index, "message": message, "logprobs": None, **self._end_json(choice)}
+        if self.body.logprobs:
+            one["logprobs"] = {"content": [self._logprob(event) for event in choice.events]}
+        if self.body.return_token_ids:
+            one["token_ids"] = choice.ids
+        return one
+
+    def _end_json(self, choice: Choice) -> Json:
+        finish = "tool_calls" if self.answers[choice.index].calls and choice.finish == "stop" else choice.finish
+        return {"finish_reason": finish, "stop_reason": choice.stop_reason(self.body)}
 
     def _chunk(self, choice: Choice, delta: Json, is_last: bool = False) -> Json:
         one: Json = {"index": choice.index, "delta": delta, "logprobs": None, "finish_reason": None}
-        if is_last:
-            one |= {"finish_reason": self._finish(choice), "stop_reason": choice.stop_reason(self.body)}
-        return {**self._head("chat.completion.chunk"), "choices": [one]}
+        choices = [one | self._end_json(choice)] if is_last else [one]
+        return {**self.head, "object": "chat.completion.chunk", "choices": choices}
 
     def _logprob(self, event: TokenEvent) -> Json:
         tops = [self._token_json(i, v) for i, v in event.top_logprobs]

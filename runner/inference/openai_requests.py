@@ -14,13 +14,15 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from runner.core.bounded_text import parse_json
+from runner.core.untrusted_text import parse_json
 from runner.inference.engine import SamplingParams
 
 MAX_CHOICES = 128  # of one prompt
 MAX_LOGPROBS = 20
 MAX_PROMPTS = 2048  # of one request
 SEED_BITS = 64
+TYPE_NAMES = ("str", "int", "float", "bool")  # what pydantic calls the forms of a union
+Json = dict[str, Any]
 
 
 class BadRequest(Exception):
@@ -31,17 +33,25 @@ class BadRequest(Exception):
         self.param, self.status, self.code = param, status, code
 
 
-class StreamOptions(BaseModel):
-    """include_usage: a last chunk with the token counts."""
+class StrictBody(BaseModel):
+    """A body, or a part of one, that refuses unknown fields; null means left out."""
 
     model_config = ConfigDict(extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, values: Any) -> Any:
+        return {k: v for k, v in values.items() if v is not None} if isinstance(values, dict) else values
+
+
+class StreamOptions(StrictBody):
+    """include_usage: a last chunk with the token counts."""
+
     include_usage: bool = False
 
 
-class GenerationBody(BaseModel):
+class GenerationBody(StrictBody):
     """What completions and chat completions have in common."""
-
-    model_config = ConfigDict(extra="forbid")
 
     model: str
     temperature: float = Field(1.0, ge=0, le=1000, allow_inf_nan=False)
@@ -68,19 +78,12 @@ class GenerationBody(BaseModel):
     repetition_penalty: float = Field(1.0, ge=1, le=1)
     logit_bias: dict[str, float] = Field({}, max_length=0)
 
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_nulls(cls, values: Any) -> Any:
-        return (
-            {key: value for key, value in values.items() if value is not None} if isinstance(values, dict) else values
-        )
-
     @field_validator("stop", mode="before")
     @classmethod
     def _stops_as_list(cls, value: Any) -> Any:
         value = [value] if isinstance(value, str) else value
         if isinstance(value, list) and "" in value:
-            raise ValueError("an empty stop string would end every answer")
+            raise ValueError("an empty stop string would end every completion")
         return value
 
     def sampling_params(self, max_new_tokens: int, logprobs: int, adapter: str | None) -> list[SamplingParams]:
@@ -120,11 +123,11 @@ class CompletionBody(GenerationBody):
         if self.best_of not in (None, self.n):
             raise ValueError("best_of other than n is not supported; leave it out")
         if self.max_tokens == 0 and not self.echo:
-            raise ValueError("max_tokens=0 asks for nothing; with echo=true it scores the prompt")
+            raise ValueError("max_tokens=0 generates nothing; set echo=true too, which scores the prompt")
         if self.stream and (self.echo or self.prompt_logprobs is not None):
             raise ValueError("echo and prompt_logprobs are not streamed; leave out stream")
         if not 1 <= len(self.prompts()) <= MAX_PROMPTS:
-            raise ValueError(f"1 to {MAX_PROMPTS} prompts are taken at once")
+            raise ValueError(f"a request takes 1 to {MAX_PROMPTS} prompts")
         return self
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -134,33 +137,91 @@ class CompletionBody(GenerationBody):
         return [prompt] if is_one else prompt
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(StrictBody):
     """Plain text only; answers are not constrained."""
 
-    model_config = ConfigDict(extra="forbid")
     type: Literal["text"] = "text"
 
 
-class ChatBody(GenerationBody):
+class TextPart(StrictBody):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class FunctionCall(StrictBody):
+    """What an assistant has called. arguments: JSON, as text or as an object."""
+
+    name: str
+    arguments: str | dict[str, Any]
+
+
+class ToolCallBody(StrictBody):
+    """A tool call of an assistant's message."""
+
+    id: str | None = None
+    index: int | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class MessageBody(StrictBody):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
+    name: str | None = None
+    tool_calls: list[ToolCallBody] = []
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ToolFunction(BaseModel):
+    """A function that the model may call; what describes it is the template's to read."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1)
+
+
+class ToolBody(StrictBody):
+    """A tool of a request."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class ConversationBody(StrictBody):
+    """What /v1/chat/completions and /tokenize have in common."""
+
+    messages: list[MessageBody] | None = None
+    tools: list[ToolBody] = []
+    chat_template_kwargs: dict[str, bool | int | float | str] = {}
+
+    def conversation(self) -> tuple[list[Json], list[Json], Json]:
+        """Messages, tools and template variables as plain values."""
+        messages = [{"content": "", **one.model_dump(exclude_unset=True)} for one in self.messages or ()]
+        return messages, [one.model_dump(exclude_unset=True) for one in self.tools], self.chat_template_kwargs
+
+
+class ChatBody(GenerationBody, ConversationBody):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[MessageBody]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
-    tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     parallel_tool_calls: Literal[True] = True
     response_format: ResponseFormat = ResponseFormat()
-    chat_template_kwargs: dict[str, Any] = {}
 
     @model_validator(mode="after")
     def _check_together(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs=true")
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens and max_completion_tokens mean the same; give one of them")
+            raise ValueError("max_tokens and max_completion_tokens mean the same; set one of them")
         if reserved := sorted({"tokenize", "add_generation_prompt", "tools"} & set(self.chat_template_kwargs)):
             raise ValueError(f"chat_template_kwargs.{reserved[0]} is set by the server; leave it out")
         return self
@@ -171,21 +232,17 @@ class ChatBody(GenerationBody):
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(ConversationBody):
     """The body of /tokenize: a prompt, or messages."""
 
-    model_config = ConfigDict(extra="forbid")
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] = []
-    chat_template_kwargs: dict[str, Any] = {}
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
     def _one_of_both(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("set either prompt or messages")
         return self
 
 
@@ -197,9 +254,9 @@ def parse_body(kind: type[B], content: bytes) -> B:
     try:
         value = parse_json(content)
     except ValueError as error:
-        raise BadRequest(f"the body is no JSON: {error}") from None
+        raise BadRequest(f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise BadRequest("the body is no JSON object")
+        raise BadRequest("the body is not a JSON object")
     try:
         return kind.model_validate(value)
     except ValidationError as error:
@@ -207,16 +264,18 @@ def parse_body(kind: type[B], content: bytes) -> B:
 
 
 def _bad_field(error: ValidationError, kind: type[BaseModel]) -> BadRequest:
-    first = error.errors(include_url=False)[0]
-    param = ".".join(map(str, first["loc"][:1])) or None
-    if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
+    first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))  # of a union, the form that was meant
+    place = [part for part in first["loc"] if str(part).replace("_", "").isalnum() and part not in TYPE_NAMES]
+    field = ".".join(map(str, place)) or None
+    param = str(place[0]) if place else None
+    if first["type"] == "extra_forbidden":
         from runner.spec.suggest import nearest_word
 
-        near = nearest_word(str(param), list(kind.model_fields))
-        text = f"{param} is not supported" + (f"; did you mean {near}?" if near else "; leave it out")
+        near = nearest_word(field, list(kind.model_fields)) if field == param and field else None
+        text = f"{field} is not supported" + (f"; did you mean {near}?" if near else "; leave it out")
         return BadRequest(text, param=param)
     text = str(first["msg"]).removeprefix("Value error, ")
-    given = f", not {json.dumps(first['input'], default=str)[:60]}" if first["type"] != "value_error" and param else ""
+    given = f", not {json.dumps(first['input'], default=str)[:60]}" if first["type"] != "value_error" and field else ""
     if first["type"] == "missing":
         given = ""
-    return BadRequest(f"{param}: {text}{given}" if param else text, param=param)
+    return BadRequest(f"{field}: {text}{given}" if field else text, param=param)

@@ -7,17 +7,19 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from runner.core.errors import RunnerError
 from runner.inference.http import error_response
-from runner.inference.openai_answers import ChatCompletions, Completions, Json
-from runner.inference.openai_requests import BadRequest, ChatBody, CompletionBody, TokenizeBody, parse_body
+from runner.inference.openai_answers import ChatCompletions, Completions
+from runner.inference.openai_requests import BadRequest, ChatBody, CompletionBody, Json, TokenizeBody, parse_body
 from runner.inference.served_model import ServedModel
 
 T = TypeVar("T")
+B = TypeVar("B", bound=BaseModel)
 
 
 async def while_connected(served: ServedModel, request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -60,14 +62,15 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
     return StreamingResponse(lines(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
 
 
-async def read_body(request: Request) -> bytes:
-    """The body of a request. Raises BadRequest where its content type is not JSON.
+async def read_body(served: ServedModel, request: Request, kind: type[B]) -> B:
+    """The body of a request. Raises BadRequest, also where its content type is not JSON.
 
-    A web page of another site can send no JSON without the browser's asking this server first.
+    A web page of another site can send no JSON without a preflight request of the browser.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        raise BadRequest("the header Content-Type: application/json is needed", status=415)
-    return await request.body()
+        raise BadRequest("the header Content-Type: application/json is required", status=415)
+    content = await request.body()
+    return await served.in_thread(lambda: parse_body(kind, content))
 
 
 def openai_routes(served: ServedModel) -> list[Route]:
@@ -81,7 +84,7 @@ def openai_routes(served: ServedModel) -> list[Route]:
         return JSONResponse(_model_json(served, name))
 
     async def completions(request: Request) -> Response:
-        body = parse_body(CompletionBody, await read_body(request))
+        body = await read_body(served, request, CompletionBody)
         adapter = served.adapter(body.model)
         prompts = await served.in_thread(
             lambda: [served.encode(p) if isinstance(p, str) else tuple(p) for p in body.prompts()]
@@ -89,9 +92,9 @@ def openai_routes(served: ServedModel) -> list[Route]:
         return await _answer(request, Completions(served, body, prompts, adapter))
 
     async def chat(request: Request) -> Response:
-        body = parse_body(ChatBody, await read_body(request))
+        body = await read_body(served, request, ChatBody)
         adapter = served.adapter(body.model)
-        prompt = await served.in_thread(lambda: served.render(body.messages, body.tools, body.chat_template_kwargs))
+        prompt = await served.in_thread(lambda: served.render(*body.conversation()))
         return await _answer(request, ChatCompletions(served, body, prompt.ids, prompt.is_thinking, adapter))
 
     async def _answer(request: Request, work: Completions | ChatCompletions) -> Response:
@@ -99,15 +102,15 @@ def openai_routes(served: ServedModel) -> list[Route]:
             if served.client.failure is not None:
                 raise served.client.failure
             return event_stream(served, work.chunks())
-        return JSONResponse(await while_connected(served, request, work.whole()))
+        content = await while_connected(served, request, work.whole())
+        return await served.in_thread(lambda: JSONResponse(content))
 
     async def tokenize(request: Request) -> Response:
-        body = parse_body(TokenizeBody, await read_body(request))
+        body = await read_body(served, request, TokenizeBody)
         if body.model is not None:
             served.adapter(body.model)
         if body.messages is not None:
-            messages = body.messages
-            ids = (await served.in_thread(lambda: served.render(messages, body.tools, body.chat_template_kwargs))).ids
+            ids = (await served.in_thread(lambda: served.render(*body.conversation()))).ids
         else:
             ids = await served.in_thread(lambda: served.encode(body.prompt or "", body.add_special_tokens))
         return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": served.info.length_limit})

@@ -98,7 +98,7 @@ class RolloutServer:
             try:
                 future.set_result(work())
             except BaseException as error:
-                future.set_exception(ConnectionAbortedError("the sampler ends"))
+                future.set_exception(ConnectionAbortedError("the sampler exits"))
                 raise error
             finally:
                 self._busy = False
@@ -137,7 +137,7 @@ class RolloutServer:
         try:
             file = WeightFile(request.path_params["name"], int(query["size"]), int(query["mtime_ns"]))
         except (KeyError, ValueError) as error:
-            raise HTTPException(400, f"a size and an mtime_ns are needed: {error}") from error
+            raise HTTPException(400, f"size and mtime_ns are required: {error}") from error
         handle, received = os.memfd_create("weights"), 0
         try:
             async for block in request.stream():
@@ -206,7 +206,7 @@ class RolloutServer:
             raise SamplerError(f"the weights of version {version} cannot be read: {error}") from error
         if found != digest:
             self._drop_files(self._received)  # what is the same in every version is sent again, too
-            raise SamplerError(f"the weights of version {version} are not those that were sent: {found} for {digest}")
+            raise SamplerError(f"the weights of version {version} differ from those sent: {found}, not {digest}")
         self._held = HeldWeights(-1, "", self.session)  # while they change, and if that fails half-way
         self._sampler.load_weights(weights, version)
         self._held = HeldWeights(version, digest, self.session)
@@ -221,7 +221,7 @@ class RolloutServer:
 
     def _check_weights(self, header: Json) -> None:
         if not self._held.match(header["version"], header["digest"]):
-            raise StaleWeightsError(f"{self._held} is held, and version {header['version']} was requested")
+            raise StaleWeightsError(f"this server has {self._held}, but version {header['version']} was requested")
 
     def _drop_files(self, files: Any) -> None:
         for file in list(files):
@@ -273,7 +273,7 @@ async def _follow(future: Future[bytes]) -> AsyncIterator[bytes]:
     try:
         while not (await asyncio.wait([result], timeout=BEAT_S))[0]:
             yield b"\n"
-        if result.exception() is None:  # else the sampler ends, and the client asks its successor
+        if result.exception() is None:  # else the sampler exits, and the client retries its successor
             yield result.result()
     finally:
         result.cancel()

@@ -9,20 +9,27 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.core.subprocess import ChildProcess
 from runner.inference.engine_process import EngineInfo, EngineSettings
 from runner.inference.model_source import ModelSource, source_spec
+
+if TYPE_CHECKING:
+    from runner.inference.served_model import ServedModel
 
 EngineName = Literal["auto", "torch", "vllm"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
@@ -61,12 +68,12 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
     api_key = _read_api_key(api_key_file)
     if settings.host not in LOOPBACK and api_key is None:
         raise EnvironmentProblem(
-            f"host={settings.host}: other machines could use the model without a key; "
-            "write one into a file that only you can read, and type --api-key-file FILE"
+            f"host={settings.host}: other machines could use the model without a key; write a key into a file that "
+            "only you can read, and type --api-key-file FILE"
         )
     if settings.weight_updates and api_key is None:
         raise EnvironmentProblem(
-            "weight_updates=true: whoever reaches the server could replace its model; add --api-key-file FILE"
+            "weight_updates=true: anyone who reaches the server could replace its model; add --api-key-file FILE"
         )
     source = model.parse()
     if source.kind == "run":  # which run is latest is decided once
@@ -89,9 +96,9 @@ def _choose_engine(source: ModelSource, device: str | None, settings: ServeSetti
         engine: EngineName = "torch"
         reason = "on the CPU"
     elif shutil.which("vllm") is None:
-        engine, reason = "torch", "vllm is not installed; for many clients on a card it is the faster one"
+        engine, reason = "torch", "vllm is not installed; it is faster for many clients on a card"
     else:
-        engine, reason = "vllm", f"installed, and the device is {kind}"
+        engine, reason = "vllm", f"vllm is installed, and the device is {kind}"
     print(f"engine=auto: {engine} ({reason})", file=sys.stderr)
     return engine
 
@@ -106,7 +113,7 @@ def _read_api_key(path: Path | None) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise EnvironmentProblem(f"--api-key-file {path}: cannot be read: {error}") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
-        raise EnvironmentProblem(f"--api-key-file {path}: one line of ASCII text without spaces is needed")
+        raise EnvironmentProblem(f"--api-key-file {path}: expected one line of ASCII text without spaces")
     if others:
         raise EnvironmentProblem(f"--api-key-file {path}: other users can read it; type: chmod 600 {path}")
     return key
@@ -116,44 +123,49 @@ def _serve_torch(model: EngineSettings, settings: ServeSettings, api_key: str | 
     from runner.inference.http import listen
 
     listen(settings.host, settings.port).close()  # that it can be had is known before the model is loaded
-    command = [sys.executable, "-m", "runner.inference.engine_process", json.dumps(asdict(model))]
-    child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        asyncio.run(_run_server(child, settings, api_key))
-    finally:
-        child.stop(settings.grace_s)
+    asyncio.run(_run_server(model, settings, api_key))
     return 0
 
 
-async def _run_server(child: ChildProcess, settings: ServeSettings, api_key: str | None) -> None:
-    from runner.inference.engine_client import EngineClient
+async def _run_server(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> None:
     from runner.inference.http import listen
-    from runner.inference.served_model import ServedModel
     from runner.inference.server import serve_http
 
+    async with AsyncExitStack() as ends:
+        served = await _until_signal(_start_engine(model, settings, ends))
+        listener = ends.enter_context(listen(settings.host, settings.port))
+        ready = partial(_print_ready, served.info, replace(settings, port=listener.getsockname()[1]), api_key)
+        await serve_http(
+            served,
+            listener,
+            grace_s=settings.grace_s,
+            api_key=api_key,
+            weight_updates=settings.weight_updates,
+            on_ready=ready,
+        )
+
+
+async def _start_engine(model: EngineSettings, settings: ServeSettings, ends: AsyncExitStack) -> ServedModel:
+    """The model, loaded in a child process that ends with `ends`."""
+    from runner.inference.engine_client import EngineClient
+    from runner.inference.served_model import ServedModel
+
+    folder = Path(tempfile.gettempdir(), f"run-serve-{secrets.token_hex(8)}")  # the child's, for the tokenizer
+    ends.callback(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, "-m", "runner.inference.engine_process", json.dumps(asdict(model)), str(folder)]
+    child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ends.callback(child.stop, settings.grace_s)
     assert child.stdin is not None and child.stdout is not None
     writing = os.dup(child.stdin.fileno())
     child.stdin.close()
     client = await EngineClient.connect(child.stdout.fileno(), writing)
-    try:
-        info = await _until_signal(client.wait_ready())
-        tokenizer = await asyncio.to_thread(_load_tokenizer, info)
-        served = ServedModel(info, tokenizer, client, settings.logprobs_mode)
-        with listen(settings.host, settings.port) as listener:
-            ready = partial(_print_ready, info, replace(settings, port=listener.getsockname()[1]), api_key)
-            await serve_http(
-                served,
-                listener,
-                grace_s=settings.grace_s,
-                api_key=api_key,
-                weight_updates=settings.weight_updates,
-                on_ready=ready,
-            )
-    finally:
-        await client.close()
+    ends.push_async_callback(client.close)
+    info = await client.wait_ready()
+    tokenizer = await asyncio.to_thread(_load_tokenizer, folder)
+    return ServedModel(info, tokenizer, client, settings.logprobs_mode)
 
 
-async def _until_signal(work: Any) -> Any:
+async def _until_signal(work: Coroutine[None, None, ServedModel]) -> ServedModel:
     """The result of `work`. Raises Interrupted where a signal comes first."""
     task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[int]()
 
@@ -168,17 +180,17 @@ async def _until_signal(work: Any) -> Any:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise Interrupted(received[0], f"{signal.Signals(received[0]).name} while the model was loaded") from None
+        raise Interrupted(received[0], f"{signal.Signals(received[0]).name} during the load of the model") from None
 
 
-def _load_tokenizer(info: EngineInfo) -> Any:
+def _load_tokenizer(folder: Path) -> Any:
     """The tokenizer that the engine's process has written; its folder is removed."""
     from transformers import AutoTokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(info.tokenizer)
-    shutil.rmtree(info.tokenizer, ignore_errors=True)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return tokenizer
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from runner.data.chat import Renderer
+from runner.data.config import ChatConfig
 from runner.data.tokenization import bos_and_eos
 from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import ChatPrompt, render_chat
@@ -81,7 +83,7 @@ class ServedModel:
     def adapter(self, model: str) -> str | None:
         """The adapter that a request's `model` means. Raises BadRequest for a model that is not here."""
         if model not in self.names:
-            text = f"the model '{model}' does not exist; there are: {', '.join(self.names)}"
+            text = f"the model '{model}' does not exist; models: {', '.join(self.names)}"
             raise BadRequest(text, param="model", status=404, code="model_not_found")
         return model if model in self.info.adapters else None
 
@@ -100,8 +102,17 @@ class ServedModel:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
     ) -> ChatPrompt:
-        """The prompt of a conversation; see `render_chat`."""
-        return render_chat(self.tokenizer, messages, tools, kwargs)
+        """The prompt of a conversation; see `render_chat`. kwargs: variables of the template."""
+        if not self.tokenizer.chat_template:
+            raise BadRequest("this model's tokenizer has no chat template; use /v1/completions with a plain prompt")
+        renderer = self._renderer
+        if kwargs:
+            renderer = Renderer(self.tokenizer, ChatConfig(kwargs={**self.info.chat_kwargs, **kwargs}))
+        return render_chat(renderer, messages, tools)
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        return Renderer(self.tokenizer, ChatConfig(kwargs=self.info.chat_kwargs))
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
         """Most tokens of an answer; wanted None = as many as fit.
@@ -109,7 +120,7 @@ class ServedModel:
         Raises BadRequest where they do not fit, and for ids that the model does not have.
         """
         if not prompt:
-            raise BadRequest("the prompt is empty; at least one token is needed", param="prompt")
+            raise BadRequest("the prompt is empty; expected at least one token", param="prompt")
         wrong = next((i for i in prompt if not 0 <= i < self.info.vocab_size), None)
         if wrong is not None:
             text = f"the prompt has the token id {wrong}; the model has the ids 0 to {self.info.vocab_size - 1}"
@@ -119,9 +130,9 @@ class ServedModel:
             return LONGEST_ANSWER if wanted is None else wanted
         needed = len(prompt) + (1 if wanted is None else wanted)
         if needed > limit:
-            text = f"the model takes {limit} tokens, prompt and answer together, and these are {needed}"
+            text = f"the model takes {limit} tokens for prompt and completion, but these are {needed}"
             raise BadRequest(
-                f"{text}: {len(prompt)} of the prompt, {needed - len(prompt)} of the answer; shorten one of them",
+                f"{text}: {len(prompt)} of the prompt, {needed - len(prompt)} of the completion; shorten one of them",
                 code="context_length_exceeded",
             )
         return limit - len(prompt) if wanted is None else wanted

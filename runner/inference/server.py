@@ -32,6 +32,7 @@ from runner.inference.weight_routes import weight_routes
 
 OPEN_PATHS = frozenset({"/health"})  # answered without a key
 MAX_REQUESTS = 4096  # in flight at once
+SWITCH_INTERVAL_S = 1e-4  # the event loop gets the interpreter from the thread that renders prompts
 LIMITS = HttpLimits(max_body_bytes=32 << 20)
 
 
@@ -65,7 +66,7 @@ def _error_of(error: Exception) -> Response:
     if isinstance(error, DataError):
         return error_response(400, str(error))
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # it is not read
     return error_response(500, f"{type(error).__name__}: {error}")
 
 
@@ -80,7 +81,7 @@ class Admission:
         path = scope["path"]
         app: ASGIApp = self._app
         if self._running >= MAX_REQUESTS and path not in OPEN_PATHS:
-            app = error_response(429, f"{self._running} requests are being answered; try again later")
+            app = error_response(429, f"{self._running} requests are running; try again later")
 
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -109,6 +110,7 @@ async def serve_http(
     Raises Interrupted after a signal, and what the engine failed with once its requests have been answered with 500.
     """
     _raise_file_limit()
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     app = create_app(served, api_key=api_key, weight_updates=weight_updates)
     server = make_server(app, LIMITS, grace_s=max(1, round(grace_s)), handles_signals=False)
     received, loop = list[int](), asyncio.get_running_loop()
@@ -117,7 +119,7 @@ async def serve_http(
         received.append(number)
         if len(received) > 1:
             os._exit(128 + number)
-        text = f"finishing {served.client.num_requests} answers within {grace_s:g} s"
+        text = f"finishing {served.client.num_requests} requests within {grace_s:g} s"
         print(f"{signal.Signals(number).name}: {text}; send it again to stop immediately", file=sys.stderr, flush=True)
         server.should_exit = True
 
@@ -129,7 +131,7 @@ async def serve_http(
     if served.client.failure is not None:
         raise served.client.failure
     if received:
-        raise Interrupted(received[0], f"{signal.Signals(received[0]).name}: the server has ended")
+        raise Interrupted(received[0], f"{signal.Signals(received[0]).name}: the server stopped")
 
 
 @asynccontextmanager

@@ -80,7 +80,7 @@ class TorchEngine:
     single adapter merged into its base where that is exact.
 
     max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
-    their names in the peft model; empty where a single adapter always answers
+    their names in the peft model; empty where the model has none, or a single one that always answers
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class TorchEngine:
         self._check_ids(request.prompt_ids)
         self._check_adapter(params.adapter)
         if params.max_new_tokens < 1:
-            raise DataError(f"max_new_tokens={params.max_new_tokens}; an answer needs at least one token")
+            raise DataError(f"max_new_tokens={params.max_new_tokens}; a completion needs at least one token")
         limit = self._limits.length_limit
         if limit is not None and len(request.prompt_ids) + params.max_new_tokens > limit[0]:
             raise DataError(
-                f"a prompt of {len(request.prompt_ids)} tokens and {params.max_new_tokens} new ones are more than "
+                f"a prompt of {len(request.prompt_ids)} tokens and {params.max_new_tokens} new ones exceed "
                 f"{limit[0]}: {limit[1]}"
             )
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
@@ -188,14 +188,14 @@ class TorchEngine:
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise DataError("the prompt is empty; at least one token is needed")
+            raise DataError("the prompt is empty; expected at least one token")
         vocabulary = self._limits.vocab_size
         if wrong := next((i for i in ids if not 0 <= i < vocabulary), None):
             raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter is not None and adapter not in self._adapters:
-            raise DataError(f"no adapter is named '{adapter}'; there are: {', '.join(self._adapters) or 'none'}")
+            raise DataError(f"no adapter is named '{adapter}'; adapters: {', '.join(self._adapters) or 'none'}")
 
     def _sampling_rule(self, params: SamplingParams) -> SamplingRule | None:
         if params.temperature == 0:
@@ -211,9 +211,9 @@ class TorchEngine:
         raw = logits.log_softmax(-1)
         if not bool(raw.isfinite().any(-1).all()):
             raise TrainingDiverged(
-                "the model's logits are not finite, so nothing can be sampled; its weights are broken"
+                "the model's logits are not finite, so nothing can be sampled; its weights are damaged"
             )
-        ids, logprobs = raw.argmax(-1), raw.amax(-1)
+        ids, logprobs = logits.argmax(-1), raw.amax(-1)
         groups = defaultdict[SamplingRule, list[int]](list)
         for at, row in enumerate(rows):
             if row.rule is not None:
@@ -248,7 +248,7 @@ class TorchEngine:
         self._check_adapter(adapter)
         limit = self._limits.length_limit
         if limit is not None and len(ids) > limit[0]:
-            raise DataError(f"{len(ids)} tokens are more than {limit[0]}: {limit[1]}")
+            raise DataError(f"{len(ids)} tokens exceed {limit[0]}: {limit[1]}")
         self._enter_generation_mode()
         found: list[TokenScore] = []
         with self._with_adapter(adapter):
@@ -290,7 +290,7 @@ class TorchEngine:
         self.weight_version = version
 
     def close(self) -> None:
-        """Drop all requests and leave the model as it was."""
+        """Drop all requests and leave the model as it was, until the next step."""
         self._waiting.clear()
         self._batches.clear()
         self._leave_generation_mode()

@@ -39,7 +39,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     program = shutil.which("vllm")
     if program is None:
         raise EnvironmentProblem(
-            "engine=vllm: no program vllm is found; install it (docs/vllm.md), or type engine=torch"
+            "engine=vllm: the program vllm is not installed; install it (docs/vllm.md), or type engine=torch"
         )
     log = _log_path(source)
     source = exported_source(source)
@@ -64,7 +64,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         finally:
             child.stop(settings.grace_s)
     number = recorder.stop_signals[0]
-    raise Interrupted(number, f"{signal.Signals(number).name}: vLLM has ended")
+    raise Interrupted(number, f"{signal.Signals(number).name}: vLLM stopped")
 
 
 def exported_source(source: ModelSource) -> ModelSource:
@@ -74,7 +74,7 @@ def exported_source(source: ModelSource) -> ModelSource:
     export = RunFolder(Path(source.path)).export
     if not export.is_dir():
         raise EnvironmentProblem(
-            f"engine=vllm reads exports, and {source.text} has none; type: run export {source.text}"
+            f"engine=vllm reads exports, but {source.text} has none; type: run export {source.text}"
         )
     found = parse_source(str(export), base=source.base)
     return replace(found, name=source.name)
@@ -133,10 +133,10 @@ def _wait_healthy(child: ChildProcess, settings: ServeSettings, recorder: Signal
         _raise_if_ended(child, recorder, log)
         if recorder.stop_signals:
             number = recorder.stop_signals[0]
-            raise Interrupted(number, f"{signal.Signals(number).name} before vLLM answered")
+            raise Interrupted(number, f"{signal.Signals(number).name} before vLLM responded")
         if time.monotonic() > end:
-            text = f"vLLM has not answered at {settings.url}/health within {settings.start_timeout_s:g} s"
-            raise DeadlineExceeded(f"{text}; its log is {display_path(log)}; more time: start_timeout_s=3600")
+            text = f"vLLM did not respond at {settings.url}/health within {settings.start_timeout_s:g} s"
+            raise DeadlineExceeded(f"{text}; its log is {display_path(log)}; for more time, type start_timeout_s=3600")
         time.sleep(POLL_S)
 
 
@@ -152,9 +152,9 @@ def _is_healthy(settings: ServeSettings) -> bool:
 
 
 def _raise_if_ended(child: ChildProcess, recorder: SignalRecorder, log: Path) -> None:
-    """Raise RankLost where vLLM has ended and nobody asked it to."""
+    """Raise RankLost where vLLM exited unexpectedly."""
     if child.is_running() or recorder.stop_signals:
         return
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
     shown = "\n".join(f"  {line}" for line in lines)
-    raise RankLost(f"vLLM ended with code {child.returncode}; the end of {display_path(log)}:\n{shown}")
+    raise RankLost(f"vLLM exited with code {child.returncode}; the end of {display_path(log)}:\n{shown}")

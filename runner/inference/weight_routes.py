@@ -1,56 +1,83 @@
-"""Routes that replace the served weights: vLLM's, which `sampler.weight_sync=reload` calls.
+"""Routes that replace the served weights: vLLM's, which `sampler.weight_sync=reload|adapter` calls.
 
-    POST /collective_rpc       {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
-    POST /reset_prefix_cache   nothing is kept of older weights
+    POST /collective_rpc          {"method": "reload_weights", "kwargs": {"weights_path": FOLDER}}
+    POST /v1/load_lora_adapter    {"lora_name": NAME, "lora_path": FOLDER}
+    POST /v1/unload_lora_adapter  {"lora_name": NAME}
+    POST /reset_prefix_cache      nothing is kept of older weights
 
 They exist with weight_updates=true, behind a key: whoever has it can replace the model by any folder that the server
-reads.
+reads. They work between requests only.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from runner.inference.openai_requests import BadRequest, parse_body
+from runner.inference.openai_requests import BadRequest, StrictBody
+from runner.inference.openai_routes import read_body
 from runner.inference.served_model import ServedModel
 
 
-class ReloadArguments(BaseModel):
+class ReloadArguments(StrictBody):
     """weights_path: a folder with a config and safetensors."""
 
-    model_config = ConfigDict(extra="forbid")
     weights_path: str
 
 
-class ReloadBody(BaseModel):
+class ReloadBody(StrictBody):
     """The body of /collective_rpc."""
 
-    model_config = ConfigDict(extra="forbid")
     method: Literal["reload_weights"]
     kwargs: ReloadArguments
+
+
+class UnloadAdapterBody(StrictBody):
+    """The body of /v1/unload_lora_adapter."""
+
+    lora_name: str = Field(min_length=1)
+
+
+class LoadAdapterBody(UnloadAdapterBody):
+    """The body of /v1/load_lora_adapter. lora_path: a folder as PEFT writes it."""
+
+    lora_path: str = Field(min_length=1)
 
 
 def weight_routes(served: ServedModel) -> list[Route]:
     """The routes over one model."""
 
     async def reload(request: Request) -> Response:
-        body = parse_body(ReloadBody, await request.body())
-        if served.client.num_requests:
-            text = f"{served.client.num_requests} requests are running; weights are loaded between requests"
-            raise BadRequest(text, status=409)
-        await served.client.load(Path(body.kwargs.weights_path))
+        body = await read_body(served, request, ReloadBody)
+        await served.client.call("load_weights", body.kwargs.weights_path)
         return JSONResponse({"results": [None]})
+
+    async def load_adapter(request: Request) -> Response:
+        body = await read_body(served, request, LoadAdapterBody)
+        if body.lora_name in served.names:
+            raise BadRequest(f"'{body.lora_name}' is the name of a model that is served", param="lora_name")
+        await served.client.call("load_adapter", body.lora_name, body.lora_path)
+        served.info = replace(served.info, adapters=(*served.info.adapters, body.lora_name))
+        return JSONResponse({"success": True})
+
+    async def unload_adapter(request: Request) -> Response:
+        name = (await read_body(served, request, UnloadAdapterBody)).lora_name
+        await served.client.call("unload_adapter", name)
+        served.info = replace(served.info, adapters=tuple(one for one in served.info.adapters if one != name))
+        return JSONResponse({"success": True})
 
     async def reset(request: Request) -> Response:
         return JSONResponse({"success": True})
 
-    return [
-        Route("/collective_rpc", reload, methods=["POST"]),
-        Route("/reset_prefix_cache", reset, methods=["POST"]),
-    ]
+    posts = {
+        "/collective_rpc": reload,
+        "/v1/load_lora_adapter": load_adapter,
+        "/v1/unload_lora_adapter": unload_adapter,
+        "/reset_prefix_cache": reset,
+    }
+    return [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runner.core.imports import lazy_exports
+from runner.core.package import lazy_exports
 
 if TYPE_CHECKING:
     from runner.core.batch import Batch as Batch
@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from runner.core.errors import SpecError as SpecError
     from runner.core.metrics import Metrics as Metrics
     from runner.core.rng import derive_seed as derive_seed
-    from runner.interfaces.data import Data as Data
-    from runner.interfaces.data import EvalQuestion as EvalQuestion
-    from runner.interfaces.data import LabeledCompletion as LabeledCompletion
-    from runner.interfaces.data import PreferencePair as PreferencePair
-    from runner.interfaces.data import Prompt as Prompt
-    from runner.interfaces.data import TokenizedExample as TokenizedExample
-    from runner.interfaces.device import Decide as Decide
-    from runner.interfaces.device import DenseAttention as DenseAttention
-    from runner.interfaces.device import Device as Device
-    from runner.interfaces.device import VarlenAttention as VarlenAttention
     from runner.interfaces.learning import LOGPROBS as LOGPROBS
     from runner.interfaces.learning import Algorithm as Algorithm
     from runner.interfaces.learning import AlgorithmInputs as AlgorithmInputs
@@ -57,26 +47,33 @@ if TYPE_CHECKING:
     from runner.interfaces.learning import Tracker as Tracker
     from runner.interfaces.model import BatchDecoder as BatchDecoder
     from runner.interfaces.model import ContextParallelStyle as ContextParallelStyle
+    from runner.interfaces.model import Decide as Decide
+    from runner.interfaces.model import DenseAttention as DenseAttention
+    from runner.interfaces.model import Device as Device
     from runner.interfaces.model import GenerativeModel as GenerativeModel
-    from runner.interfaces.model import GreedyAnswerer as GreedyAnswerer
     from runner.interfaces.model import ScoringModel as ScoringModel
     from runner.interfaces.model import TrainableModel as TrainableModel
+    from runner.interfaces.model import VarlenAttention as VarlenAttention
     from runner.interfaces.model import WeightSubset as WeightSubset
     from runner.interfaces.model import as_generative as as_generative
     from runner.interfaces.sampling import Completion as Completion
+    from runner.interfaces.sampling import Data as Data
     from runner.interfaces.sampling import Environment as Environment
     from runner.interfaces.sampling import EnvironmentBatch as EnvironmentBatch
     from runner.interfaces.sampling import EnvironmentFactory as EnvironmentFactory
+    from runner.interfaces.sampling import EvalQuestion as EvalQuestion
     from runner.interfaces.sampling import ExtendConversation as ExtendConversation
-    from runner.interfaces.sampling import GreedyOutput as GreedyOutput
+    from runner.interfaces.sampling import LabeledCompletion as LabeledCompletion
     from runner.interfaces.sampling import ModelLimits as ModelLimits
     from runner.interfaces.sampling import Observation as Observation
+    from runner.interfaces.sampling import PreferencePair as PreferencePair
+    from runner.interfaces.sampling import Prompt as Prompt
     from runner.interfaces.sampling import Request as Request
     from runner.interfaces.sampling import Reward as Reward
     from runner.interfaces.sampling import Rollout as Rollout
     from runner.interfaces.sampling import Sampler as Sampler
     from runner.interfaces.sampling import SamplerWrapper as SamplerWrapper
-    from runner.interfaces.sampling import StopCriterion as StopCriterion
+    from runner.interfaces.sampling import TokenizedExample as TokenizedExample
     from runner.reward.group_scorer import GroupScorer as GroupScorer
     from runner.reward.group_scorer import GroupScores as GroupScores
     from runner.reward.group_scorer import ScoringFailure as ScoringFailure
@@ -97,16 +94,14 @@ lazy_exports(
         "runner.core.errors": "DataError EnvironmentProblem Problem RunnerError SpecError",
         "runner.core.metrics": "Metrics",
         "runner.core.rng": "derive_seed",
-        "runner.interfaces.data": "Data EvalQuestion LabeledCompletion PreferencePair Prompt TokenizedExample",
-        "runner.interfaces.device": "Decide DenseAttention Device VarlenAttention",
         "runner.interfaces.learning": "Algorithm AlgorithmInputs Callback Experience GradientReducer Learner "
         "LinearLossFn LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model OfflineAlgorithm Outputs "
         "PipelineOp PipelineStage RankCollectives Role Sample State StepResult Tracker",
-        "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle GenerativeModel "
-        "GreedyAnswerer ScoringModel TrainableModel WeightSubset",
-        "runner.interfaces.sampling": "Completion Environment EnvironmentBatch EnvironmentFactory "
-        "ExtendConversation GreedyOutput ModelLimits Observation Request Reward Rollout Sampler "
-        "SamplerWrapper StopCriterion",
+        "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle Decide DenseAttention Device "
+        "GenerativeModel ScoringModel TrainableModel VarlenAttention WeightSubset",
+        "runner.interfaces.sampling": "Completion Data Environment EnvironmentBatch EnvironmentFactory EvalQuestion "
+        "ExtendConversation LabeledCompletion ModelLimits Observation PreferencePair Prompt Request "
+        "Reward Rollout Sampler SamplerWrapper TokenizedExample",
         "runner.reward.group_scorer": "GroupScorer GroupScores require_column score_each ScoringFailure "
         "ScoringFailures UnscorableError unscored_group",
         "runner.run_dir.folder": "RunFolder",

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
     from runner.core.batch import Batch
     from runner.core.metrics import Metrics
-    from runner.interfaces.data import Data
-    from runner.interfaces.device import Decide
-    from runner.interfaces.sampling import EnvironmentFactory, ExtendConversation, Reward, Sampler
+    from runner.interfaces.model import Decide
+    from runner.interfaces.sampling import Data, EnvironmentFactory, ExtendConversation, Reward, Sampler
 
 T = TypeVar("T")
 
@@ -218,7 +217,7 @@ class StepResult:
     """A finished step on its way through the callbacks, which may add numbers.
 
     step counts finished steps (1-based); samples are what the step trained on, some of which are kept; `last` is
-    true at the end of the run; `stopping` when a signal asked to end here, `saving` when one asked for a checkpoint.
+    true at the end of the run; `stopping` when a signal requested the end, `saving` when one requested a checkpoint.
     """
 
     step: int
@@ -295,11 +294,11 @@ class OfflineAlgorithm:
 
     def encode(self, experience: Experience) -> State:
         """Never called: at lag 0 nothing is collected ahead."""
-        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+        raise NotImplementedError(f"{type(self).__name__} does not collect ahead")
 
     def decode(self, state: State) -> Any:
         """Never called: at lag 0 nothing is collected ahead."""
-        raise NotImplementedError(f"{type(self).__name__} collects nothing ahead")
+        raise NotImplementedError(f"{type(self).__name__} does not collect ahead")
 
     def state_dict(self) -> State:
         """Nothing: the position in the data is a function of the step."""

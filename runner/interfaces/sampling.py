@@ -1,15 +1,104 @@
-"""What is asked of a policy, what it answers, and who judges and answers that."""
+"""Records of the data, and of rollouts: requests, completions, environments, rewards, samplers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from runner.interfaces.data import Prompt
+from runner.run_dir.manifest import PromptStyle
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedExample:
+    """A tokenised row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
+
+    branches: where each of several continuations of the same beginning starts, in order; empty for one row
+    """
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...]
+    branches: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PreferencePair:
+    """Two completions of one prompt, the first preferred. `margin`: by how much, where the data says so.
+
+    A completion holds everything after the prompt, its end included; all of its tokens count.
+    """
+
+    prompt: tuple[int, ...]
+    chosen: tuple[int, ...]
+    rejected: tuple[int, ...]
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledCompletion:
+    """One answer to a prompt, and whether it is a good one."""
+
+    prompt: tuple[int, ...]
+    completion: tuple[int, ...]
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of a rollout. `columns`: the row's other columns (JSON-able), which the reward receives.
+
+    messages: the conversation so far, if the row has one; text: what `ids` say.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalQuestion:
+    """A held-out item: its tokens, and, where it has an answer, the prompt and the expected answer.
+
+    `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
+    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item.
+    """
+
+    item: TokenizedExample
+    prompt_ids: tuple[int, ...] = ()
+    prompt: str = ""
+    answer: str = ""
+    messages: tuple[Mapping[str, Any], ...] | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    answer_ids: tuple[int, ...] = ()
+
+
+class Data(Protocol):
+    """Items of one kind (see `ItemKind`) as a pure function of the step."""
+
+    @property
+    def fingerprint(self) -> str: ...  # sha256 of everything that the items depend on
+
+    @property
+    def prompt_style(self) -> PromptStyle: ...  # whether prompts go through the chat template
+
+    @property
+    def columns(self) -> Collection[str]: ...  # those that rewards see in any row
+
+    @property
+    def longest(self) -> int: ...  # tokens of the longest item, in rollouts of the longest prompt; held-out ones too
+
+    def __len__(self) -> int: ...
+
+    # items step·count … of the endless seeded order; a round above 0 refills a step from an order of its own
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]: ...
+
+    def held_out_questions(self) -> Sequence[EvalQuestion]: ...  # held-out prompts; empty if there are none
+
+    def held_out_items(self) -> Sequence[Any]: ...  # pairs or judged answers held out; empty for other kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +148,6 @@ class ModelLimits:
     length_limit: tuple[int, str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class GreedyOutput:
-    """A greedy answer: new tokens without the end token, and the finish reason: "stop" or "length"."""
-
-    ids: tuple[int, ...]
-    finish: str
-
-
-# Tokens of an answer so far, maximum number of tokens → why it ends with the last one, None if it continues
-StopCriterion = Callable[[Sequence[int], int], str | None]
-
-
 class Sampler(Protocol):
     """Draws rollouts from a policy whose weights come from the trainer."""
 
@@ -92,9 +169,9 @@ class Sampler(Protocol):
     # By each engine that it has, of each row, the log-probability at temperature 1 of all ids but the first
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]: ...
 
-    def pop_metrics(self) -> dict[str, float]: ...  # since it was last asked, for the step's numbers
+    def pop_metrics(self) -> dict[str, float]: ...  # since the last call, for the step's metrics
 
-    def release_memory(self) -> None: ...  # what it can do without until it is next asked for something
+    def release_memory(self) -> None: ...  # memory that it does not need until the next request
 
     def close(self) -> None: ...  # what it has started ends
 
@@ -122,7 +199,7 @@ class Observation:
 
 
 class Environment(Protocol):
-    """One episode's counterpart, used once: hears a turn, answers it, or ends the episode with None."""
+    """Environment of one episode, used once: returns a reply to a turn, or None to end the episode."""
 
     def reset(self, prompt: Prompt) -> None: ...
 
@@ -197,7 +274,7 @@ class SamplerWrapper:
         return self._sampler.max_model_len
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        """Hand on a version of the weights."""
+        """Pass a version of the weights to the inner sampler."""
         self._sampler.load_weights(tensors, version)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -209,7 +286,7 @@ class SamplerWrapper:
         return self._sampler.score(rows)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Numbers since this was last asked for."""
+        """Metrics since the last call."""
         return self._sampler.pop_metrics()
 
     def release_memory(self) -> None:

@@ -27,8 +27,8 @@ LOST = 75  # exit code of a job of which a process, or a machine, is gone
 LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of what is wrong with the job, its data or its disk: it would come again
 KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
 HINTS = {
-    signal.SIGKILL: "the kernel kills so where memory runs out (dmesg says it), and so do people and batch systems",
-    signal.SIGABRT: "a library gave up; its last words are in {log}",
+    signal.SIGKILL: "out of host memory (see dmesg), or killed by a user or a batch system",
+    signal.SIGABRT: "a library aborted; its last output is in {log}",
 }
 ONLY = str(RankInfo())  # whose errors are the job's
 CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -44,14 +44,14 @@ class ExitCause(NamedTuple):
     exit_code: int
 
     def to_error(self, stopped: bool = False) -> RunnerError:
-        """What the command ends with. `stopped`: it was asked to end."""
+        """What the command ends with. `stopped`: a signal requested its end."""
         if self.strength == INTERRUPTED:
             return Interrupted(self.exit_code - 128, self.message)
         return JobFailed(self.message, self.exit_code, stopped)
 
 
 class JobFailed(RunnerError):
-    """The error of one of its processes, with its exit code. `stopped`: it was asked to end by then."""
+    """The error of one of its processes, with its exit code. `stopped`: a signal had requested its end."""
 
     def __init__(self, message: str, exit_code: int, stopped: bool = False) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class JobFailed(RunnerError):
 
 
 def is_final(error: RunnerError) -> bool:
-    """Whether no other attempt is made: it would end the same way, or nobody wants it."""
+    """Whether no other attempt is made: it would end the same way, or was stopped on purpose."""
     return error.exit_code in (RunnerError.exit_code, *LASTING) or (isinstance(error, JobFailed) and error.stopped)
 
 
@@ -94,7 +94,7 @@ def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> E
 def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) -> ExitCause:
     """The verdict on ranks that the others waited for in vain."""
     do = "does" if len(names) == 1 else "do"
-    text = "\n  ".join([f"{', '.join(names)} {do} not answer; the others waited {waited_s:g} s for it", *details])
+    text = "\n  ".join([f"{', '.join(names)} {do} not respond; the others waited {waited_s:g} s", *details])
     return ExitCause(LAGGED, text, DeadlineExceeded.exit_code)
 
 
@@ -111,10 +111,10 @@ def _cause_of(rank: ProcessExit, passed_on: Sequence[int], said: Mapping[str, in
         named = strength == INTERRUPTED or known
         return ExitCause(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
-        return ExitCause(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: ended at once", 128 + passed_on[0])
+        return ExitCause(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: stopped immediately", 128 + passed_on[0])
     if rank.code < 0:
-        return ExitCause(KILLED, f"{rank.name} is gone: {rank.lost}" if rank.lost else _signal_text(rank), LOST)
-    return ExitCause(OWN, f"{rank.name} ended with exit code {rank.code} and without a word; see {rank.log}", rank.code)
+        return ExitCause(KILLED, f"{rank.name} was lost: {rank.lost}" if rank.lost else _signal_text(rank), LOST)
+    return ExitCause(OWN, f"{rank.name} exited with code {rank.code} and no message; see {rank.log}", rank.code)
 
 
 def _signal_text(rank: ProcessExit) -> str:
@@ -122,7 +122,7 @@ def _signal_text(rank: ProcessExit) -> str:
     name = number.name if number else f"signal {-rank.code}"
     hint = HINTS.get(number) if number else None
     if number in CRASHES:
-        hint = "a crash in a library; its stacks are in {log}"
+        hint = "a library crashed; the stacks are in {log}"
     return f"{rank.name} was killed ({name})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")
 
 
@@ -167,14 +167,14 @@ class HeartbeatWriter:
 
 @dataclass(slots=True)
 class HeartbeatReader:
-    """The launcher's end: what one process has said so far, and when it was heard last.
+    """The launcher's end: what one process has sent so far, and the time of its last message.
 
     handle: the pipe's descriptor; None where what it says is brought (`take`) by other means
     """
 
     handle: int | None = None
     last_heard: float = field(default_factory=time.monotonic)
-    begun: bool = False  # it has spoken
+    begun: bool = False  # it has sent a message
     step: int = 0
     where: dict[str, Any] = field(default_factory=dict)  # host, boot_id, pid, once it has said so
     report: ExitReport | None = None
@@ -193,7 +193,7 @@ class HeartbeatReader:
                 self._handle_messages(messages)
 
     def feed(self, content: bytes) -> None:
-        """Hear this now."""
+        """Take in a message."""
         self._handle_messages(self._lines.parse(content))
 
     def close(self) -> None:

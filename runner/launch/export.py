@@ -19,11 +19,10 @@ from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
-from runner.model.hub_access import is_hub_id
-from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base
+from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base, is_hub_id
 from runner.model.model_folder import is_adapter as is_adapter_folder
 from runner.run_dir.folder import display_path
-from runner.run_dir.resume_compatibility import PromptStyle
+from runner.run_dir.manifest import PromptStyle
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
@@ -54,7 +53,7 @@ def write_export(
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with _translate_errors(target):
         if target.exists() and not target.is_dir():
-            raise StorageError(f"{display_path(target)} is in the way: it is no folder; move it, then export again")
+            raise StorageError(f"{display_path(target)} exists and is not a folder; move it, then export again")
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             model.save(staging)
@@ -90,9 +89,8 @@ def _translate_errors(target: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are "
-            "whole: make space or "
-            "fix the disk, then: run export"
+            f"cannot write the export {display_path(target)}: {error_reason(error)}; the checkpoints are complete: "
+            "free space or fix the disk, then type: run export"
         ) from error
 
 
@@ -121,7 +119,7 @@ def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = No
     if facts.samples:
         parts += ["## Samples", *map(_sample_text, facts.samples)]
     if check is not None:
-        parts += ["## Check", f"This folder was compared with the run that it was written of: {check}."]
+        parts += ["## Check", f"This folder was compared with the run that wrote it: {check}."]
     front = yaml.safe_dump(head, sort_keys=False)
     text = f"---\n{front}---\n\n" + "\n\n".join(parts) + "\n"
     (export / MODEL_CARD).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 """Check that an exported folder answers like the run.
 
-Another process, which has transformers alone, is asked the run's own prompts, and its tokens and log-probabilities
+Another process, which has transformers alone, gets the run's own prompts, and its tokens and log-probabilities
 are compared with those of the run's model.
 
 run's model ─▶ greedy answers, log-probabilities ─┐
@@ -20,15 +20,19 @@ from typing import Any
 
 import torch
 
+from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import ParityError
 from runner.core.tolerance import tolerance_of
 from runner.data.config import ChatConfig
-from runner.interfaces import GenerativeModel
+from runner.interfaces import GenerativeModel, Request
 from runner.launch.infer_export import prompt_ids
 from runner.launch.run_messages import ChatMarkers
 from runner.run_dir.folder import RunFolder
-from runner.run_dir.resume_compatibility import PromptStyle
+from runner.run_dir.manifest import PromptStyle
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.torch import TorchSampler
+from runner.trainer.answer_evaluator import ShorteningSampler
 
 PROBE = Path(__file__).with_name("export_probe.py")
 NUM_PROMPTS = 8
@@ -52,36 +56,39 @@ class ExportCheck:
 
 
 def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle) -> ExportCheck:
-    """Compare a written folder with the model that it was written of. The model is only asked.
+    """Compare a written folder with the model that it was written of. The model does not change.
 
     Raises ParityError where the folder renders a prompt otherwise, writes other tokens, or has other log-probabilities
     than the data type explains; RunnerError where it cannot be loaded.
     """
     ids = [prompt_ids(model.tokenizer, prompt, style) for prompt in prompts]
-    answers = [list(answer.ids) for answer in model.generate(ids, MAX_NEW_TOKENS)]
+    config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
+    sampler = ShorteningSampler(TorchSampler(config, model, decide=Decisions()))
+    asked = [Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)]
+    ends = model.limits().stop_token_ids
+    answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(asked)]
     logprobs = _logprobs(model, ids, answers)
     found = _ask_folder(model, folder, prompts, ids, answers, style)
     dtype = str(model.compute_dtype).removeprefix("torch.")
     largest, tolerance = 0.0, tolerance_of(dtype).values
-    ends = model.limits().stop_token_ids
     for prompt, own, answer, wanted, theirs in zip(prompts, ids, answers, logprobs, found, strict=True):
         if theirs["prompt_ids"] != own:
-            raise _unlike(folder, f"its tokenizer or chat template renders {prompt!r} in other tokens")
+            raise _unlike(folder, f"its tokenizer or chat template gives other tokens for {prompt!r}")
         greedy = [token for token in theirs["greedy_ids"] if token not in ends]
         diff = max((abs(a - b) for a, b in zip(wanted, theirs["logprobs"], strict=True)), default=0.0)
         largest = max(largest, diff)
         if not diff <= tolerance:
-            text = f"log-probabilities of the answer to {prompt!r} differ by {diff:.2g}, and {dtype} explains"
+            text = f"log-probabilities of the completion of {prompt!r} differ by {diff:.2g}; {dtype} explains"
             raise _unlike(folder, f"{text} {tolerance:g}")
         if greedy != answer and dtype == "float32":
-            raise _unlike(folder, f"the greedy answer to {prompt!r} has other tokens")
+            raise _unlike(folder, f"the greedy completion of {prompt!r} has other tokens")
     return ExportCheck(len(prompts), sum(map(len, answers)), largest, f"transformers {version('transformers')} alone")
 
 
 def _unlike(folder: Path, why: str) -> ParityError:
     return ParityError(
-        f"the export does not answer like the run: {why}\n"
-        "  it was not kept; run export --no-check writes it all the same, to be looked at"
+        f"the export does not generate like the run: {why}\n"
+        "  it was removed; run export --no-check writes it without the check"
     )
 
 
@@ -123,7 +130,7 @@ def _ask_folder(
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _unlike(folder, f"transformers cannot use it: {last}")
+        raise _unlike(folder, f"transformers cannot load it: {last}")
     found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -19,7 +19,7 @@ from runner.inference.model_source import Checkpoint, ModelSource, load_run, loa
 from runner.launch.export import CardFacts, CheckFolder, write_export
 from runner.launch.run_messages import ChatMarkers, plain_sample
 from runner.run_dir.folder import RunFolder, display_path, hold_lock
-from runner.run_dir.resume_compatibility import PromptStyle
+from runner.run_dir.manifest import PromptStyle
 from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
@@ -170,7 +170,8 @@ def push(folder: Path, target: str) -> str:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         login = "hf auth login" if where == "hub" else "modelscope login"
         raise EnvironmentProblem(
-            f"--push {target}: {first}\n  the export is whole in {display_path(folder)}; log in ({login}) and try again"
+            f"--push {target}: {first}\n"
+            f"  the export is complete in {display_path(folder)}; log in ({login}) and try again"
         ) from error
 
 

@@ -31,7 +31,7 @@ from runner.launch.run_records import (
     write_spec,
     write_yaml,
 )
-from runner.launch.session import Session, run_argument
+from runner.launch.session import WITHOUT_CALLBACKS, Session, run_argument
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,
@@ -41,8 +41,7 @@ from runner.run_dir.folder import (
     point_latest,
     read_mapping,
 )
-from runner.run_dir.manifest import redact_values
-from runner.run_dir.resume_compatibility import immutable_fields
+from runner.run_dir.manifest import immutable_fields, redact_values
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -88,7 +87,7 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
 
 
 def _handle_slurm_signals(spec: JobSpec) -> AbstractContextManager[None]:
-    """A block in which a job in Slurm's queue ends as Slurm wants it to."""
+    """A block in which a job in Slurm's queue ends as Slurm requires."""
     if not spec.launch.queued:
         return nullcontext()
     from runner.launch.slurm import srun_task
@@ -109,7 +108,7 @@ def prepare_spec(spec: JobSpec) -> JobSpec:
     spec = check_spec(spec, here=spec.launch.here)
     if spec.init_from is None and not spec.algorithm.upstream_models():
         return spec
-    from runner.launch.upstream_models import resolve_init_from, resolve_other_models
+    from runner.launch.upstream_runs import resolve_init_from, resolve_other_models
 
     return resolve_other_models(resolve_init_from(spec))
 
@@ -122,10 +121,11 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     """
     parts = ("data", "chat", "model", "algorithm", "reward", "evaluation")
     spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
-    if spec.model.source is not None:
+    if spec.model.source is not None or spec.reward.uses_device_model():
         from runner.inference.model_source import resolve_model_path
 
-        spec = spec.model_copy(update={"model": spec.model.with_resolved_source(resolve_model_path)})
+        found = {name: getattr(spec, name).with_resolved_source(resolve_model_path) for name in ("model", "reward")}
+        spec = spec.model_copy(update=found)
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec
 
@@ -134,10 +134,13 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
     refuse_other_job(before, spec)
-    if read_status(folder).get("state") == "done" and spec.steps <= before.steps and spec.epochs is None:
-        more = f"run resume {display_path(folder.root)} steps={before.steps * 2}"
+    status, here = read_status(folder), display_path(folder.root)
+    early = status.get("stopped_early") if spec.callbacks == before.callbacks else None
+    longer = spec.steps > before.steps or spec.epochs is not None
+    if status.get("state") == "done" and not longer and (early or "stopped_early" not in status):
+        more = f"run resume {here} " + (WITHOUT_CALLBACKS if early else f"steps={before.steps * 2}")
         refuse_ignored_changes(before, spec_to_write(spec), more)
-        print_text(f"{display_path(folder.root)}: finished after {before.steps} steps; to continue: {more}")
+        print_text(f"{here}: {early or f'finished after {before.steps} steps'}; to continue: {more}")
         return 0
     from runner.launch.slurm import srun_task, submission
 
@@ -173,24 +176,27 @@ def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) ->
 def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
     """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
-        moved = f"schedule={spec.schedule.name} now ends at step {spec.steps} and not {before.steps}"
-        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
+        moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"
+        print_text(
+            f"note: {moved}: the learning rate rises again, unlike in one run of that length",
+            file=sys.stderr,
+        )
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
     """Raise SpecError naming every override that would make this another run."""
     if spec.steps < before.steps:
-        message = f"{spec.steps} is below the run's {before.steps}; a run can only get longer"
+        message = f"{spec.steps} is below the run's {before.steps}; steps can only increase"
         raise SpecError([Problem("steps", message, COMMAND_LINE)])
     began, now = immutable_fields(before), immutable_fields(spec)
-    text = "was fixed when the run began; start a new run to change it"
+    text = "cannot change in a resumed run; start a new run to change it"
     if changed := [name for name in now if began[name] != now[name]]:
         raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
 
 def refuse_ignored_changes(before: JobSpec, spec: JobSpec, more: str) -> None:
     """Raise SpecError naming every override of a finished run that no step would see."""
-    text = f"the run is finished, so this changes nothing; with more steps it does: {more}"
+    text = f"has no effect, because the run is finished; to train more steps, type: {more}"
     if changed := [name for name in type(spec).model_fields if getattr(before, name) != getattr(spec, name)]:
         raise SpecError([Problem(name, text, COMMAND_LINE) for name in changed])
 
@@ -200,7 +206,7 @@ def read_status(folder: RunFolder) -> dict[str, object]:
     try:
         return read_mapping(folder.status)
     except EnvironmentProblem as error:
-        log.warning("%s; the checkpoints tell how far the run is", error)
+        log.warning("%s; using the checkpoints to find the last step", error)
         return {}
 
 
@@ -341,7 +347,7 @@ class LocalLauncher:
         own |= order.environment
         member = LocalWorker.start(order, own, handle, self._janitor)
         if self._own is not None and order.meets:
-            self._own.close()  # rank 0 has it: where that is gone, nobody is to wait for an answer
+            self._own.close()  # rank 0 has it: where that exited, no rank may wait for a response
         return member
 
     def close(self) -> None:
@@ -374,16 +380,16 @@ class LocalLauncher:
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
     """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
 
-    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers want more than there are.
+    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers need more than exist.
     """
-    from runner.device.device_kinds import listed_cards
+    from runner.core.device_kinds import listed_cards
 
     there = spec.device.visible() if spec.launch.samplers else None
     if there is not None and listed_cards(spec.device.kind) is None:
         there = tuple(map(str, range(len(there))))
     wanted = spec.launch.devices + spec.launch.samplers
     if there is not None and len(there) < wanted:
-        asked = f"launch.devices={spec.launch.devices} and launch.samplers={spec.launch.samplers} want {wanted} devices"
-        found = f"{len(there)} {'is' if len(there) == 1 else 'are'} here ({', '.join(there) or 'none'})"
-        raise EnvironmentProblem(f"{asked}, and {found}; type fewer, or list more in {spec.device.kind.visible}")
+        asked = f"launch.devices={spec.launch.devices} and launch.samplers={spec.launch.samplers} need {wanted} devices"
+        found = f"this machine has {len(there)} ({', '.join(there) or 'none'})"
+        raise EnvironmentProblem(f"{asked}, but {found}; type fewer, or list more in {spec.device.kind.visible}")
     return there

@@ -7,7 +7,7 @@ Plain JSON, a line each; a machine whose line breaks is gone. Not torch's TCPSto
 no torch, a second and 190 MB; its calls outlast their timeout where the server is stopped or cut off; it tells nobody
 that a client is gone; and whoever connects may write.
 
-gloo takes the address of the host's own name, unless it is told an interface, and on many machines that is a loopback
+gloo takes the address of the host's own name, unless an interface is set, and on many machines that is a loopback
 one: `gloo_interface` tells it the one on the way to the others.
 """
 
@@ -58,7 +58,7 @@ class NodeConnection:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Say something; `receive` finds out where nobody is left to hear it."""
+        """Send a message; `receive` detects a closed connection."""
         with suppress(OSError):
             self._lines.send(message, SEND_S)
 
@@ -123,7 +123,7 @@ class PeerNodes:
         if "verdict" in line.received:
             said = line.received["verdict"]
             return None if said is None else ExitCause(*said)
-        gone = ExitCause(KILLED, f"{line.name} is gone: its launcher does not answer", LOST)
+        gone = ExitCause(KILLED, f"{line.name} was lost: its launcher does not respond", LOST)
         return gone if own is None or own.strength == WAITED else own
 
 
@@ -162,7 +162,7 @@ def join_node0(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[PeerNo
     stop = StopSignal()
     with stop.handle_signals(), ExitStack() as closing, stop.interrupt_immediately():
         print_text(
-            f"machine {spec.launch.machine} of {spec.launch.machines}: looking for machine 0 at {_address_text(spec)}"
+            f"machine {spec.launch.machine} of {spec.launch.machines}: connecting to machine 0 at {_address_text(spec)}"
         )
         line = NodeConnection(closing.enter_context(_connect(spec)), "machine 0")
         line.send({"hello": [spec.launch.machine, socket.gethostname(), typed]})
@@ -171,12 +171,12 @@ def join_node0(spec: JobSpec, typed: Mapping[str, Any]) -> Iterator[tuple[PeerNo
         if "refused" in line.received:
             raise EnvironmentProblem(line.received["refused"])
         if "welcome" not in line.received:
-            raise RankLost("machine 0 ended before the job began; what it says is the cause")
+            raise RankLost("machine 0 exited before the job started; see its output for the cause")
         root, attempt, host, port = line.received["welcome"]
         folder = RunFolder(Path(root))
         if not folder.spec.is_file():
-            text = f"the run's folder {root}, which machine 0 made, is not to be seen here"
-            raise EnvironmentProblem(f"{text}; start on a disk that all share")
+            text = f"cannot see the run's folder {root}, which machine 0 created"
+            raise EnvironmentProblem(f"{text}; use storage that all machines share")
         closing = closing.pop_all()
     with closing:
         yield PeerNodes([line], False, (host, port)), folder, attempt
@@ -193,7 +193,7 @@ def _accept_nodes(
     while missing := [node for node in range(1, spec.launch.machines) if node not in found]:
         if time.monotonic() > deadline:
             who = ", ".join(map(str, missing))
-            raise DeadlineExceeded(f"no word from machine {who} within {limit:g} s at {_address_text(spec)}")
+            raise DeadlineExceeded(f"machine {who} did not connect to {_address_text(spec)} within {limit:g} s")
         if door in select.select([door, *(line.socket for line in unnamed)], [], [], RETRY_S)[0]:
             unnamed.append(NodeConnection(closing.enter_context(door.accept()[0]), "a machine"))
         found = {node: line for node, line in found.items() if _is_alive(line)}  # one that is gone may be typed again
@@ -205,14 +205,14 @@ def _accept_nodes(
                     line.name = f"machine {node} ({host})"
                     _refuse_other_job(line, typed, other)
                     if node in found:
-                        text = f"launch.node_rank={node} is taken by {found[node].name}; give each its own number"
+                        text = f"launch.node_rank={node} is used by {found[node].name}; set another number on each"
                         line.send({"refused": text})
                     else:
                         found[node] = line
                 case _:
                     line.socket.close()
     for line in unnamed:
-        line.socket.close()  # nobody listens to it any more
+        line.socket.close()  # no launcher listens to it any more
     return [found[node] for node in sorted(found)]
 
 
@@ -230,8 +230,8 @@ def _refuse_other_job(line: NodeConnection, typed: Mapping[str, Any], other: Map
     names = [k for k in names if not str(here.get(k)).startswith(RECIPE)]  # machine 0 has put its weights there by now
     if not names:
         return
-    line.send({"refused": f"machine 0 was given another job: {', '.join(names)}; type the same command on all"})
-    text = "{} here, {} on {}; type the same command on all"
+    line.send({"refused": f"machine 0 has a different job: {', '.join(names)}; type the same command on all machines"})
+    text = "{} here, {} on {}; type the same command on all machines"
     raise SpecError([Problem(k, text.format(here.get(k), there.get(k), line.name)) for k in names])
 
 
@@ -239,10 +239,7 @@ def _listen(host: str, port: int, address: str) -> socket.socket:
     try:
         return socket.create_server((host, port), backlog=512)
     except OSError as error:
-        text = (
-            f"launch.rdzv_endpoint={address}: cannot listen there ({error.strerror}); an address of "
-            f"machine 0 is expected"
-        )
+        text = f"launch.rdzv_endpoint={address}: cannot listen there ({error.strerror}); set an address of machine 0"
         raise EnvironmentProblem(f"{text}, and a free port") from error
 
 
@@ -255,7 +252,7 @@ def _connect(spec: JobSpec) -> socket.socket:
             return socket.create_connection(spec.launch.meeting, timeout=5)
         except OSError as error:
             if time.monotonic() > deadline:
-                text = f"machine 0 does not answer at {_address_text(spec)} within {limit:g} s ({error})"
+                text = f"machine 0 does not respond at {_address_text(spec)} within {limit:g} s ({error})"
                 raise DeadlineExceeded(f"{text}; start the same command there, with launch.node_rank=0") from error
             time.sleep(RETRY_S)
 

@@ -60,12 +60,12 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | No
         if not key.startswith(f"{TEXTS}."):
             who = origin_of(key, origins)
             raise SecurityError(
-                f"{key} holds what looks like a secret, and spec.yaml would keep it\n  leave it out: libraries read "
-                f"theirs from the environment, and reward.env=[NAME] lets a reward see a variable"
-                f"{f'  [{who}]' if who else ''}"
+                f"{key} looks like a secret, and spec.yaml would store it\n"
+                "  leave it out: libraries read secrets from the environment, and reward.env=[NAME] passes a "
+                f"variable to a reward{f'  [{who}]' if who else ''}"
             )
         if key not in noted:
-            print_text(f"note: {key} holds what looks like a secret: masked", file=sys.stderr)
+            print_text(f"note: {key} looks like a secret and is masked", file=sys.stderr)
         noted.add(key)
     if not found:
         return spec

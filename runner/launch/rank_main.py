@@ -29,7 +29,7 @@ from runner.spec.job import JobSpec
 
 
 def main(root: str, attempt: str, pipe: str, listener: str) -> int:
-    """Returns the rank's exit code; the launcher hears the reason."""
+    """Returns the rank's exit code; the launcher receives the reason."""
     stop = StopSignal()
     stop.install()
     take_token()
@@ -47,7 +47,7 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
 
 
 def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], object]) -> int:
-    """Do `work`; the exit code of a process of which the launcher hears why it ends."""
+    """Do `work`; the exit code of a process that reports to the launcher why it ends."""
     with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
         enable_stack_dumps(log.fileno())
         try:
@@ -57,7 +57,7 @@ def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], 
             return error.exit_code
         except Exception as error:
             log.write(redact(traceback.format_exc()))
-            text = f"this is a bug of ours: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
+            text = f"this is a bug in this project: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
             link.report(ExitReport.from_error(RunnerError(text)))
             return RunnerError.exit_code
     return 0
@@ -86,7 +86,7 @@ def exit_process(code: int) -> NoReturn:
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # nobody is left to read it
+        with suppress(OSError):  # no process is left to read it
             stream.flush()
     os._exit(code)
 

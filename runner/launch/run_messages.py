@@ -65,14 +65,15 @@ def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
     if not own.deepspeed:
         said += f", {own.mesh(place.size)}"
     logs = f"{display_path(folder / 'ranks')}/1.log" + (f" to {place.size - 1}.log" if place.size > 2 else "")
-    return f"{said}; this is rank 0, the others' words: {logs}"
+    return f"{said}; this is rank 0, logs of the others: {logs}"
 
 
 def data_text(spec: JobSpec, items: int) -> str:
     """How much data a run sees: items, per step, and how often it sees each."""
     per_step = spec.algorithm.batch_size
-    said = f"data     {count_noun(items, 'item')} · {per_step} per step · {count_noun(spec.steps, 'step')}"
-    if spec.data.is_mixture:  # a mixture's sources are gone through at paces of their own
+    amount = "a stream" if spec.data.is_stream else count_noun(items, "item")
+    said = f"data     {amount} · {per_step} per step · {count_noun(spec.steps, 'step')}"
+    if spec.data.is_mixture or spec.data.is_stream:  # a mixture's sources are gone through at paces of their own
         return said
     return f"{said} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
 
@@ -83,7 +84,7 @@ class ChatMarkers:
 
     opening: str
     closing: str
-    special: tuple[str, ...] = ()  # what an answer ends with, and its like
+    special: tuple[str, ...] = ()  # end-of-turn and similar tokens
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: ChatConfig) -> ChatMarkers:
@@ -155,7 +156,7 @@ class _ToConsole(logging.Handler):
 def console_logging(path: Path, *, silent: bool = False) -> Iterator[Console]:
     """A console that also shows logs under "runner" and Python's warnings inside the block.
 
-    silent: only in the log at `path`, as for the ranks that do not speak to the user
+    silent: only in the log at `path`, as for the ranks that do not print to the user
     """
     loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
     levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}

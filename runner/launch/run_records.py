@@ -20,9 +20,9 @@ import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted, RunnerError, StorageError
-from runner.launch.base import ExternalLaunchConfig
+from runner.launch.config import ExternalLaunchConfig
 from runner.run_dir import manifest
-from runner.run_dir.folder import RunFolder, display_path, write_atomic, write_json
+from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
@@ -43,9 +43,9 @@ def is_upstream_run() -> bool:
 def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
     """status.json, as the block goes; report.html after it."""
 
-    def write(state: str, exit_code: int | None = None, error: str | None = None) -> None:
+    def write(state: str, exit_code: int | None = None, error: str | None = None, **more: str) -> None:
         record = {"state": state, "attempt": attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
-        write_json(folder.status, manifest.redact_values(record))
+        write_json(folder.status, manifest.redact_values(record | more))
 
     write("running")
     try:
@@ -60,8 +60,10 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
         raise
     except BaseException as error:
         write("failed", 1, f"{type(error).__name__}: {error}")
+        write_report(folder, is_said=True)
         raise
-    write("done", 0)
+    early = manifest.early_stop(read_mapping(folder.manifest))
+    write("done", 0, **({} if early is None else {"stopped_early": early}))
     write_report(folder)
 
 
@@ -110,7 +112,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
 
 
 def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without what its processes are told again whenever they are started."""
+    """The spec without the options that are set again at each start."""
     if not isinstance(spec.launch, ExternalLaunchConfig):
         return spec
     launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})

@@ -1,6 +1,6 @@
 """One attempt at a run in one process, from its environment to what its end says.
 
-environment that the device wants, before torch is imported
+environment that the device needs, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DeadlineExceeded, OutOfMemory, Problem, RankLost, SpecError
-from runner.core.imports import import_frozen
+from runner.core.package import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
 from runner.core.signals import StopSignal
 from runner.device.process_setup import load_torch, set_environment
@@ -36,7 +36,7 @@ from runner.launch.run_messages import (
 )
 from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run, write_spec
 from runner.run_dir.folder import RunFolder, display_path, is_latest
-from runner.run_dir.resume_compatibility import check_spec_unchanged
+from runner.run_dir.manifest import check_spec_unchanged
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 from runner.tracker.text import count_noun, labeled_line
@@ -44,6 +44,8 @@ from runner.tracker.text import count_noun, labeled_line
 if TYPE_CHECKING:
     from runner.build import BuiltJob
     from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
+
+WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is resumed
 
 
 @dataclass(slots=True)
@@ -87,11 +89,11 @@ class Session:
                 built, first = self._build(records, console)
                 records.describe(_device_facts(built), _process_facts(built))
             with translate_memory_errors(self.spec):
-                seconds = self._loop(built, first, console)
+                seconds, steps = self._loop(built, first, console)
             ending = "done"
         finally:
             tracker_lines = records.close(ending)
-        lines = [*self._ending(built, seconds), *tracker_lines]
+        lines = [*self._ending(built, seconds, steps), *tracker_lines]
         built.world.close()
         del held
         console.stop(lines if self.place.is_rank0 else [])
@@ -121,7 +123,7 @@ class Session:
         if self.spec.epochs is None:
             return
         if spec.steps < first:
-            text = f"{self.spec.epochs:g} come to {spec.steps} steps, and {first} are done; a run can only get longer"
+            text = f"{self.spec.epochs:g} epochs are {spec.steps} steps, but {first} are done; steps can only increase"
             raise SpecError([Problem("epochs", text)])
         self.spec = records.spec = spec
         if self.place.is_rank0:
@@ -156,31 +158,33 @@ class Session:
         said = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
         return outlets(step=sinks, log_first=records.log, **said)
 
-    def _loop(self, built: BuiltJob, first: int, console: Console) -> float:
+    def _loop(self, built: BuiltJob, first: int, console: Console) -> tuple[float, int]:
+        """The seconds that it takes, and the steps that are done at the end."""
         from runner.trainer.loop import run_loop
 
         console.message(data_text(self.spec, len(built.data)))
         console.start(run_facts(self.spec, built.model) | {"device": built.job.device.name}, self.spec.steps)
         self.progress(first)
         begin = time.perf_counter()
-        run_loop(built.job, first)
-        return time.perf_counter() - begin
+        steps = run_loop(built.job, first)
+        return time.perf_counter() - begin, steps
 
-    def _ending(self, built: BuiltJob, seconds: float) -> list[str]:
-        lines = [labeled_line("done", f"{count_noun(self.spec.steps, 'step')} in {seconds:.0f} s")]
+    def _ending(self, built: BuiltJob, seconds: float, steps: int) -> list[str]:
+        lines = [labeled_line("done", f"{count_noun(steps, 'step')} in {seconds:.0f} s")]
         lines.append(
             labeled_line("report", display_path(self.folder.report))
         )  # which whoever started the ranks writes at the end
         if self.spec.checkpoint.export and not self.place.is_rank0:
             built.model.save(None)  # rank 0 writes, and may need this rank's pieces
         elif self.spec.checkpoint.export:
-            facts = CardFacts(self.spec.steps, self.values, built.data.prompt_style)
+            facts = CardFacts(steps, self.values, built.data.prompt_style)
             write_export(built.model, self.folder.export, self.spec, facts)
             lines.append(labeled_line("model", display_path(self.folder.export)))
         if is_upstream_run():
             return lines
         lines.append(labeled_line("try it", self._try_it(built)))
-        lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} steps={self.spec.steps * 2}"))
+        more = f"steps={self.spec.steps * 2}" if steps == self.spec.steps else WITHOUT_CALLBACKS
+        lines.append(labeled_line("continue", f"run resume {run_argument(self.folder)} {more}"))
         return lines
 
     def _try_it(self, built: BuiltJob) -> str:
@@ -217,7 +221,7 @@ def translate_rank_errors(place: RankInfo) -> Iterator[None]:
 
 
 def _process_facts(built: BuiltJob) -> dict[str, Any]:
-    """What the manifest says of the job's processes, rank by rank, which all of them are asked for."""
+    """The manifest's record of the job's processes, rank by rank; collective."""
     own = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": built.world.place.local_rank}
     return {"ranks": built.world.world_peers.all_gather(own)}
 

@@ -1,9 +1,9 @@
 """The processes of a job that one launcher has started: begun together, watched, and ended together.
 
-start ─▶ all ranks end well                             ─▶ done: what serves them is told to end
+start ─▶ all ranks end well                             ─▶ done: samplers are stopped
       ├▶ a rank ends otherwise ─▶ the others have 5 s   ─▶ its error, once
       ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
-      ├▶ a sampler is lost                              ─▶ the same again, so many times; its work is asked again
+      ├▶ a sampler is lost                              ─▶ restart it, a limited number of times; its work is repeated
       └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
       └▶ SIGUSR1, passed on to each rank                ─▶ they save together, and continue
 """
@@ -41,10 +41,10 @@ from runner.tracker.console import Console
 
 POLL_S = 0.05
 GRACE_S = 5.0  # for processes to end by themselves once a rank has ended
-CAUSE_S = 3.0  # for a cause to be heard of where ranks say that they waited in vain
+CAUSE_S = 3.0  # for a cause to arrive where ranks report that they waited in vain
 SHOW_CURSOR = "\x1b[?25h"
 SILENT = 1 / 3  # of sampler.timeout_s at most: then there is time left to start another one, and for that one to answer
-SILENT_S = 300.0  # at most: as long as a library may be read from a slow disk, when no other thread can speak
+SILENT_S = 300.0  # at most: as long as a library may be read from a slow disk, when no other thread can send
 REPLACEMENTS = 3  # where launch.max_worker_restarts says nothing
 NOTES = "*.json"  # in the folders of their logs: where each is reached
 
@@ -62,10 +62,10 @@ class Supervisor:
     services: SamplerProcesses = field(init=False)
     roster: WorkerStatusFile = field(init=False)
     interrupts: SignalRecorder = field(default_factory=lambda: SignalRecorder(saves=True))
-    noticed: int = 0  # signals that came, and are dealt with
-    signals_forwarded: int = 0  # those of them that ask the ranks to end
+    noticed: int = 0  # signals that arrived and were handled
+    signals_forwarded: int = 0  # those of them that stop the ranks
     deadline: float = float("inf")  # when ranks that still run are killed
-    waited_since: float = 0.0  # when the first rank was heard to have waited in vain; 0: none was
+    waited_since: float = 0.0  # when the first rank reported that it waited in vain; 0: none did
     hung: ExitCause | None = None
 
     def __post_init__(self) -> None:
@@ -290,7 +290,7 @@ class SamplerProcesses:
         """Why it is lost, None if it is not."""
         if not member.is_running():
             ended = member.wait_for_exit()
-            text = f"{member.order.name} ended, and nobody told it to; see {ended.log}"
+            text = f"{member.order.name} exited unexpectedly; see {ended.log}"
             return find_cause([ended]) or ExitCause(OWN, text, LOST)
         member.heartbeat.receive()
         limit = sampler_timeout_s(self.spec)
@@ -299,7 +299,7 @@ class SamplerProcesses:
         [where] = dump_stacks([member], [member])
         member.kill()
         member.wait_for_exit()
-        return ExitCause(KILLED, f"{where}, and has said nothing for {limit:g} s", LOST)
+        return ExitCause(KILLED, f"{where}, and sent no heartbeat for {limit:g} s", LOST)
 
     def _restart(self, at: int, verdict: ExitCause) -> None:
         """Start another one in its place, unless it was the last time."""
@@ -309,14 +309,14 @@ class SamplerProcesses:
         if verdict.exit_code in LASTING:
             self.failed = verdict
         elif times >= most:
-            again = f"it was restarted {times} times, and launch.max_worker_restarts={most}"
+            again = f"it was restarted {times} times, the limit is launch.max_worker_restarts={most}"
             self.failed = verdict._replace(
-                message=f"{verdict.message}\n  {again}; what it said: {display_path(order.folder.log)}"
+                message=f"{verdict.message}\n  {again}; its log: {display_path(order.folder.log)}"
             )
         else:
             self.lost[at] = times + 1
             first, *_ = verdict.message.splitlines()
-            self.say(f"{first}; it is restarted ({times + 1} of {most}), and asked again", "warning")
+            self.say(f"{first}; restarting it ({times + 1} of {most}) and retrying", "warning")
             self.members[at] = self.starter.start(order)
 
 

@@ -2,8 +2,8 @@
 
 rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
 
-The store is torch's, and what a rank's device wants in its environment is set before torch is imported. So rank 0 tells
-the others after that, and another rank hears of it in a process of its own, this module as a program.
+The store is torch's, and the environment of a rank's device is set before torch is imported. So rank 0 informs the
+others after that, and another rank receives it in a separate process, this module as a program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 
 from runner.core.errors import EnvironmentProblem, RankLost, RunnerError
 from runner.core.rank_info import RENDEZVOUS_VARIABLES, VARIABLES, RankInfo
-from runner.device.torch_npu_import import AUTOLOAD
+from runner.device.process_setup import AUTOLOAD
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 
@@ -67,7 +67,9 @@ def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], in
 def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
     """The layout of torchrun as overrides. Raises EnvironmentProblem for `words` that contradict it."""
     if place.size % place.local_size:
-        raise EnvironmentProblem(f"{place.local_size} processes here and {place.size} in all; as many on each machine")
+        raise EnvironmentProblem(
+            f"{place.local_size} processes here and {place.size} in total; start the same number on each machine"
+        )
     nodes = place.size // place.local_size
     found: dict[str, Any] = {"devices": place.local_size, "nodes": nodes}
     if nodes > 1:
@@ -78,9 +80,7 @@ def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
-            raise EnvironmentProblem(
-                f"{word}: torchrun has started {found['devices']} × {nodes} processes; leave it out"
-            )
+            raise EnvironmentProblem(f"{word}: torchrun started {found['devices']} × {nodes} processes; leave it out")
     return [f"launch.{name}={value}" for name, value in found.items()]
 
 
@@ -89,11 +89,11 @@ def refuse_misfit(spec: JobSpec) -> None:
     own = spec.launch
     if own.name == "torchrun" and not is_rank() and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
         text = "launch=torchrun is for use inside torchrun, which starts the processes; type"
-        raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or take launch=local")
+        raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or type launch=local")
     if is_rank() and own.name not in ("torchrun", "local"):
-        raise EnvironmentProblem(f"launch={own.name}: torchrun has started this process already; leave it out")
+        raise EnvironmentProblem(f"launch={own.name}: torchrun already started this process; leave it out")
     if is_rank() and own.samplers:
-        text = f"launch.samplers={own.samplers}: torchrun starts ranks alone; leave it out, or start without torchrun"
+        text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
         raise EnvironmentProblem(text)
 
 
@@ -113,7 +113,7 @@ def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
     from runner.launch.session import Session
 
     folder.ranks.mkdir(exist_ok=True)
-    stores: list[Any] = []  # none before the others were told
+    stores: list[Any] = []  # none before the others were informed
 
     def tell() -> None:
         stores.append(_publish_job({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
@@ -135,10 +135,10 @@ def _run_other_rank(place: RankInfo) -> int:
     if "ended" in job:
         return int(job["ended"])
     if job["argv"] != sys.argv[1:]:
-        raise EnvironmentProblem(f"{place}: rank 0 was started with other words: {' '.join(job['argv'])}")
+        raise EnvironmentProblem(f"{place}: rank 0 has a different command line: {' '.join(job['argv'])}")
     folder = RunFolder(Path(job["folder"])).for_rank(place.rank)
     if not folder.spec.is_file():
-        raise EnvironmentProblem(f"{place}: {folder.root}, rank 0's folder, is not to be seen here; use a shared disk")
+        raise EnvironmentProblem(f"{place}: cannot see rank 0's folder {folder.root} here; use shared storage")
     stores: list[Any] = []
     try:
         Session(read_spec(folder), folder, job["attempt"], place, meet=lambda: stores.append(_store())).run()
@@ -151,14 +151,14 @@ def _run_other_rank(place: RankInfo) -> int:
 
 
 def _receive_job() -> dict[str, Any]:
-    """What rank 0 tells, heard by a process of its own. Raises RankLost if rank 0 is gone."""
+    """What rank 0 sends, received by a separate process. Raises RankLost if rank 0 is gone."""
     from runner.core.subprocess import with_pdeathsig
 
     command = with_pdeathsig([sys.executable, "-P", "-m", "runner.launch.torchrun"])
     own = {**os.environ, AUTOLOAD: "0"}  # a torch_npu that does not load would break it
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=own, check=False)
     if done.returncode or not done.stdout:
-        raise RankLost(f"rank 0 is gone before the job began (the process that listened ended with {done.returncode})")
+        raise RankLost(f"rank 0 exited before the job started (its listening process returned {done.returncode})")
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "lost" in said:
         raise RankLost(said["lost"])
@@ -190,7 +190,7 @@ def _wait_for_job(store: Any) -> dict[str, Any]:
             store.wait([KEY], LOOK)
             return dict(json.loads(store.get(KEY)))
         except DistNetworkError as error:
-            raise RankLost(f"rank 0 is gone before the job began ({error})") from error
+            raise RankLost(f"rank 0 exited before the job started ({error})") from error
         except DistStoreError:  # not yet
             continue
 

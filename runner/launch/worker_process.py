@@ -43,7 +43,7 @@ PROGRAMS: dict[Role, tuple[str, ...]] = {
     "sampler": ("-P", "-m", "runner.launch.sampler_main"),
 }
 BEAT_S = 2.0
-STACKS = signal.SIGUSR2  # asks a process for its stacks; SIGUSR1 asks a rank for a checkpoint
+STACKS = signal.SIGUSR2  # requests a stack dump; SIGUSR1 requests a checkpoint
 DUMP_S = 1.0  # for processes to write their stacks
 HEAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*most recent call first.*:$", re.MULTILINE)
 FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
@@ -51,7 +51,7 @@ LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 STOPPED = {
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "stopped by a debugger",
-    psutil.STATUS_DISK_SLEEP: "in the kernel, waiting for a disk or a device",
+    psutil.STATUS_DISK_SLEEP: "waiting in the kernel for a disk or a device",
 }
 
 
@@ -93,7 +93,7 @@ class WorkerSpec:
     def command_line(self, pipe: int, listener: int | None) -> list[str]:
         """What follows the interpreter.
 
-        pipe: the descriptor that it speaks to its launcher over; listener: that of the socket of the ranks' store
+        pipe: the descriptor for messages to its launcher; listener: that of the socket of the ranks' store
         """
         last = str(self.index) if self.role != "rank" else "-" if listener is None else str(listener)
         return [*PROGRAMS[self.role], str(self.folder.root), str(self.attempt), str(pipe), last]
@@ -105,7 +105,7 @@ class WorkerProcess(Protocol):
     order: WorkerSpec
     heartbeat: HeartbeatReader
 
-    def is_running(self) -> bool: ...  # once it does not, all that it said was heard, and what it had started is killed
+    def is_running(self) -> bool: ...  # once it does not, all its output was read, and what it had started is killed
 
     def signal(self, number: int) -> None: ...  # to itself alone
 
@@ -181,7 +181,7 @@ class LocalWorker:
         return cls(order, process, HeartbeatReader(hearing), janitor)
 
     def is_running(self) -> bool:
-        """Whether it still does. Once it does not, what it has started is killed, and all it said was heard."""
+        """Whether it still does. Once it does not, what it has started is killed, and all its output was read."""
         if self.process.is_running():
             return True
         if self.heartbeat.open:
@@ -289,7 +289,7 @@ def _activity_text(member: WorkerProcess, before: int) -> str:
         return " and ".join(f"is {words}" for words in (*step, stopped))
     log = member.order.folder.log
     found = main_thread_location(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""
-    return f"is {', '.join((*step, found or 'where it does not say: a library holds its threads'))}"
+    return f"is {', '.join((*step, found or 'at an unknown place: a library blocks its threads'))}"
 
 
 def main_thread_location(stacks: str) -> str:

@@ -65,7 +65,7 @@ def max_row_length(config: Any) -> tuple[int, str] | None:
         limits.append((positions, f"the model has {positions} positions"))
     for rope in _rope_settings(getattr(text, "rope_parameters", None) or {}):
         kind = str(rope.get("rope_type"))
-        reason = f"beyond, its {kind} positions depend on the longest row of a micro-batch"
+        reason = f"above this length, its {kind} positions depend on the longest sequence of a micro-batch"
         if "dynamic" in kind and positions is not None:
             limits.append((positions - 1, reason))  # only shorter rows undo what a longer answer has changed
         elif kind == "longrope":
@@ -81,7 +81,7 @@ def new_tokens_that_fit(prompt: int, wanted: int, limit: tuple[int, str] | None)
 def check_row_length(longest: int, limit: tuple[int, str] | None) -> None:
     """Raise SpecError if rows of `longest` tokens are more than `longest_row` allows."""
     if limit is not None and longest > limit[0]:
-        text = f"rows of {longest} tokens are too long: {limit[1]}; {limit[0]} is the most, prompt and answer together"
+        text = f"sequences of {longest} tokens are too long: {limit[1]}; the maximum is {limit[0]}, prompt included"
         raise SpecError([Problem("data.max_length", text)])
 
 

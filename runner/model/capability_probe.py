@@ -47,7 +47,7 @@ def head_objection(causal: Any, device: torch.device) -> str | None:
     """
     head = causal.get_output_embeddings()
     if head is None or causal.base_model is causal:
-        return "the model does not show its backbone and its LM head"
+        return "the model does not expose its backbone and its LM head"
     if device.type == "meta":  # where nothing is computed, nothing can be tried
         return None
     seen: list[Tensor] = []
@@ -72,12 +72,12 @@ def head_objection(causal: Any, device: torch.device) -> str | None:
 def _static_objection(causal: Any) -> str | None:
     parameters = inspect.signature(causal.base_model.forward).parameters
     if "position_ids" not in parameters or not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return "its forward does not accept positions and further keywords"
+        return "its forward does not accept position_ids and further keywords"
     strange = set(getattr(causal.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
     if strange:
         return f"it has layers of type {', '.join(sorted(strange))}"
     causal.set_attn_implementation(PACKED_ATTENTION)
-    return None if causal.config._attn_implementation == PACKED_ATTENTION else "its attention cannot be exchanged"
+    return None if causal.config._attn_implementation == PACKED_ATTENTION else "its attention cannot be replaced"
 
 
 @torch.no_grad()
@@ -85,7 +85,7 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
     """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
     own = causal.config._attn_implementation
     if causal.base_model is causal:
-        return "the model does not show its backbone"
+        return "the model does not expose its backbone"
     if device.type == "meta":
         return _static_objection(causal)
 
@@ -99,7 +99,7 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
         batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
         try:
             got = run_packed(forward, batch)
-            reason = None if is_close(got, wanted) else "its packed rows do not give what single rows give"
+            reason = None if is_close(got, wanted) else "its output changes when sequences are packed"
         except UnsupportedAttention as error:
             reason = str(error)
     if reason is not None:
@@ -115,7 +115,7 @@ def kernel_objection(kernel: VarlenAttention, config: Any, dtype: torch.dtype, d
     for window in (None, 2):
         options = {"query_lengths": queries, "key_lengths": keys, "window": window, "scale": size**-0.5}
         if reason := _kernel_difference(kernel, _reference_varlen, drawn, options):
-            return reason + f" in a window of {window}" * bool(window)
+            return reason + f" with a window of {window}" * bool(window)
     return None
 
 
@@ -152,11 +152,11 @@ def _kernel_difference(kernel: Any, defined: Any, drawn: list[Tensor], options: 
     try:
         got = _with_gradients(kernel, drawn, dropout=0.0, **options)
     except (RuntimeError, TypeError, ValueError) as error:  # of whatever kind a foreign kernel refuses with
-        return f"its kernel says {str(error).strip().splitlines()[0]}"
+        return f"its kernel fails: {str(error).strip().splitlines()[0]}"
     wanted = _with_gradients(defined, [t.detach().to(wide).requires_grad_() for t in drawn], **options)
     if all(is_close(g, w.to(g.dtype)) for g, w in zip(got, wanted, strict=True)):
         return None
-    return "its kernel does not give what attention is defined as"
+    return "its kernel differs from the definition of attention"
 
 
 @torch.enable_grad()

@@ -8,20 +8,19 @@ Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S pred
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import UnsupportedModelError
 from runner.distributed.dtensor_utils import full_tensor
-from runner.interfaces import Decide, GreedyOutput, LogitTermsFn, ModelLimits, StopCriterion
+from runner.interfaces import Decide, LogitTermsFn, ModelLimits
 from runner.model import chunked_lm_head
 from runner.model.batch_layout import BatchTokens, max_row_length
 from runner.model.capability_probe import head_objection
@@ -33,7 +32,6 @@ from runner.spec.base import Head
 
 if TYPE_CHECKING:
     from runner.model.generation import CompletionGenerator
-    from runner.model.kv_cache import MakeDecoder
 
 
 class CausalLM(TransformersModel):
@@ -102,7 +100,7 @@ class CausalLM(TransformersModel):
         Raises UnfitModel where the logits are not the head's, of the last hidden states.
         """
         if not self.chunked:
-            text = f"the logits of {type(self.causal).__name__} are not its head's, of its last hidden states"
+            text = f"the logits of {type(self.causal).__name__} are not its LM head applied to its last hidden states"
             raise UnsupportedModelError(text)
 
         lm_head = self.causal.get_output_embeddings()
@@ -161,7 +159,7 @@ class CausalLM(TransformersModel):
         """Σ chosen · terms["loss"] at `places` [S] with coefficients `chosen` [S]; and the detached terms [S]."""
         from runner.model.chunked_logit_loss import chunked_logit_loss
 
-        assert "temperature" not in tokens.batch.tokens, "a loss of logits has a temperature of its own"
+        assert "temperature" not in tokens.batch.tokens, "a loss on logits has its own temperature"
         channels = {name: channel.index_select(0, places) for name, channel in tokens.batch.tokens.items()}
         if self.chunked:
             lm_head, states, _ = self._head_inputs(tokens, places)
@@ -174,43 +172,18 @@ class CausalLM(TransformersModel):
             lm_head, states, chosen, terms, channels, self.config.lm_head_chunk_tokens, self._head_dtype
         )
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        rows: int | None = None,
-        finish: StopCriterion | None = None,
-    ) -> list[GreedyOutput]:
-        """A greedy answer to each prompt.
-
-        It ends at the end of sequence, where `finish` says so, and at the model's maximum length: it may be empty.
-        rows: maximum number of concurrent answers, None = all; finish: None = at `max_new_tokens`. Raises ValueError
-        for an empty prompt.
-        """
-        from runner.model import generation  # here and below: a job that writes no text does without it
-
-        rows, finish = rows or len(prompts), finish or generation.finish_at_limit
-        with self.summon_full_params():  # also where there is nothing to write, for the sake of the other ranks
-            generator = self._make_generator(self._greedy_decoder)
-            return generation.greedy_decode(generator, prompts, max_new_tokens, rows, finish)
-
-    @cached_property
-    def _greedy_decoder(self) -> MakeDecoder:
-        from runner.model.kv_cache import choose_decoder
-
-        with self._generation_mode():
-            return choose_decoder(self.causal, Decisions())
-
     def batch_decoder(self, *, decide: Decide, merge: bool = True) -> CompletionGenerator:
         """What writes many answers at once, as a sampler does; merge: adapters into their base meanwhile.
 
-        Raises SpecError if the model cannot be sampled from; `decide` is told if the way is not the fast one.
+        Raises SpecError if the model cannot be sampled from; `decide` records a slower decoder.
         """
-        from runner.model.kv_cache import choose_decoder
+        from runner.model.generation import CompletionGenerator, eos_token_ids
+        from runner.model.kv_cache import choose_decoder  # a job that writes no text does without both
 
         with self._generation_mode():
             make_decoder = choose_decoder(self.causal, decide)
-        return self._make_generator(make_decoder, merge)
+        ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
+        return CompletionGenerator(self.causal, ends, make_decoder, mode)
 
     def limits(self) -> ModelLimits:
         """What bounds an answer, whoever writes it."""
@@ -218,12 +191,6 @@ class CausalLM(TransformersModel):
 
         config, ends = self.causal.config, eos_token_ids(self.causal, self.tokenizer)
         return ModelLimits(ends, config.get_text_config().vocab_size, max_row_length(config))
-
-    def _make_generator(self, make_decoder: MakeDecoder, merge: bool = True) -> CompletionGenerator:
-        from runner.model.generation import CompletionGenerator, eos_token_ids
-
-        ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
-        return CompletionGenerator(self.causal, ends, make_decoder, mode)
 
     @contextmanager
     def _own_attention(self) -> Iterator[None]:

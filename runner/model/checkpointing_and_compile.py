@@ -3,7 +3,7 @@
     full        what goes into the layer is kept                     (Chen et al., 1604.06174)
     every n-th  the same in layers 0, n, 2n, …; the others keep everything
     selective   that, what attention gives and every second matrix product  (Korthikanti et al., 2205.05198, section 5,
-                keep all but attention; attention's kernels keep no scores, so that it is attention that is dear here)
+                keep all but attention; attention's kernels keep no scores, so recomputing attention is expensive here)
 
     layer ──▶ its parts (norms, attention, feed-forward), each compiled once for all layers and for any number of tokens
                              └── attention over rows end to end stays as it is, between two compiled pieces
@@ -75,7 +75,7 @@ def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, 
     """Let the layers of the transformers model `inner` keep less from now on.
 
     way: true = all layers in full, n = every n-th, "selective"; offload: what is kept of a layer's input waits on the
-    host, which with `selective` is not all there is. `decide` hears of a model that cannot do so.
+    host, which with `selective` is not all there is. `decide` records a model that cannot do so.
     """
     if not inner.supports_gradient_checkpointing:
         decide(OPTION, _option_text(mode), "false", f"{type(inner).__name__} does not support it")
@@ -85,7 +85,7 @@ def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, 
     enable({"use_reentrant": False})
     layers = [part for part in inner.modules() if isinstance(part, GradientCheckpointingLayer)]
     if not layers and (offload or mode is not True):
-        decide(OPTION, _option_text(mode), "true", f"{type(inner).__name__} does not show its layers")
+        decide(OPTION, _option_text(mode), "true", f"{type(inner).__name__} does not expose its layers")
     run: Any = partial(checkpoint, use_reentrant=False)
     if mode == "selective":
         run = partial(run, context_fn=_selective_contexts)
@@ -132,7 +132,7 @@ class SelectivePolicy:
     """
 
     def __init__(self) -> None:
-        self._products = Counter[bool]()  # counted by pass; torch 2.13 asks in the first one only
+        self._products = Counter[bool]()  # counted by pass; torch 2.13 calls it in the first one only
 
     def __call__(
         self, context: SelectiveCheckpointContext, operator: Any, *arguments: Any, **named: Any

@@ -119,7 +119,7 @@ class _ChunkedLogitLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.grads is None:
-            raise RuntimeError("the sum can be differentiated once only: its gradients have been given away")
+            raise RuntimeError("backward runs only once for this loss: its gradient buffers are freed")
         scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
         ctx.grads = None
         return (*scaled, None, None, None, None, None, None)

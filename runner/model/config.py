@@ -1,14 +1,12 @@
 """What a user can set of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from runner.core.errors import SpecError
-from runner.spec.base import ComponentConfig, Dtype, absolute_if_local
-
-ResolveSource = Callable[[str, str, str | None], str]
+from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_local
 
 
 class ModelConfig(ComponentConfig):
@@ -16,35 +14,36 @@ class ModelConfig(ComponentConfig):
 
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
+    architecture_factory: ClassVar[str | None] = None  # the same of its transformers config; None = sets no limit
     dtype: Dtype | None = Field(
         default=None,
-        description="Data type that the model computes in, and that frozen weights are stored in; trainable ones are "
-        "stored in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
+        description="Data type of computation and of frozen weights (mixed precision); trainable weights are stored "
+        "in float32. null = bfloat16 on cuda and npu, float32 on cpu.",
     )
     head_dtype: Literal["float32"] | None = Field(
         default=None,
-        description="Data type of the LM head's matrix product and logits, in training and with sampler=torch; null = "
-        "model.dtype.",
+        description="Data type of the LM head's matrix product and of the logits, in training and with sampler=torch; "
+        "null = model.dtype.",
     )
     batch_layout: Literal["packed", "padded"] = Field(
         default="packed",
-        description="How a ragged batch runs: packed = end to end without padding; padded = the model's own attention.",
+        description="Layout of a micro-batch: packed = sequences end to end without padding; padded = the model's own "
+        "attention.",
     )
     gradient_checkpointing: bool | Literal["selective"] | Annotated[int, Field(ge=2)] = Field(
         default=False,
-        description="Recompute activations in the backward pass, for memory: true = of every layer, a third more time; "
-        "a number n = of every n-th; selective = of every layer, but for attention and every second matrix product.",
+        description="Recompute activations in the backward pass to save memory: true = every layer, about a third "
+        "more time; n = every n-th layer; selective = all but attention and every second matrix product.",
     )
     activation_offloading: bool = Field(
-        default=False,
-        description="Keep what goes into recomputed layers on the host until then: less on the device, slower.",
+        default=False, description="Offload the inputs of recomputed layers to host memory: less device memory, slower."
     )
     compile: bool = Field(
         default=False,
-        description="Compile the parts of decoder layers (torch.compile): a slow first step, then faster ones.",
+        description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
     )
     lm_head_chunk_tokens: int = Field(
-        default=2048, ge=1, description="Tokens whose logits exist at once in the chunked LM head."
+        default=2048, ge=1, description="Tokens per chunk of the LM head; logits of one chunk exist at a time."
     )
 
     @property
@@ -67,10 +66,7 @@ class ModelConfig(ComponentConfig):
         return self
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        """The same config with what `source` means as a folder or hub id.
-
-        `resolve` takes the value of an option, the option, and the base of an adapter.
-        """
+        """The same config with what `source` means as a folder or hub id."""
         return self
 
     def preflight(self) -> None:
@@ -80,41 +76,42 @@ class ModelConfig(ComponentConfig):
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
         found += self._head_dtype_problems(job)
         if self.activation_offloading and not self.gradient_checkpointing:
-            text = "moves what goes into layers that are recomputed; type model.gradient_checkpointing=true, or leave"
+            text = "offloads the inputs of recomputed layers; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
         elif self.activation_offloading and job.device.is_cpu:
-            text = "device=cpu keeps activations in the host's memory already; leave it out"
+            text = "device=cpu already has activations in host memory; leave it out"
             found.append(("model.activation_offloading", text))
         return found
 
     def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
-        """Where a float32 head beside bfloat16 layers has not been tried."""
+        """Where a head is not read in float32 beside bfloat16 layers."""
         if self.head_dtype is None or self.compute_dtype == "float32":
             return
         try:
             mesh = job.parallelism.mesh(job.launch.world)
         except SpecError:  # which the mesh says itself
             return
-        cut = [name for name, size in mesh._asdict().items() if size > 1 and name != "dp_replicate"]
-        if cut or job.parallelism.shards or job.parallelism.deepspeed:
-            text = f"a float32 head is not tried with {'|'.join(cut) or job.parallelism.name}, which gathers or cuts it"
-            yield "model.head_dtype", f"{text} in bfloat16; leave it out, or type parallelism=ddp"
+        cut = [name for name, size in mesh._asdict().items() if size > 1 and not name.startswith("dp_")]
+        if cut or job.parallelism.deepspeed:
+            kind = "|".join(cut) or job.parallelism.name
+            text = f"with {kind}, embedding and head are cut or gathered in bfloat16, so a float32 head has no effect"
+            yield "model.head_dtype", f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Why not to compile the layers."""
         if self.gradient_checkpointing == "selective":
-            text = "model.gradient_checkpointing=selective chooses from operators that compiling makes one of"
+            text = "model.gradient_checkpointing=selective selects operators that torch.compile fuses"
             yield f"{text}; type model.gradient_checkpointing=true, or leave model.compile out"
         try:
             mesh = job.parallelism.mesh(job.launch.world)
         except SpecError:  # which the mesh says itself
             return
         if self.gradient_checkpointing and mesh.dp_shard > 1:
-            text = "compiled layers in pieces (parallelism.dp_shard) are not tried with model.gradient_checkpointing"
+            text = "compiled FSDP layers (parallelism.dp_shard) are not tested with model.gradient_checkpointing"
             yield f"{text}; leave one of them out, or type parallelism=ddp"
         for name, size in mesh._asdict().items():
             if size > 1 and name not in ("dp_replicate", "dp_shard"):
-                text = f"parallelism.{name}={size} changes what runs inside a layer, which is not tried compiled"
+                text = f"parallelism.{name}={size} changes layers, which is not tested with torch.compile"
                 yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
     def sizes(self) -> dict[str, tuple[str, int]]:
@@ -130,6 +127,7 @@ class SmallConfig(ModelConfig):
 
     factory: ClassVar[str] = "runner.model.tiny:build"
     tokenizer_factory: ClassVar[str] = "runner.model.tiny:tokenizer"
+    architecture_factory: ClassVar[str | None] = "runner.model.tiny:architecture"
     hidden_size: int = Field(default=128, ge=8, multiple_of=8, description="Width of the residual stream.")
     intermediate_size: int = Field(default=384, ge=8, description="Width of the feed-forward layers.")
     layers: int = Field(default=4, ge=1, description="Decoder layers.")
@@ -137,7 +135,7 @@ class SmallConfig(ModelConfig):
     kv_heads: int = Field(
         default=4, ge=1, description="Key-value heads; fewer than heads means grouped-query attention."
     )
-    vocab_size: int = Field(default=512, ge=259, description="Rows of the embedding; at least the tokenizer's 259.")
+    vocab_size: int = Field(default=512, ge=259, description="Vocabulary size; at least the tokenizer's 259.")
     max_positions: int = Field(default=2048, ge=16, description="Longest sequence in tokens.")
     divided: ClassVar[dict[str, str]]  # what parallelism divides, by the option that says how many there are
 
@@ -146,14 +144,17 @@ class SmallConfig(ModelConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
-        if job.data.max_length > self.max_positions:
+        if (job.data.max_length or 0) > self.max_positions:
             text = f"{job.data.max_length} is above model.max_positions={self.max_positions}"
-            found.append(("data.max_length", f"{text}; lower the one or raise the other"))
+            found.append(("data.max_length", f"{text}; lower data.max_length or raise model.max_positions"))
         if self.hidden_size % self.heads:
-            found.append(("model.heads", f"{self.heads} heads do not divide model.hidden_size={self.hidden_size}"))
+            found.append(("model.heads", f"{self.heads} does not divide model.hidden_size={self.hidden_size}"))
         elif (self.hidden_size // self.heads) % 2:
             found.append(
-                ("model.heads", "rotary positions need an even head size; change model.heads or model.hidden_size")
+                (
+                    "model.heads",
+                    "rotary embeddings need an even head size; change model.heads or model.hidden_size",
+                )
             )
         if self.heads % self.kv_heads:
             found.append(("model.kv_heads", f"{self.kv_heads} does not divide model.heads={self.heads}"))
@@ -177,8 +178,8 @@ class TinyMoeConfig(SmallConfig):
 
     name: Literal["tiny_moe"] = "tiny_moe"
     intermediate_size: int = Field(default=64, ge=8, description="Width of each expert's feed-forward layer.")
-    experts: int = Field(default=8, ge=1, description="Experts of each layer.")
-    experts_per_token: int = Field(default=2, ge=1, description="Experts that each token goes through.")
+    experts: int = Field(default=8, ge=1, description="Number of experts per layer.")
+    experts_per_token: int = Field(default=2, ge=1, description="Experts per token (top-k routing).")
     divided: ClassVar[dict[str, str]] = {
         "heads": "heads",
         "kv_heads": "kv_heads",
@@ -189,7 +190,7 @@ class TinyMoeConfig(SmallConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.experts_per_token > self.experts:
-            text = f"a token cannot go through {self.experts_per_token} of model.experts={self.experts}"
+            text = f"{self.experts_per_token} is above model.experts={self.experts}"
             found.append(("model.experts_per_token", text))
         return found
 
@@ -199,6 +200,7 @@ class HfConfig(ModelConfig):
 
     factory: ClassVar[str] = "runner.model.hf:build"
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
+    architecture_factory: ClassVar[str | None] = "runner.model.hf:architecture"
     name: Literal["hf"] = "hf"
     path: str = Field(
         min_length=1,
@@ -207,17 +209,16 @@ class HfConfig(ModelConfig):
     )
     base: str | None = Field(
         default=None,
-        description="Base of the adapter at model.path, a folder or hub id; null = the one that the adapter names.",
+        description="Base model of the adapter at model.path: folder or hub id; null = the one the adapter names.",
     )
     revision: str | None = Field(
         default=None, description="Branch, tag or commit on the hub; null = its default branch."
     )
     tokenizer: str | None = Field(default=None, description="Folder or hub id of the tokenizer; null = model.path.")
     trust_remote_code: bool = Field(
-        default=False,
-        description="Run Python code that comes with the model. Only for models whose code you have read.",
+        default=False, description="Run Python code from the model folder. Only for models whose code you have read."
     )
-    from_scratch: bool = Field(default=False, description="Keep the architecture, draw the weights at random.")
+    from_scratch: bool = Field(default=False, description="Keep the architecture and initialize the weights at random.")
 
     @property
     def source(self) -> str | None:
@@ -235,7 +236,7 @@ class HfConfig(ModelConfig):
         return self.model_copy(update={"path": resolve(self.path, "model.path", self.base)})
 
     def preflight(self) -> None:
-        from runner.model.hub_access import check  # here, because every command reads this module
+        from runner.model.model_folder import check  # here, because every command reads this module
 
         check(self.path, "model.path")
 

@@ -6,7 +6,7 @@
 Rank r of C has the runs r and 2·C − 1 − r: early tokens, which see little, and late ones, which see much (Llama 3,
 2407.21783, section 3.3.2). All ranks have equally many; where the batch does not divide, its last token stands in for
 what is missing, and nothing is read of that. Every rank knows the whole batch and finds out on the CPU what the others
-have; what the model computes never has to be asked for.
+have; what the model computes is never requested.
 
     q k v of W tokens, all heads ──all-to-all──▶ of T tokens, h/C heads ──attention as ever──▶ ──all-to-all──▶ W, h
 

@@ -38,7 +38,7 @@ def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool)
         module = (deepcopy(module) if keep_original else module).float()
         read_as_stored(module)
         module = module.merge_and_unload()
-    # or peft would ask the hub whether the embedding was resized
+    # or peft would query the hub whether the embedding was resized
     options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
     with no_progress_bar():
         module.save_pretrained(folder, **options)
@@ -57,8 +57,8 @@ def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -
             found += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     if found < num_trained:
         raise RunnerError(
-            f"{folder} holds {found} numbers, and {num_trained} are trainable: the export is not whole. "
-            "The checkpoints are untouched; report this with the model's name"
+            f"{folder} has {found} values, but {num_trained} are trainable: the export is incomplete. The checkpoints "
+            "are unchanged; report this with the model's name"
         )
 
 

@@ -1,4 +1,4 @@
-"""Generate completions of many prompts at once, greedy ones too.
+"""Generate completions of many prompts at once.
 
     prompts ──admit──▶ live rows ◀──step── logits ──choose──▶ ids; a row that ends makes room for the next prompt
 
@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from runner.interfaces import GreedyOutput, StopCriterion
 from runner.interfaces.model import CachedDecoder
-from runner.model.batch_layout import max_row_length, new_tokens_that_fit
+from runner.model.batch_layout import max_row_length
 from runner.model.kv_cache import MakeDecoder, PromptIds
 
 # Logits [n, V] after the rows of the prompts with these indices → the next id of each, None where the answer has ended.
@@ -45,7 +43,7 @@ class CompletionGenerator:
         self._causal, self._make_decoder, self.generation_mode = causal, make_decoder, generation_mode
 
     def decode(self, prompts: Sequence[Sequence[int]], choose: ChooseTokens, rows: int) -> None:
-        """Ask `choose` for ids until it has ended every answer, with at most `rows` answers in work.
+        """Call `choose` for ids until every completion has ended, with at most `rows` at a time.
 
         Equal prompts are computed once. The order in which prompts come to `choose` is not theirs. Raises ValueError
         for an empty prompt.
@@ -100,59 +98,3 @@ def eos_token_ids(causal: Any, tokenizer: Any) -> frozenset[int]:
     declared = causal.generation_config.eos_token_id if causal.generation_config is not None else None
     several = declared if isinstance(declared, list) else [declared]
     return frozenset(int(i) for i in [*several, tokenizer.eos_token_id] if i is not None)
-
-
-def finish_at_limit(ids: Sequence[int], limit: int) -> str | None:
-    """The `StopCriterion` of a model that ends its answers itself."""
-    return "length" if len(ids) >= limit else None
-
-
-@dataclass(slots=True)
-class GreedyDraft:
-    """A greedy answer in the making; with room for no token it has ended before it begins."""
-
-    limit: int
-    ids: list[int] = field(default_factory=list)
-    finish: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.limit == 0:
-            self.finish = "length"
-
-    def extend(self, token: int, ends: frozenset[int], finish: StopCriterion) -> int | None:
-        """Take the likeliest id; returns it while the answer continues."""
-        if token in ends:
-            self.finish = "stop"
-            return None
-        self.ids.append(token)
-        self.finish = finish(self.ids, self.limit)
-        return token if self.finish is None else None
-
-    def to_completion(self) -> GreedyOutput:
-        """The finished answer."""
-        assert self.finish is not None
-        return GreedyOutput(tuple(self.ids), self.finish)
-
-
-def greedy_decode(
-    writer: CompletionGenerator,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    rows: int,
-    finish: StopCriterion = finish_at_limit,
-) -> list[GreedyOutput]:
-    """The likeliest next id of each prompt, again and again, with at most `rows` answers in work.
-
-    An answer ends where `finish` says so, and before its row is longer than `writer.longest`. Raises ValueError for an
-    empty prompt.
-    """
-    drafts = [GreedyDraft(new_tokens_that_fit(len(prompt), max_new_tokens, writer.length_limit)) for prompt in prompts]
-    asked = [at for at, draft in enumerate(drafts) if draft.finish is None]
-
-    def choose(logits: Tensor, which: Sequence[int]) -> list[int | None]:
-        tokens = logits.argmax(-1).tolist()
-        return [drafts[asked[n]].extend(t, writer.stop_token_ids, finish) for n, t in zip(which, tokens, strict=True)]
-
-    if asked:
-        writer.decode([prompts[at] for at in asked], choose, rows)
-    return [draft.to_completion() for draft in drafts]

@@ -5,7 +5,6 @@ The model's own code runs only with model.trust_remote_code.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
-from runner.core.progress_bars import no_progress_bar
+from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
 from runner.model.causal_lm import model_class_for_head
@@ -71,7 +70,7 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
         option = key if key != "model.path" else "model.tokenizer"
         raise EnvironmentProblem(
             f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
-            f"  copy the one it was trained with there, or give it: {option}=FOLDER"
+            f"  copy its tokenizer into the folder, or type {option}=FOLDER"
         )
     with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
@@ -154,7 +153,7 @@ def find_weights(config: HfConfig, key: str = "model.path", init_from: str | Non
         base = _check_path(config.base or adapter_base(adapter), "model.base" if config.base else key)
         return WeightsLocation(base, read_adapter_config(adapter).get("revision"), adapter)
     if config.base is not None and init_from is None:
-        raise EnvironmentProblem(f"model.base={config.base} is for an adapter, and {key}={path} is none; leave it out")
+        raise EnvironmentProblem(f"model.base={config.base} is for an adapter, but {key}={path} is none; leave it out")
     return WeightsLocation(path, None if init_from else config.revision)
 
 
@@ -183,8 +182,8 @@ def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSourc
 
 def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(
-        f"{key}={path} holds a model (config.json) and a PEFT adapter (adapter_config.json), which transformers would "
-        "load into it unasked\n  move one of them into a folder of its own, and give the one that is meant"
+        f"{key}={path} has a model (config.json) and an adapter (adapter_config.json); transformers would load both\n"
+        "  move one of them into its own folder, and give the folder that you need"
     )
 
 
@@ -193,6 +192,14 @@ _AUTO: dict[Head, Any] = {
     "scalar": AutoModelForSequenceClassification,
     "lm+value": AutoModelForCausalLM,
 }
+
+
+def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None) -> Any:
+    """The transformers config of the model that `build` loads. Raises what `build` raises for such a path."""
+    key = "model.path" if init_from is None else "init_from"
+    weights = find_weights(config, key, init_from)
+    with _translate_errors(weights.path, key):
+        return _architecture(weights.path, key, config.model_copy(update={"revision": weights.revision}), "lm")
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
@@ -214,8 +221,8 @@ def _init_random(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dt
 def _load_pretrained(
     auto: Any, path: str, key: str, config: HfConfig, architecture: Any, dtype: torch.dtype, decide: Decide
 ) -> Any:
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    with no_progress_bar(), _no_load_report():
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers requests a conversion of pickles from the hub
+    with no_progress_bar(), no_load_report():
         loaded: Any = auto.from_pretrained(
             path,
             config=architecture,
@@ -229,20 +236,21 @@ def _load_pretrained(
     module, info = loaded
     for name, stored, expected in sorted(info.get("mismatched_keys", ())):
         raise CheckpointError(
-            f"{key}={path}: {name} has shape {list(stored)}, and by config.json {list(expected)}: weights and config "
-            "are of different models, or the tensor was transposed\n  copy or download both again"
+            f"{key}={path}: {name} has shape {list(stored)}, but config.json says {list(expected)}: another model's "
+            "weights, or a transposed tensor\n"
+            "  copy or download both again"
         )
     absent = sorted(set(info["missing_keys"]) - {"score.weight"})
     if absent:
         raise EnvironmentProblem(
             f"{key}={path} lacks {len(absent)} of the model's weights, e.g. {absent[0]}; is it a causal LM?\n"
-            "  model.from_scratch=true keeps model.path's architecture and draws random weights"
+            "  model.from_scratch=true keeps the architecture of model.path and initializes random weights"
         )
     unused = sorted(set(info["unexpected_keys"]) - HEADS)
     if unused:
-        reason = f"the architecture has no place for {unused[0]} and its like"
-        decide(key, "all weights", f"{len(unused)} left out", reason)
-    refuse_nonfinite_weights(module, f"{key}={path}")
+        reason = f"the architecture does not have {unused[0]} and similar tensors"
+        decide(key, "all weights", f"{len(unused)} ignored", reason)
+    refuse_nonfinite_weights(module.state_dict(), f"{key}={path}")
     return module
 
 
@@ -254,18 +262,6 @@ def _image_tensors(path: str, revision: str | None, module: Any) -> int:
     )
     names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
     return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
-
-
-@contextmanager
-def _no_load_report() -> Iterator[None]:
-    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
-    library = logging.getLogger("transformers")
-    before = library.level
-    library.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        library.setLevel(before)
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:
@@ -287,7 +283,7 @@ def _check_path(path: str, key: str) -> str:
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-            raise EnvironmentProblem(f"{key}={path}: no such folder; give a model folder or a hub id (owner/name)")
+            raise EnvironmentProblem(f"{key}={path}: no such folder; set it to a model folder or a hub id (owner/name)")
         return path
     if key == "model.tokenizer":
         return str(folder)
@@ -310,8 +306,8 @@ def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
     except ValueError as error:
         if "trust_remote_code" in str(error):
             ours = key.startswith("model.") or key == "init_from"
-            hint = "if you have read that code: model.trust_remote_code=true" if ours else f"choose another {key}"
-            raise SecurityError(f"{path} brings Python code of its own, which is not run\n  {hint}") from error
+            hint = "if you have read that code, type model.trust_remote_code=true" if ours else f"choose another {key}"
+            raise SecurityError(f"{path} contains Python code of its own, which is not executed\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
 
 
@@ -323,5 +319,6 @@ def _check_vocabulary(module: Any, tokenizer: Any) -> None:
     rows = module.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise EnvironmentProblem(
-            f"the tokenizer has {len(tokenizer)} ids, the model rows for {rows}\n  set model.tokenizer to one that fits"
+            f"the tokenizer has {len(tokenizer)} ids, and the embedding {rows} rows\n"
+            "  set model.tokenizer to the tokenizer of this model"
         )

@@ -58,8 +58,8 @@ class WeightsSource:
     def refuse_lost_tensors(self, key: str) -> None:
         """Raise SpecError if an export of all weights would lack some that the model's folder has."""
         if count := self.image_tensors:
-            text = f"the folder has {count} tensors for images or sound, which training of text would leave out of the"
-            text += " export; type adapter=lora, or write the text model once, in Python: "
+            text = f"the folder has {count} image or audio tensors, which training on text would leave out of the"
+            text += " export; type adapter=lora, or save the text model once, in Python: "
             text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
             raise SpecError([Problem(key, text)])
 
@@ -118,21 +118,21 @@ def place_on_device(
     return module
 
 
-def refuse_nonfinite_weights(module: nn.Module, source: str) -> None:
+def refuse_nonfinite_weights(tensors: Mapping[str, Tensor], source: str) -> None:
     """Raise EnvironmentProblem, with their names, for weights that hold NaN or infinity.
 
     `source`: the option and path that they were read from.
     """
     found = {
         name: int((~tensor.isfinite()).sum())
-        for name, tensor in module.state_dict().items()
+        for name, tensor in tensors.items()
         if tensor.is_floating_point() and not bool(tensor.isfinite().all())
     }
     if found:
         shown = "; ".join(f"{name} ({count} numbers)" for name, count in list(found.items())[:3])
         raise EnvironmentProblem(
-            f"{source}: {len(found)} of its weights hold NaN or infinity: {shown}\n"
-            "  the file is damaged, or a run that diverged wrote it; give another folder, or an earlier checkpoint"
+            f"{source}: {len(found)} of its weights contain NaN or infinity: {shown}\n"
+            "  the file is damaged, or the run that wrote it diverged; use another folder, or an earlier checkpoint"
         )
 
 
@@ -161,14 +161,14 @@ def load_folder(module: nn.Module, folder: str) -> None:
                         filled[whole] += tensor.numel()
                     elif name not in HEADS:
                         why = (
-                            f"{name} has no place in this model "
+                            f"{name} does not exist in this model "
                             f"({file.name}){_layer_count_hint(module.config, Path(folder))}"
                         )
                         raise EnvironmentProblem(f"init_from={folder}: {why}")
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
-    refuse_nonfinite_weights(module, f"init_from={folder}")
+    refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
 
 
 def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor | None]:
@@ -191,7 +191,7 @@ def _layer_count_hint(config: Any, folder: Path) -> str:
     described = folder / "config.json"
     there = json.loads(described.read_text()).get("num_hidden_layers") if described.is_file() else None
     here = getattr(config, "num_hidden_layers", None)
-    return f"; it has {there} layers, this model {here}" if there not in (None, here) else ""
+    return f"; the folder has {there} layers, this model {here}" if there not in (None, here) else ""
 
 
 def _refuse_other_heads(config: Any, folder: Path) -> None:
@@ -201,6 +201,6 @@ def _refuse_other_heads(config: Any, folder: Path) -> None:
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
         if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
             raise EnvironmentProblem(
-                f"init_from={folder} has {name}={there}, and this model {here}\n"
-                "  its weights would load and mean something else: give the model the options that they were made with"
+                f"init_from={folder} has {name}={there}, but this model has {here}\n"
+                "  its weights would compute something else: set the model options that they were trained with"
             )

@@ -345,7 +345,7 @@ def _trial_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
         make_decoder is not RecomputeBatchDecoder
         and "past_key_values" not in inspect.signature(causal.forward).parameters
     ):
-        return "its forward takes no cache"
+        return "its forward has no cache argument"
     if make_decoder is ContinuousBatchDecoder and (strange := _unsupported_layers(causal)):
         return f"its cache has layers of type {', '.join(strange)}"
     first, second = (tuple(row) for row in PROBE_ROWS)
@@ -355,7 +355,7 @@ def _trial_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
     decoder.evict([0])
     got += decoder.step([first[0]])
     wanted = [_last_logits(causal, row) for row in (first[:-1], second[:-1], first, second, (*second, first[0]))]
-    return None if all(map(is_close, got, wanted)) else "its logits differ from those of whole rows"
+    return None if all(map(is_close, got, wanted)) else "its logits differ from those of full sequences"
 
 
 def _unsupported_layers(causal: Any) -> list[str]:
@@ -377,11 +377,11 @@ def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
     if against is None:
         return ContinuousBatchDecoder
     if (more := decoder_objection(causal, WaveBatchDecoder)) is None:
-        decide("sampler", "answers that join at any time", "answers in waves", against)
+        decide("sampler", "continuous batching", "one batch at a time", against)
         return WaveBatchDecoder
     if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
         reason = f"{against}; with its own cache: {more}"
-        decide("sampler", "keys and values kept", "every token computed again, which is slow", reason)
+        decide("sampler", "KV cache", "no KV cache: every token is recomputed, which is slow", reason)
         return RecomputeBatchDecoder
     name = type(causal).__name__
     raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

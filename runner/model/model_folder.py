@@ -1,4 +1,4 @@
-"""What a model's folder is and whether its files are whole, found without torch.
+"""What a model folder is, whether its files are whole, whether the hub can be reached; without torch.
 
 Weights are judged by their headers: a Git-LFS pointer, an empty or truncated file, an index that does not fit its
 files, numbers that are quantised. Each is an error that names the file.
@@ -7,6 +7,7 @@ files, numbers that are quantised. Each is an error that names the file.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -59,15 +60,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise EnvironmentProblem(
-            f"{folder}: init_lora_weights={init} has changed the weights of its base, which the adapter alone does not "
-            "hold\n  save it with peft's path_initial_model_for_weight_conversion, or merged into its base"
+            f"{folder}: init_lora_weights={init} changed the base weights, and the adapter does not contain that "
+            "change\n"
+            "  save it with peft's path_initial_model_for_weight_conversion, or merge it into its base"
         )
     return config
 
 
 def adapter_base(folder: str | Path) -> str:
     """The folder or hub id of an adapter's base. Raises EnvironmentProblem if there is none here."""
-    from runner.model.hub_access import is_hub_id
 
     folder = Path(folder)
     base = read_adapter_config(folder).get("base_model_name_or_path")
@@ -78,12 +79,10 @@ def adapter_base(folder: str | Path) -> str:
             return str(path.resolve())
     if is_hub_id(base) and not Path(base).expanduser().exists():
         return base
-    raise EnvironmentProblem(f"{folder}: its base, {base}, is no model's folder here; {BASE_HINT}")
+    raise EnvironmentProblem(f"{folder}: its base, {base}, is not a model folder here; {BASE_HINT}")
 
 
-BASE_HINT = (
-    "give the folder or hub id of its base: model.base=FOLDER (run infer, chat, serve and export: --base FOLDER)"
-)
+BASE_HINT = "set the folder or hub id of its base: model.base=FOLDER (run infer, chat, serve and export: --base FOLDER)"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} is no JSON object; copy or download it again")
+        raise CheckpointError(f"{path} is not a JSON object; copy or download it again")
     return found
 
 
@@ -106,7 +105,7 @@ def check_model_folder(folder: Path, key: str) -> None:
     """
     adapter = is_adapter(folder)
     if not adapter and not (folder / "config.json").exists():
-        raise EnvironmentProblem(f"{key}={folder} holds no model: no config.json")
+        raise EnvironmentProblem(f"{key}={folder} is not a model folder: it has no config.json")
     config = read_adapter_config(folder) if adapter else read_json(folder / "config.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         if (folder / name).is_file():
@@ -125,7 +124,7 @@ def check_model_folder(folder: Path, key: str) -> None:
         method = f"quantization_config says {quantised.get('quant_method')}" if isinstance(quantised, dict) else ""
         raise EnvironmentProblem(
             f"{key}={folder} is quantised ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
-            "  give the model in float32, bfloat16 or float16"
+            "  use the model in float32, bfloat16 or float16"
         )
     if (folder / INDEX).is_file():
         _check_index(folder / INDEX)
@@ -135,11 +134,11 @@ def _check_index(path: Path) -> None:
     index = read_json(path)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} has no weight_map: it says of no tensor where it is; copy or download it again")
-    if not isinstance(index.get("metadata"), dict):
         raise CheckpointError(
-            f'{path} has no metadata, without which transformers cannot read it; add "metadata": {{}}'
+            f"{path} has no weight_map, which lists the file of each tensor; copy or download it again"
         )
+    if not isinstance(index.get("metadata"), dict):
+        raise CheckpointError(f'{path} has no metadata, which transformers requires; add "metadata": {{}}')
     for file in sorted({str(file) for file in weight_map.values()}):
         shard = path.parent / file
         wanted = [name for name, where in weight_map.items() if where == file]
@@ -148,17 +147,15 @@ def _check_index(path: Path) -> None:
                 f"{path.parent} lacks {file}, which {path.name} names for {len(wanted)} tensors; download it again"
             )
         if missing := sorted({*wanted} - read_header(shard).keys()):
-            raise CheckpointError(
-                f"{shard} lacks {missing[0]}, which {path.name} says is there; copy or download both again"
-            )
+            raise CheckpointError(f"{shard} lacks {missing[0]}, which {path.name} lists; copy or download both again")
 
 
 def _refuse_pickles(folder: Path, key: str) -> None:
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
         raise SecurityError(
-            f"{key}={folder} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
-            "  convert them once, where you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            f"{key}={folder} has pickle weights ({pickles[0]}), which can run code when they are loaded\n"
+            "  convert them once, if you trust them: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
         )
 
 
@@ -169,7 +166,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(size - 8, HEADER_LIMIT):
-            raise _truncated_file_error(path, "its header is cut off, or it is no safetensors file")
+            raise _truncated_file_error(path, "its header is incomplete, or it is not a safetensors file")
         text = file.read(length)
     try:
         header = json.loads(text)
@@ -178,19 +175,19 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
-        raise _truncated_file_error(path, f"it has {size} bytes, its header says {8 + length + end}")
+        raise _truncated_file_error(path, f"it has {size} bytes, but its header says {8 + length + end}")
     return tensors
 
 
 def _checked_end(name: str, tensor: Mapping[str, Any]) -> int:
     begin, end = tensor["data_offsets"]
     if (wide := SIZES.get(tensor["dtype"])) is not None and end - begin != prod(tensor["shape"]) * wide:
-        raise ValueError(f"{name} has {end - begin} bytes, its shape {tensor['shape']} takes more or fewer")
+        raise ValueError(f"{name} has {end - begin} bytes, which does not match its shape {tensor['shape']}")
     return int(end)
 
 
 def _truncated_file_error(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path} is not whole: {why}; copy or download it again")
+    return CheckpointError(f"{path} is incomplete or damaged: {why}; copy or download it again")
 
 
 def _refuse_stub(path: Path) -> None:
@@ -205,5 +202,53 @@ def _refuse_stub(path: Path) -> None:
     if start == LFS_POINTER:
         raise CheckpointError(
             f"{path} is a Git-LFS pointer, not the file itself\n"
-            f"  git -C {path.parent} lfs pull     (or: hf download OWNER/NAME --local-dir {path.parent})"
+            f"  git -C {path.parent} lfs pull\n"
+            f"  or, OWNER/NAME being its id on huggingface.co: hf download OWNER/NAME --local-dir {path.parent}"
         )
+
+
+ANSWER_S = 5.0  # for the hub to answer
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def check(path: str, key: str = "") -> None:
+    """Raise EnvironmentProblem for a hub id whose files are neither cached nor available.
+
+    The hub is switched off, or does not answer. `key` is the option that says the path, if one does.
+    """
+    if Path(path).expanduser().exists() or is_cached(path, os.environ):
+        return
+    if fault := hub_fault(os.environ):
+        named, then = (f"{key}={path}", f"{key}=FOLDER") if key else (path, "that folder")
+        text = f"{named} is not a folder here and not in the hub's cache, and {fault}"
+        fetch = f"hf download {path} --local-dir {path.rpartition('/')[2]}"
+        raise EnvironmentProblem(
+            f"{text}\n  {fetch}  # on a machine that reaches the hub; then copy the folder, and type {then}"
+        )
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path that does not exist can be a hub id (owner/name).
+
+    One that begins with an existing folder cannot.
+    """
+    if Path(path).expanduser().exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        return False
+    return "/" not in path or not Path(path.split("/")[0]).is_dir()
+
+
+def is_cached(path: str, environment: Mapping[str, str]) -> bool:
+    """Whether a version of this model is in the cache of the hub."""
+    home = environment.get("HF_HOME", f"{environment.get('XDG_CACHE_HOME', '~/.cache')}/huggingface")
+    cache = Path(environment.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
+    return any((cache / f"models--{path.replace('/', '--')}").glob("snapshots/*/config.json"))
+
+
+def hub_fault(environment: Mapping[str, str]) -> str | None:
+    """Why nothing can be fetched from the hub; None = nothing is known against it."""
+    for name in OFFLINE:
+        if environment.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return f"{name}={environment[name]} forbids fetching it"
+    from runner.core.http_client import site_fault
+
+    return site_fault(environment.get("HF_ENDPOINT", "https://huggingface.co"), ANSWER_S, environment)

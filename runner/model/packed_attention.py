@@ -5,7 +5,7 @@
 
 Legend: N rows, T tokens in all rows, P tokens of all paths, d head size. The function is registered with
 transformers under the name `ragged`; having no mask function of that name, transformers builds no mask, and the row
-ends travel as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
+ends are passed as the keyword `ragged` through the model's forward. On the CPU each row is one kernel call, which is
 fastest there (no copy, no padding). Elsewhere one call of the device's kernel does all rows; where it has none, rows
 of like lengths share a call, because calls are what costs. Rows that continue a shared prompt (see
 `runner.core.prefix_tree`) see its keys before their own: these are repeated here and nowhere else; its queries only
@@ -35,7 +35,7 @@ IGNORABLE_OPTIONS = frozenset(
 
 
 class UnsupportedAttention(Exception):
-    """The model asks of attention what this function cannot do; its text is the reason."""
+    """The model needs attention that this function does not support; its text is the reason."""
 
 
 class AttentionPlan(Protocol):
@@ -203,7 +203,7 @@ def _refuse_ignored_options(module: nn.Module, attention_mask: Tensor | None, op
     if unknown:
         raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
     if attention_mask is not None:
-        raise UnsupportedAttention("it makes an attention mask of its own")
+        raise UnsupportedAttention("it builds its own attention mask")
 
 
 def packed_attention(
@@ -221,11 +221,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The function that transformers calls in every attention layer; see `PackedRows.attend` for shapes."""
     if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
-        raise UnsupportedAttention("it does not hand its sliding window to the attention function")
+        raise UnsupportedAttention("it does not pass its sliding window to the attention function")
     window = options.pop("sliding_window", None)
     _refuse_ignored_options(module, attention_mask, options)
     if ragged is None:
-        raise UnsupportedAttention("it does not hand keywords on to its attention layers")
+        raise UnsupportedAttention("it does not pass keywords to its attention layers")
     if is_causal is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedAttention("its attention is not causal")
     return ragged.attend(query, key, value, window, dropout, scaling), None

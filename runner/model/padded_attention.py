@@ -34,22 +34,22 @@ def install_dense_attention(module: Any, kernel: DenseAttention, decide: Decide)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, sdpa_mask)
         objection = _try_install(module, own, name)
     if objection is None:
-        decide.record_fact(FEATURE, "fused", "the device's kernel over rows side by side")
+        decide.record_fact(FEATURE, "fused", "the device's attention kernel for padded batches")
     else:
         decide(FEATURE, "fused", own, objection)
 
 
 @torch.no_grad()
 def _try_install(module: Any, own: str, name: str) -> str | None:
-    """Exchange the attention; why not, where the model asks for more or gives something else then."""
+    """Replace the attention; returns why not, where the model needs more or its output changes."""
     wanted = _probe_outputs(module)
     try:
         module.set_attn_implementation(name)
         if module.config._attn_implementation != name:
-            return "its attention cannot be exchanged"
+            return "its attention cannot be replaced"
         if all(is_close(g, w) for g, w in zip(_probe_outputs(module), wanted, strict=True)):
             return None
-        reason = "its rows side by side do not give what its own attention gives"
+        reason = "its output for padded batches differs from that of its own attention"
     except UnsupportedAttention as error:
         reason = str(error)
     module.set_attn_implementation(own)
@@ -99,7 +99,7 @@ def _as_transformers_attention(kernel: DenseAttention) -> Callable[..., tuple[Te
         ):
             raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
         if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise UnsupportedAttention("it makes an attention mask of its own")
+            raise UnsupportedAttention("it builds its own attention mask")
         query, key, value = promote_to_common_dtype(query, key, value)
         queries = query.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -33,8 +33,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from runner.core import torch_compat
-
 ROUTERS = ("router", "gate")  # names of routers beside a layer's `experts`
 HEADS = ("score", "value_head")  # of one number
 
@@ -197,6 +195,8 @@ class FsdpRoot(nn.Module):
 
     def _reset_fsdp_iteration(self) -> None:
         if isinstance(self, FSDPModule):
+            from runner.core import torch_compat
+
             torch_compat.reset_iteration_state(self)
 
     @contextmanager
@@ -209,7 +209,7 @@ class FsdpRoot(nn.Module):
         self._inside += 1
         try:
             for part in parts:
-                torch_compat.reshard_after_forward(part, False)
+                _set_reshard_after_forward(part, False)
                 part.unshard()
             with joined():
                 yield
@@ -218,7 +218,13 @@ class FsdpRoot(nn.Module):
             if parts:
                 self._reset_fsdp_iteration()
             for part in parts:
-                torch_compat.reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
+                _set_reshard_after_forward(part, self.reshard_after_forward and not isinstance(part, FsdpRoot))
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [part for part in self.modules() if isinstance(part, FSDPModule)]
+
+
+def _set_reshard_after_forward(part: FSDPModule, value: bool) -> None:
+    from runner.core import torch_compat
+
+    torch_compat.reshard_after_forward(part, value)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runner.core.errors import CheckpointError
+from runner.model.initial_weights import refuse_nonfinite_weights
 from runner.model.model_folder import ADAPTER_WEIGHTS, read_adapter_config, read_header
 from runner.spec.base import Head
 
@@ -24,7 +25,7 @@ def attach_adapter(inner: Any, folder: Path, *, head: Head = "lm", name: str = "
     """`inner`, a transformers or peft model, with the adapter of `folder` as `name`, trainable.
 
     On the meta device no weights are read. Raises CheckpointError if the adapter does not fit the base or lacks
-    tensors, EnvironmentProblem if it is not LoRA.
+    tensors, EnvironmentProblem if it is not LoRA or a weight is NaN or infinite.
     """
     import peft
 
@@ -56,11 +57,12 @@ def _load_weights(module: Any, folder: Path, name: str, own: Collection[str]) ->
 
     read_header(folder / ADAPTER_WEIGHTS)  # which names the damage of a file that is not whole
     tensors = load_file(folder / ADAPTER_WEIGHTS)
+    refuse_nonfinite_weights(tensors, f"the adapter {folder}")
     rows = {key: value.shape[0] for key, value in tensors.items() if "embed_tokens" in key and value.ndim == 2}
     inner = module.get_base_model().get_input_embeddings()
     for key, count in rows.items():
         if ".lora_" not in key and count != inner.weight.shape[0]:
-            text = f"{key} has {count} rows, the base's embedding {inner.weight.shape[0]}: its vocabulary was resized"
+            text = f"{key} has {count} rows, but the base's embedding {inner.weight.shape[0]}: it was resized"
             raise _unfit(folder, text)
     try:
         with quiet_peft():
@@ -68,14 +70,14 @@ def _load_weights(module: Any, folder: Path, name: str, own: Collection[str]) ->
     except (RuntimeError, KeyError) as error:
         raise _unfit(folder, " ".join(str(error).split())[:300]) from error
     if unplaced := sorted(result.unexpected_keys):
-        raise _unfit(folder, f"the base has no place for {len(unplaced)} of its tensors, e.g. {unplaced[0]}")
+        raise _unfit(folder, f"the base has no module for {len(unplaced)} of its tensors, e.g. {unplaced[0]}")
     if missing := sorted({*own} & {*result.missing_keys}):
         raise _unfit(folder, f"it lacks {len(missing)} tensors that its config names, e.g. {missing[0]}")
 
 
 def _unfit(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"the adapter {folder} does not fit its base: {why}\n  give the base that it was trained on: model.base=FOLDER"
+        f"the adapter {folder} does not fit its base: {why}\n  set the base that it was trained on: model.base=FOLDER"
     )
 
 

@@ -6,8 +6,8 @@
 
 The softmax of a query is combined from its blocks (running maximum and sum, Milakov and Gimelshein, 1805.02867) in
 float32, in products of at most QUERIES × KEYS scores, and computed again in the backward pass. In the paper a block
-travels from rank to rank; here it comes straight from its owner: as many bytes, and only of the keys that some query
-there sees, so that short rows and windows send next to nothing. Gradients do not travel with their block either.
+is sent from rank to rank; here it comes straight from its owner: as many bytes, and only of the keys that some query
+there sees, so that short rows and windows send next to nothing. Gradients are not sent with their block either.
 
 Which keys these are is computed on the CPU from the batch's layout: every token sees two runs of neighbouring places,
 its own row up to itself, and the row that it continues; with a window both begin later. All ranks know this.
@@ -178,7 +178,7 @@ class RingAttention:
         Raises SpecError for a dropout of attention's weights.
         """
         if dropout:
-            text = f"ring attention drops none of its weights, and the model asks for {dropout:g}"
+            text = f"ring attention has no attention dropout, but the model has {dropout:g}"
             text = f"{text}; type parallelism.cp_backend=ulysses, or algorithm.dropout=false"
             raise SpecError([Problem("parallelism.cp_backend", text)])
         query, key, value = promote_to_common_dtype(query, key, value)
@@ -195,7 +195,7 @@ class RingAttention:
 
 
 class KvSchedule:
-    """The meetings of one rank, and what travels for them."""
+    """The attention tiles of one rank, and the keys and values that are sent for them."""
 
     def __init__(
         self, seen: VisibleRanges, visits: Sequence[KvTransfer], group: Any, rank: int, device: torch.device

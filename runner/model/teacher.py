@@ -55,12 +55,12 @@ def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -
     differing = sorted(i for i in ours if theirs.get(i) != ours[i])
     if differing:
         there, here = theirs.get(differing[0], ""), ours[differing[0]]
-        what = f"{len(differing)} ids differ, e.g. {differing[0]} is {there!r} there and {here!r} here"
+        what = f"{len(differing)} ids differ, e.g. {differing[0]} is {there!r} (teacher) and {here!r} (student)"
     elif teachers.eos_token_id != students.eos_token_id:
-        what = f"there an answer ends with {teachers.eos_token!r}, here with {students.eos_token!r}"
+        what = f"the teacher's end of sequence is {teachers.eos_token!r}, the student's is {students.eos_token!r}"
     else:
         return
     raise EnvironmentProblem(
         f"{key}={path}: its tokenizer is not the student's: {what}\n"
-        "  probabilities of the same ids are compared: give a model with the tokenizer of the one that learns"
+        "  the loss compares probabilities of the same ids: choose a teacher with the student's tokenizer"
     )

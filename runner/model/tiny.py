@@ -90,7 +90,7 @@ def tokenizer(config: SmallConfig) -> PreTrainedTokenizerFast:
     return byte_tokenizer(config.max_positions)
 
 
-def architecture(config: SmallConfig, tokenizer: Any) -> Any:
+def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None) -> Any:
     """The shape of the model, as transformers has it."""
     common = {
         "vocab_size": config.vocab_size,

@@ -39,7 +39,6 @@ from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict, StateDictPart
 from runner.model.initial_weights import WeightsSource
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
-from runner.model.peft_adapter import merge_into_base
 
 if TYPE_CHECKING:
     from runner.model.context_parallel import CpStyle
@@ -70,9 +69,8 @@ class TransformersModel:
         """Choose how the model runs. `module` is on its device; `seed`: of its initial weights and adapters."""
         self.module = module
         self.whole = FsdpRoot(module)
-        self.inner: Any = module
-        if hasattr(module, "get_base_model"):
-            self.inner = module.get_base_model()  # type: ignore[operator]
+        peft: Any = module
+        self.inner: Any = peft.get_base_model() if hasattr(peft, "get_base_model") else peft
         self.tokenizer = tokenizer
         self.config = config
         self.seed = seed
@@ -109,7 +107,7 @@ class TransformersModel:
     def _choose_export(self, decide: Decide) -> None:
         self.merges = False
         if self.module is not self.inner and self.weights_source.drawn is not None:
-            decide("export", "an adapter", "a merged model", "its base is random numbers, which nobody else has")
+            decide("export", "an adapter", "a merged model", "only this run has its random base weights")
             self.merge_on_save()
 
     def export_probe(self) -> dict[str, Any]:
@@ -150,7 +148,7 @@ class TransformersModel:
     def compile(self, decide: Decide) -> None:
         """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
         if not (layers := self.transformer_blocks()):
-            decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not say what its layers are")
+            decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not declare its layer classes")
             return
         refuse_without_compiler(self.device)
         self._compiled = CompiledLayers(layers)
@@ -158,7 +156,7 @@ class TransformersModel:
     def merge_on_save(self) -> None:
         """Let `save` merge the adapter. Raises SpecError if there is none, or it cannot be merged."""
         if self.module is self.inner:
-            raise SpecError([Problem("adapter", "there is none to merge; the export is a whole model already")])
+            raise SpecError([Problem("adapter", "there is no adapter to merge; the export is a full model")])
         self.merges = True
         self._refuse_tied_ends()
         self.weights_source.refuse_lost_tensors("merge")
@@ -167,8 +165,8 @@ class TransformersModel:
         """Raise SpecError for an adapter that cannot be merged."""
         ends = [end for end in (self.inner.get_input_embeddings(), self.inner.get_output_embeddings()) if end]
         if self.inner.config.tie_word_embeddings and any(p.requires_grad for end in ends for p in end.parameters()):
-            text = "the embedding and the LM head share their weights, so that an adapter on them cannot be merged"
-            raise SpecError([Problem("adapter", f"{text}; leave them out of adapter.targets and modules_to_save")])
+            text = "the embedding and the LM head are tied, so an adapter on them cannot be merged"
+            raise SpecError([Problem("adapter", f"{text}; remove them from adapter.targets and modules_to_save")])
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
@@ -182,13 +180,15 @@ class TransformersModel:
         """The same model with its adapter merged into its weights, in float32; use it instead of this one."""
         self._refuse_tied_ends()
         read_as_stored(self.module)
+        from runner.model.peft_adapter import merge_into_base
+
         return self.with_peft_module(merge_into_base(self.module, self.inner), decide=decide)
 
     @cached_property
     def base_fingerprint(self) -> dict[str, str]:
         """What has to be equal for a checkpoint to fit this model, beside the parameters that it holds.
 
-        Reads a local folder's weights in full where some of them do not learn; made when it is first asked for.
+        Reads a local folder's weights in full where some of them are frozen; made at the first request.
         """
         return self.weights_source.identity(weights=not all(p.requires_grad for p in self.module.parameters()))
 
@@ -278,8 +278,7 @@ class TransformersModel:
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
             self._refuse_tied_ends()
-        # where another than torch keeps the pieces
-        with nullcontext() if self.whole.is_sharded else self.summon_full_params():
+        with nullcontext() if self.whole.is_sharded else self.summon_full_params():  # see `save`
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
     def hf_tensor_bytes(self, subset: StateDictPart) -> int:
@@ -310,7 +309,7 @@ class TransformersModel:
 
     @property
     def _compute_dtype(self) -> torch.dtype | None:
-        """Data type of matrix products where it may not be that of the stored weights; see `precision`."""
+        """Data type of matrix products where it may not be that of the stored weights; see `parameters`."""
         return torch.bfloat16 if self.config.dtype == "bfloat16" else None
 
     @property

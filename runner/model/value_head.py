@@ -44,7 +44,7 @@ class ScalarHeadModel(TransformersModel):
         found = [m for name, m in self.inner.named_modules() if name == "score"]
         if not found:
             raise EnvironmentProblem(
-                f"{type(self.inner).__name__} has no head called `score`; a reward model or critic needs a decoder "
+                f"{type(self.inner).__name__} has no head named `score`; a reward model or critic needs a decoder "
                 "model whose sequence classifier has one (Qwen2, Qwen3, Llama, Mistral, Gemma, …)"
             )
         self.head: nn.Module = found[0]
@@ -95,7 +95,7 @@ class PolicyWithValueHead(CausalLM):
         """
         super().__init__(module, *arguments, decide=decide, **options)
         if self.causal.base_model is self.causal:
-            text = f"values beside a language model need one that shows its backbone: {type(self.causal).__name__}"
+            text = f"a value head needs a language model that exposes its backbone: {type(self.causal).__name__}"
             raise UnsupportedModelError(f"{text} does not")
         size = self.causal.config.get_text_config().hidden_size
         self.whole.register_module("value_head", ValueHead(size, self.device))

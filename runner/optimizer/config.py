@@ -15,16 +15,27 @@ class OptimizerConfig(ComponentConfig):
 
     group: ClassVar[str] = "optimizer"
     low_bit: ClassVar[str | None] = None  # the optimizer of the same update with moments in fewer bits
-    lr: float = Field(default=1e-5, gt=0, description="Peak learning rate; the schedule multiplies it.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decay of matrices; biases and norms are not decayed.")
-    clip_norm: float | None = Field(default=1.0, gt=0, description="Largest global gradient norm; null = no clipping.")
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak learning rate; the schedule multiplies it. null = 1e-5, with adapter=lora 1e-4.",
+    )
+    weight_decay: float = Field(default=0.0, ge=0, description="Weight decay of matrices; biases and norms have none.")
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="Maximum global gradient norm; null = no gradient clipping."
+    )
+
+    @property
+    def learning_rate(self) -> float:
+        """`lr`; of a config that no job has completed, the default of full fine-tuning."""
+        return 1e-5 if self.lr is None else self.lr
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where a package that the optimizer needs is missing."""
 
     @property
     def weights_dtype(self) -> Dtype:
-        """The data type that it wants trainable weights of the model stored in."""
+        """The data type of stored trainable weights that it needs."""
         return "float32"
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
@@ -57,7 +68,7 @@ class SgdConfig(OptimizerConfig):
 
     factory: ClassVar[str] = "runner.optimizer.optimizers:build_sgd"
     name: Literal["sgd"] = "sgd"
-    momentum: float = Field(default=0.0, ge=0, lt=1, description="Share of the previous update that is kept.")
+    momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum.")
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
         return float(weight) if self.momentum else 0.0
@@ -91,8 +102,8 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     stochastic_rounding: bool = Field(
         default=False,
-        description="Store trainable weights and their gradients in bfloat16 too, and round updates up or down at "
-        "random, in proportion: 6 bytes per parameter instead of 10. One process, model.dtype=bfloat16, adapter=none.",
+        description="Store trainable weights and gradients in bfloat16 and round updates stochastically: 6 bytes per "
+        "parameter instead of 10. Needs one process, model.dtype=bfloat16 and adapter=none.",
     )
 
     def preflight(self) -> None:
@@ -120,7 +131,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
             text = "stochastic rounding needs model.dtype=bfloat16 (here float32)"
             found.append((key, f"{text}; type model.dtype=bfloat16, or remove the option"))
         if job.launch.world > 1:
-            text = "gradients in bfloat16 are not summed over ranks; leave it out, or type launch.devices=1"
+            text = "bfloat16 gradients are not all-reduced over ranks; leave it out, or type launch.devices=1"
             found.append((key, text))
         return found
 
@@ -130,17 +141,17 @@ class MuonConfig(UnshardedOptimizerConfig):
 
     factory: ClassVar[str] = "runner.optimizer.optimizers:build_muon"
     name: Literal["muon"] = "muon"
-    momentum: float = Field(default=0.95, ge=0, lt=1, description="Share of the previous momentum that is kept.")
+    momentum: float = Field(default=0.95, ge=0, lt=1, description="Momentum.")
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
         default="match_rms_adamw",
-        description="How the rate follows a matrix's shape: match_rms_adamw = updates as large as AdamW's "
-        "(2502.16982), so that its rates fit; original = Jordan's.",
+        description="Scale of the learning rate by matrix shape: match_rms_adamw = update RMS of AdamW (2502.16982), "
+        "so AdamW's learning rates work; original = Jordan's.",
     )
-    betas: Annotated[FloatPair, Field(description="Of AdamW: decay rates of the first and second moment.")] = (
+    betas: Annotated[FloatPair, Field(description="AdamW's decay rates of the first and second moment.")] = (
         0.9,
         0.95,
     )
-    eps: float = Field(default=1e-8, gt=0, description="Of AdamW: added to the root of the second moment.")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's eps, added to the root of the second moment.")
 
     def preflight(self) -> None:
         torch = importlib.util.find_spec("torch")

@@ -61,13 +61,13 @@ def build_adamw(
     if config.fused and not fused:
         decide("optimizer", "fused AdamW", "foreach AdamW", f"torch has no fused kernel for {', '.join(sorted(kinds))}")
     groups = decay_groups(parameters, config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused or None)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None)
 
 
 def build_sgd(config: SgdConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter)."""
     groups = decay_groups(parameters, config.weight_decay)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
 
 
 ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # in names of what is no matrix inside of a layer
@@ -82,12 +82,14 @@ def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], de
     parts: list[torch.optim.Optimizer] = []
     if matrices:
         options: dict[str, Any] = {"momentum": config.momentum, "adjust_lr_fn": config.adjust_lr_fn}
-        parts.append(torch.optim.Muon(decay_groups(matrices, config.weight_decay), lr=config.lr, **options))
+        parts.append(torch.optim.Muon(decay_groups(matrices, config.weight_decay), lr=config.learning_rate, **options))
     if others:
         groups = decay_groups(others, config.weight_decay)
         # unfused, a step on a card takes temporaries of all of them, which run plan does not count
         fused = _has_fused(p.device.type for p in others.values() if not p.is_meta) or None
-        parts.append(torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused))
+        parts.append(
+            torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
+        )
     return CombinedOptimizer(parts)
 
 
@@ -130,7 +132,7 @@ def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], de
     kind = _optimizer_class()
     found: torch.optim.Optimizer = kind(
         decay_groups(parameters, config.weight_decay),
-        lr=config.lr,
+        lr=config.learning_rate,
         betas=config.betas,
         eps=config.eps,
         bf16_stochastic_round=config.stochastic_rounding,

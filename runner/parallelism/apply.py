@@ -46,7 +46,7 @@ def refuse_changed_model(
         said = (str(error).splitlines() or [""])[0]
         raise refusal(f"{name} cannot compute {how} ({said})") from error
     if not all(world_peers.all_gather(alike)):
-        raise refusal(f"{name} computes something else {how}")
+        raise refusal(f"{name} computes different values {how}")
 
 
 def apply_context_parallel(
@@ -65,15 +65,13 @@ def apply_context_parallel(
     """
     name = type(model.inner).__name__
     if model.is_padded:
-        raise context_parallel_error(f"{name} runs padded rows (model.batch_layout), of which no rank can have a part")
+        raise context_parallel_error(f"{name} runs padded batches (model.batch_layout), which cp cannot split")
     wanted, style = (
         model.probe_hidden(),
         _choose_cp_style(model, distributed.get_world_size(group), style, tp_size, decide),
     )
     model.enable_context_parallel(group, style)
-    refuse_changed_model(
-        model, wanted, world_peers, context_parallel_error, "from some tokens of a row, beside its attention"
-    )
+    refuse_changed_model(model, wanted, world_peers, context_parallel_error, "with context parallelism")
 
 
 def _choose_cp_style(
@@ -83,12 +81,14 @@ def _choose_cp_style(
     fits = heads % ranks == 0
     if style == "ulysses" and not fits:
         most = gcd(heads, ranks)
-        text = f"cp={ranks} does not divide the {heads} heads of a slice; type parallelism.cp_backend=ring"
+        text = f"cp={ranks} does not divide the {heads} heads of a tp rank; type parallelism.cp_backend=ring"
         raise SpecError([Problem("parallelism.cp", f"{text}, or parallelism.cp={most}" if most > 1 else text)])
     if style is None:
         style = "ulysses" if fits else "ring"
         decide.record_fact(
-            "parallelism.cp_backend", style, f"cp={ranks}, and {heads} heads{' of a slice' * (tp_size > 1)}"
+            "parallelism.cp_backend",
+            style,
+            f"cp={ranks}, and {heads} heads{' per tp rank' * (tp_size > 1)}",
         )
     return style
 
@@ -135,14 +135,14 @@ class ParallelismPlan:
         if self.mesh.pp > 1:
             from runner.parallelism import pipeline_parallel as stages
 
-            return stages.pipeline_parallel_error, "in stages"
+            return stages.pipeline_parallel_error, "with pipeline parallelism"
         if self.mesh.tp > 1:
             from runner.parallelism import tensor_parallel as tensor
 
-            return tensor.tensor_parallel_error, "when its layers are cut"
+            return tensor.tensor_parallel_error, "with tensor parallelism"
         from runner.parallelism import expert_parallel as experts
 
-        return experts.expert_parallel_error, "when its experts lie apart"
+        return experts.expert_parallel_error, "with expert parallelism"
 
     def _shard_parameters(self, model: TrainableModel, groups: MeshGroups) -> None:
         """Make of each parameter what this rank holds of it, while there are no numbers."""

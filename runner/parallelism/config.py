@@ -78,7 +78,7 @@ class MultiProcessConfig(ParallelismConfig):
     """Several processes, one per device."""
 
     timeout_s: float = Field(
-        default=1800.0, gt=0, description="Seconds that a rank waits for the others before the job ends with an error."
+        default=1800.0, gt=0, description="Timeout of collectives in seconds; after it the job ends with an error."
     )
 
     @property
@@ -88,8 +88,8 @@ class MultiProcessConfig(ParallelismConfig):
     def _refuse_single_process(self, world: int) -> None:
         if world == 1:
             own = f"parallelism={self.name}"
-            text = f"{own} shares the work out, and there is one process; type parallelism=single for one device, or "
-            raise SpecError([Problem("launch.devices", f"{text}launch.devices=N for N (on the CPU as you like)")])
+            text = f"{own} needs several processes; type parallelism=single for one device, or "
+            raise SpecError([Problem("launch.devices", f"{text}launch.devices=N (any N on the CPU)")])
 
 
 class MeshConfig(MultiProcessConfig):
@@ -98,42 +98,39 @@ class MeshConfig(MultiProcessConfig):
     pp: int = Field(
         default=1,
         ge=-1,
-        description="Stages, runs of layers, through which micro-batches pass one after the other (pipeline "
-        "parallelism); -1 = what the rest leaves.",
+        description="Number of stages that split the layers (pipeline parallel); -1 = all remaining ranks.",
     )
-    dp_replicate: int = Field(default=1, ge=-1, description="Whole copies of the model; -1 = what the rest leaves.")
-    dp_shard: int = Field(
-        default=1,
-        ge=-1,
-        description="Parts in which a copy's weights lie on as many devices; -1 = what the rest leaves.",
+    dp_replicate: int = Field(
+        default=1, ge=-1, description="Number of replicas (data parallel); -1 = all remaining ranks."
     )
+    dp_shard: int = Field(default=1, ge=-1, description="Number of FSDP shards per replica; -1 = all remaining ranks.")
     cp: int = Field(
         default=1,
         ge=-1,
-        description="Devices that each have some of the tokens of every micro-batch (context parallelism), for long "
-        "rows; -1 = what the rest leaves.",
+        description="Number of ranks that split the tokens of each micro-batch (context parallel), for long "
+        "sequences; -1 = all remaining ranks.",
     )
     tp: int = Field(
         default=1,
         ge=-1,
-        description="Slices in which each layer lies on as many devices, which compute it together (tensor "
-        "parallelism); divides the heads; -1 = what the rest leaves.",
+        description="Number of ranks that split the matrices of each layer (tensor parallel); must divide the heads; "
+        "-1 = all remaining ranks.",
     )
     ep: int = Field(
         default=1,
         ge=-1,
-        description="Over how many of the data-parallel and cp ranks the experts of a layer lie, to which tokens "
-        "travel (expert parallelism); -1 = all of them.",
+        description="Number of data-parallel and cp ranks that split the experts of a layer (expert parallel, "
+        "all-to-all of tokens); -1 = all of them.",
     )
     cp_backend: Literal["ulysses", "ring"] | None = Field(
         default=None,
-        description="How cp ranks attend: each to some heads of all tokens (ulysses), or each for its own tokens as "
-        "keys and values go round (ring); null = ulysses where cp divides the heads of a slice.",
+        description="Attention with cp > 1: ulysses = each rank has some heads of all tokens; ring = each rank has "
+        "its tokens and receives keys and values. null = ulysses where cp divides the heads of a tp rank.",
     )
     pp_virtual_stages: int = Field(
         default=1,
         ge=1,
-        description="Runs of layers on each pp rank; more than one are interleaved: less waiting, more messages.",
+        description="Virtual stages per pp rank; above 1 = interleaved 1F1B: smaller bubble, more communication.",
     )
 
     @property
@@ -148,7 +145,7 @@ class MeshConfig(MultiProcessConfig):
         """See `ParallelismConfig`."""
         own = f"parallelism={self.name}"
         if self.dp_shard != 1 and not self.shards:
-            text = f"{own} keeps whole copies; type parallelism=fsdp, or hsdp, for parts of them"
+            text = f"{own} does not shard weights; type parallelism=fsdp or parallelism=hsdp"
             raise SpecError([Problem("parallelism.dp_shard", text)])
         self._refuse_single_process(world)
         return fit_mesh(self._sizes(), world, own)
@@ -162,10 +159,10 @@ class MeshConfig(MultiProcessConfig):
             return found
         mesh = self.mesh(job.launch.world)
         if mesh.tp > 1 and (option := job.adapter.needs_whole_layers):
-            text = "its norms are over whole layers, which tensor parallelism cuts; leave it out"
+            text = "it needs norms of whole layers, which tensor parallelism splits; leave it out"
             found.append((option, text))
         if mesh.cp > 1 and job.model.batch_layout == "padded":
-            text = f"the rows that parallelism.cp={mesh.cp} shares out lie end to end; leave it out"
+            text = f"parallelism.cp={mesh.cp} needs packed batches; leave it out"
             found.append(("model.batch_layout", text))
         found += self._unused_options(mesh) + self._teacher_conflicts(job)
         return found + [(p.key, p.message) for p in self.divisibility_problems(mesh, job.model.sizes())]
@@ -174,17 +171,22 @@ class MeshConfig(MultiProcessConfig):
         """Options that mean nothing on this mesh."""
         found = []
         if self.cp_backend is not None and mesh.cp == 1:
-            found.append(("parallelism.cp_backend", "there is one cp rank; type parallelism.cp=N, or leave it out"))
+            found.append(
+                ("parallelism.cp_backend", "not used with parallelism.cp=1; type parallelism.cp=N, or leave it out")
+            )
         if self.pp_virtual_stages > 1 and mesh.pp == 1:
             found.append(
-                ("parallelism.pp_virtual_stages", "there is one stage; type parallelism.pp=N, or leave it out")
+                (
+                    "parallelism.pp_virtual_stages",
+                    "not used with parallelism.pp=1; type parallelism.pp=N, or leave it out",
+                )
             )
         return found
 
     def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
         """Problems of a teacher's passes with interleaved pipeline stages, whose order of passes differs."""
         if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:
-            return [("parallelism.pp_virtual_stages", "distill asks its teacher between its own passes; leave it out")]
+            return [("parallelism.pp_virtual_stages", "distill runs its teacher between its own passes; leave it out")]
         return []
 
     def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
@@ -192,7 +194,7 @@ class MeshConfig(MultiProcessConfig):
 
 
 class DdpConfig(MeshConfig):
-    """Every process has the whole model and does its share of each step."""
+    """Data parallel (DDP): a replica of the model on each device, and a share of each batch."""
 
     name: Literal["ddp"] = "ddp"
     dp_replicate: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)
@@ -205,12 +207,12 @@ class ShardedConfig(MeshConfig):
 
     reshard_after_forward: bool = Field(
         default=True,
-        description="Free a layer's gathered weights after its forward pass and gather them again for its backward "
-        "pass: less memory, half as much communication again.",
+        description="Free a layer's gathered weights after its forward pass and gather them again for the backward "
+        "pass: less memory, 1.5 times the communication.",
     )
     cpu_offload: bool = Field(
         default=False,
-        description="Keep the parts, and the optimizer's step on them, in the host's memory: less on the device, slow.",
+        description="Keep shards and optimizer state in host memory and step there: less device memory, slow.",
     )
 
     @property
@@ -224,9 +226,9 @@ class ShardedConfig(MeshConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.cpu_offload and job.device.is_cpu:
-            found.append(("parallelism.cpu_offload", "device=cpu computes in the host's memory already; leave it out"))
+            found.append(("parallelism.cpu_offload", "device=cpu already uses host memory; leave it out"))
         elif self.cpu_offload and not found and _has_whole_experts(self.mesh(job.launch.world)):
-            text = "experts that are in no pieces stay on their device; leave it out, or type a smaller parallelism.ep"
+            text = "unsharded experts cannot be offloaded; leave it out, or type a smaller parallelism.ep"
             found.append(("parallelism.cpu_offload", text))
         return found
 
@@ -237,14 +239,14 @@ def _has_whole_experts(mesh: Mesh) -> bool:
 
 
 class FsdpConfig(ShardedConfig):
-    """One copy of the model in parts on all devices (torch's fully_shard)."""
+    """FSDP2 (fully_shard): weights, gradients and optimizer state are sharded over all devices."""
 
     name: Literal["fsdp"] = "fsdp"
     dp_shard: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_shard"].description)
 
 
 class HsdpConfig(ShardedConfig):
-    """Several copies of the model, each in parts on as many devices (torch's fully_shard)."""
+    """Hybrid FSDP: several replicas of the model, each sharded over the same number of devices."""
 
     name: Literal["hsdp"] = "hsdp"
     dp_replicate: int = Field(default=2, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)
@@ -252,21 +254,21 @@ class HsdpConfig(ShardedConfig):
 
 
 class TpConfig(MeshConfig):
-    """Each layer lies in slices on all devices, which compute it together."""
+    """Tensor parallel: the matrices of each layer are split over all devices."""
 
     name: Literal["tp"] = "tp"
     tp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["tp"].description)
 
 
 class CpConfig(MeshConfig):
-    """Each device has some of the tokens of every micro-batch, and the whole model."""
+    """Context parallel: each device has some tokens of every micro-batch, and the whole model."""
 
     name: Literal["cp"] = "cp"
     cp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["cp"].description)
 
 
 class PpConfig(MeshConfig):
-    """Each device has a run of the layers; micro-batches pass from one to the next."""
+    """Pipeline parallel: each device has consecutive layers; micro-batches pass from stage to stage."""
 
     name: Literal["pp"] = "pp"
     pp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["pp"].description)
@@ -294,34 +296,34 @@ class ZeroConfig(MultiProcessConfig):
     def preflight(self) -> None:
         """See `ParallelismConfig`."""
         if importlib.util.find_spec("deepspeed") is None:
-            text = f"parallelism={self.name} needs DeepSpeed; without it parallelism=fsdp does the same"
+            text = f"parallelism={self.name} needs DeepSpeed; parallelism=fsdp does the same without it"
             raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"')
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         own = f"parallelism={self.name}"
         if not job.device.deepspeed:
-            found.append(("device.name", f"{own} knows no device={job.device.name}; type parallelism=fsdp"))
+            found.append(("device.name", f"{own} does not support device={job.device.name}; type parallelism=fsdp"))
         if self.stage == 3 and job.model.dtype == "bfloat16" and not job.adapter.trains_base:
-            text = f"{own} finds other gradients beside a base in bfloat16; type parallelism=fsdp, or deepspeed_zero2"
+            text = f"{own} computes wrong gradients with a bfloat16 base; type parallelism=fsdp, or deepspeed_zero2"
             found.append(("model.dtype", text))
         if self.stage == 2 and len(job.algorithm.trained_models()) > 1:
-            text = f"two models that learn did not end under {own}; type parallelism=ddp, or deepspeed_zero3"
+            text = f"two trained models hang under {own}; type parallelism=ddp, or deepspeed_zero3"
             found.append(("algorithm.name", text))
         if job.model.compile:
-            found.append(("model.compile", f"not tried under {own}; leave it out, or type parallelism=fsdp"))
+            found.append(("model.compile", f"not tested under {own}; leave it out, or type parallelism=fsdp"))
         return found
 
 
 class Zero2Config(ZeroConfig):
-    """DeepSpeed's ZeRO-2: gradients and optimizer state in parts on all devices, the whole model on each."""
+    """DeepSpeed's ZeRO-2: gradients and optimizer state are sharded, weights are replicated."""
 
     name: Literal["deepspeed_zero2"] = "deepspeed_zero2"
     stage = 2
 
 
 class Zero3Config(ZeroConfig):
-    """DeepSpeed's ZeRO-3: weights, gradients and optimizer state in parts on all devices."""
+    """DeepSpeed's ZeRO-3: weights, gradients and optimizer state are sharded."""
 
     name: Literal["deepspeed_zero3"] = "deepspeed_zero3"
     stage = 3

@@ -39,7 +39,7 @@ class OptimizerEntry(NamedTuple):
 
 
 class DeepSpeedZero:
-    """One trained model and its optimizer in DeepSpeed's hands. What reads or writes it is collective."""
+    """One trained model and its optimizer, run by DeepSpeed. Reading or writing it is collective."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class DeepSpeedZero:
             dist_init_required=False,
             config={
                 "train_micro_batch_size_per_gpu": 1,  # nothing is counted by it
-                "managed_gradient_accumulation": False,  # a step is made when it is asked for
+                "managed_gradient_accumulation": False,  # a step is made when it is requested
                 "gradient_clipping": clip_norm or 0.0,
                 "zero_allow_untested_optimizer": True,
                 "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": PERSISTENT_LAYERS * hidden},
@@ -77,7 +77,7 @@ class DeepSpeedZero:
         if stage == 3:
             self._register_external_weights(model)
         decide.record_fact(
-            "parallelism", f"DeepSpeed {deepspeed.__version__}, ZeRO-{stage}", "its optimizer makes the steps"
+            "parallelism", f"DeepSpeed {deepspeed.__version__}, ZeRO-{stage}", "its engine runs the optimizer"
         )
 
     def _register_external_weights(self, model: TrainableModel) -> None:
@@ -193,8 +193,8 @@ def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> An
     if isinstance(first, Tensor) and first.ndim:
         return torch.zeros_like(flat)
     if any(entry.get(key) != first for entry in entries):
-        text = f"DeepSpeed keeps one {key} for all parameters of a group, and in the checkpoint they differ"
-        raise CheckpointError(f"{text}; continue parallelism=ddp, or fsdp")
+        text = f"DeepSpeed keeps one {key} for all parameters of a group, but the checkpoint has several"
+        raise CheckpointError(f"{text}; continue with parallelism=ddp or fsdp")
     return first.clone() if isinstance(first, Tensor) else first
 
 

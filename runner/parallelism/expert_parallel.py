@@ -45,7 +45,9 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     """
     found = expert_layers(model.inner)
     if not found:
-        raise expert_parallel_error(f"{type(model.inner).__name__} has no experts that transformers can exchange")
+        raise expert_parallel_error(
+            f"{type(model.inner).__name__} has no experts whose forward transformers can replace"
+        )
     _refuse_uneven_experts(model.whole, found, mesh.size(), alone)
     slices = TensorParallelGroup(mesh)
     used = [part for part in model.whole.modules() if part._parameters] if alone else found
@@ -56,8 +58,8 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     for part in found:
         part.forward = TokenDispatcher(part, slices)
     model.whole.join_context = partial(_with_all_experts, model.whole.join_context, slices, model.whole)
-    text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers on each"
-    decide.record_fact("parallelism.ep", text, f"tokens travel between {mesh.size()} ranks")
+    text = f"{found[0].num_experts // mesh.size()} of {found[0].num_experts} experts of {len(found)} layers per rank"
+    decide.record_fact("parallelism.ep", text, f"all-to-all of tokens between {mesh.size()} ranks")
 
 
 def expert_parallel_error(why: str, instead: str = "parallelism.ep=1") -> SpecError:
@@ -70,19 +72,19 @@ def _refuse_uneven_experts(module: nn.Module, found: Sequence[Any], size: int, a
     for part in found:
         name = type(part).__name__
         if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
-            raise expert_parallel_error(f"{name}.{odd[0]} has not one row for each expert")
+            raise expert_parallel_error(f"{name}.{odd[0]} does not have one row per expert")
         if part.num_experts % size:
             raise expert_parallel_error(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
     refuse_adapters(module)
     for part in module.modules():
         if alone and isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise expert_parallel_error(f"{type(part).__name__} of parameters that no module computes with alone")
+            raise expert_parallel_error(f"{type(part).__name__} has parameters that other modules use")
 
 
 def refuse_adapters(module: nn.Module) -> None:
     """Raise SpecError for a model with adapters on its experts."""
     if any(isinstance(part, ParamWrapper) for part in module.modules()):
-        text = "adapters on weights that no linear layer has (experts, routers) cannot be spread"
+        text = "expert parallelism does not support adapters on weights outside linear layers (experts, routers)"
         raise expert_parallel_error(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
 
 

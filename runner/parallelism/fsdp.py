@@ -7,6 +7,7 @@ Layers are gathered one after the other, each freed when it has been used; embed
 is are one group, in which tied weights stay tied. Gradients are sums over all ranks, as everywhere here, and are summed
 in float32. Weights are gathered in what the model computes in, whatever they are stored in: no layer casts them again,
 and no cast is kept for the backward pass. Routers, score heads and value heads are groups of their own, in float32.
+With `model.head_dtype=float32`, embedding, norm and head are gathered as they are stored.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ def apply_fsdp(
     blocks = model.transformer_blocks()
     if not blocks:
         name = type(model.inner).__name__
-        decide("parallelism", "sharded layer by layer", "sharded as one", f"{name} does not say what its layers are")
+        decide(
+            "parallelism", "sharded layer by layer", "sharded as one unit", f"{name} does not declare its layer classes"
+        )
     policy: dict[str, Any] = {
         "mp_policy": _mixed_precision_policy(model.compute_dtype),
         "offload_policy": CPUOffloadPolicy(pin_memory=find_kind(device.type).pins_offload)
@@ -56,21 +59,24 @@ def apply_fsdp(
     policy["ignored_params"] = {one for one in model.stage.absent_modules if isinstance(one, nn.Parameter)}
     if experts is not None:
         policy["ignored_params"] |= _shard_experts(model, experts, reshard, policy, decide)
+    root = policy
     if model.compute_dtype == torch.bfloat16:
+        wide = policy | {"mp_policy": _mixed_precision_policy(torch.float32)}
         for part in model.float32_modules():
-            if policy["ignored_params"].isdisjoint(part.parameters()):
-                wide = policy | {"mp_policy": _mixed_precision_policy(torch.float32)}
+            if getattr(part, "computes_in_float32", False):  # model.head_dtype: a head is read outside of its forward,
+                root = wide  # so it stays with embedding and norm, all gathered as stored and cast when they are read
+            elif policy["ignored_params"].isdisjoint(part.parameters()):
                 fully_shard(part, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **wide)
     for block in blocks:
         fully_shard(block, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **policy)
-    fully_shard(model.whole, mesh=_gradient_mesh(mesh), reshard_after_forward=False, **policy)
+    fully_shard(model.whole, mesh=_gradient_mesh(mesh), reshard_after_forward=False, **root)
     model.whole.reshard_after_forward = reshard
     for part in model.whole.modules():
         if isinstance(part, FSDPModule):
             torch_compat.set_gradient_sum_reduction(part)
-    where = "on the host" if offload else "on the device"
-    reason = "rank 0 has the whole model in its host's memory, and hands it out tensor by tensor"
-    decide.record_fact("parallelism", f"{mesh['dp_shard'].size()} pieces of {len(blocks)} layers, {where}", reason)
+    where = "in host memory" if offload else "on the devices"
+    reason = "rank 0 loads the whole model into host memory and scatters it tensor by tensor"
+    decide.record_fact("parallelism", f"{mesh['dp_shard'].size()} shards of {len(blocks)} layers, {where}", reason)
 
 
 def _mixed_precision_policy(compute: torch.dtype) -> MixedPrecisionPolicy:
@@ -90,8 +96,8 @@ def _shard_experts(
         return every
     fits = (dim for dim in (0, 1) if all(local_tensor(p).shape[dim] % pieces == 0 for p in every))
     if (dim := next(fits, None)) is None:
-        text = f"neither the experts of a rank nor their features divide into {pieces}"
-        decide("parallelism.ep", "experts in pieces", "whole on the ranks that have them", text)
+        text = f"{pieces} shards divide neither the experts of a rank nor their features"
+        decide("parallelism.ep", "sharded experts", "not sharded", text)
         return every
     for part in layers:
         fully_shard(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from runner.core.errors import Problem, SpecError
 
-DATA_DIMS = ("dp_replicate", "dp_shard")  # the dimensions between whose ranks the work is dealt out
+DATA_DIMS = ("dp_replicate", "dp_shard")  # the dimensions over whose ranks the work is partitioned
 REPLICA_DIMS = (*DATA_DIMS, "cp")  # those whose ranks find parts of the same weights' gradients
 RankGroup = tuple[int, ...]  # ranks that belong together, in order
 
@@ -46,7 +46,7 @@ class Mesh(NamedTuple):
 
     @property
     def dp_size(self) -> int:
-        """Between how many ranks the work is dealt out: those that differ otherwise do the same work together."""
+        """Number of ranks that the work is partitioned over; the others share one part of the work."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -152,11 +152,11 @@ def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
     """The mesh of these sizes (see `Mesh`) with `world` ranks. Raises SpecError that names `option`."""
     dims = {name: size for name, size in sizes.items() if name != "ep"}
     if 0 in sizes.values() or list(dims.values()).count(-1) > 1:
-        text = f"{option} with {_product(sizes, ', ')}; give sizes from 1, and at most one -1"
+        text = f"{option} with {_product(sizes, ', ')}; sizes must be at least 1, and at most one may be -1"
         raise SpecError([Problem("parallelism", text)])
     known = prod(size for size in dims.values() if size != -1)
     if world % known or (-1 not in dims.values() and world != known):
-        text = f"{_product(dims)} does not make {world} processes (launch); what fits: {_suggestions(dims, world)}"
+        text = f"{_product(dims)} does not make {world} processes (launch); possible: {_suggestions(dims, world)}"
         raise SpecError([Problem("parallelism", text)])
     mesh = Mesh(**{name: world // known if size == -1 else size for name, size in dims.items()})
     return mesh._replace(ep=_ep_size(sizes["ep"], mesh))
@@ -169,7 +169,7 @@ def _ep_size(said: int, mesh: Mesh) -> int:
         return most
     if most % said:
         where = "dp_shard × cp" if mesh.dp_shard > 1 else "dp_replicate × cp"
-        text = f"ep={said} does not divide the {most} ranks of {where}; what fits: {_comma_list(_divisors(most))}"
+        text = f"ep={said} does not divide the {most} ranks of {where}; possible: {_comma_list(_divisors(most))}"
         raise SpecError([Problem("parallelism.ep", text)])
     return said
 
@@ -216,14 +216,14 @@ def _tp_problems(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
     uneven = [f"{name}={size}" for name, size in cut if size % mesh.tp]
     if uneven:
         fits = _comma_list(_divisors(gcd(*(size for _, size in cut))))
-        text = f"{mesh.tp} slices do not divide {', '.join(uneven)} of the model; what fits: {fits}"
+        text = f"tp={mesh.tp} does not divide {', '.join(uneven)} of the model; possible: {fits}"
         yield Problem("parallelism.tp", text)
 
 
 def _cp_problems(mesh: Mesh, name: str, heads: int) -> Iterator[Problem]:
     own = heads // mesh.tp
     if own % mesh.cp:
-        text = f"cp={mesh.cp} does not divide the {own} heads of a slice ({name}={heads}); what fits: "
+        text = f"cp={mesh.cp} does not divide the {own} heads of a tp rank ({name}={heads}); possible: "
         yield Problem("parallelism.cp", f"{text}{_comma_list(_divisors(own))}, or parallelism.cp_backend=ring")
 
 
@@ -232,7 +232,7 @@ def _pp_problems(mesh: Mesh, sizes: Sizes, chunks: int) -> Iterator[Problem]:
     if mesh.pp * chunks > layers:
         runs = f"pp={mesh.pp} × pp_virtual_stages={chunks}" if chunks > 1 else f"pp={mesh.pp}"
         fits = f"at most {layers // chunks} stages" if layers >= chunks else f"pp_virtual_stages of at most {layers}"
-        text = f"{runs} takes {mesh.pp * chunks} layers, and {name}={layers}; what fits: {fits}"
+        text = f"{runs} needs {mesh.pp * chunks} layers, but {name}={layers}; possible: {fits}"
         yield Problem("parallelism.pp", text)
 
 
@@ -241,13 +241,15 @@ def _ep_problems(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
         return
     name, experts = sizes.get("experts", ("", 0))
     if not experts:
-        text = "the model has no experts; type parallelism.ep=1, or take one that has, as model=tiny_moe"
+        text = (
+            "the model has no experts; type parallelism.ep=1, or choose a mixture-of-experts model, e.g. model=tiny_moe"
+        )
         yield Problem("parallelism.ep", text)
     elif experts % mesh.ep:
         ranks = _max_ep_size(mesh)
-        here = f", of which these {ranks} ranks: {_comma_list(_divisors(gcd(experts, ranks)))}"
+        here = f"; with these {ranks} ranks: {_comma_list(_divisors(gcd(experts, ranks)))}"
         text = (
-            f"{mesh.ep} ranks do not divide {name}={experts} of the model; what fits: {_comma_list(_divisors(experts))}"
+            f"ep={mesh.ep} does not divide {name}={experts} of the model; possible: {_comma_list(_divisors(experts))}"
         )
         yield Problem("parallelism.ep", text + (here if ranks % experts else ""))
 

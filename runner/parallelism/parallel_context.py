@@ -216,8 +216,9 @@ def _init_process_groups(
         found = create_groups(mesh, here.type, device.backend, timeout, chunks)
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
-            f"{place} does not meet the others: {(str(error).splitlines() or [''])[0]}\n"
-            f"  they meet at {' and '.join(ADDRESS)}, which `run` and torchrun set; parallelism.timeout_s={timeout_s:g}"
+            f"{place} cannot connect to the other ranks: {(str(error).splitlines() or [''])[0]}\n"
+            f"  they connect to {' and '.join(ADDRESS)}, which `run` and torchrun set; "
+            f"parallelism.timeout_s={timeout_s:g}"
         ) from error
     members = (found.by_name["copies"], distributed.group.WORLD, *threads)
     copies, everyone, feed, saving = (ProcessGroupCollectives(group, timeout_s) for group in members)
@@ -249,4 +250,6 @@ def _warm_up(peers: RankCollectives, device: torch.device) -> None:
     ones = torch.ones(1, device=device)
     peers.all_reduce_([ones])
     if round(float(ones)) != peers.size:
-        raise EnvironmentProblem(f"{peers.size} ranks add 1 each and find {float(ones)}: the devices do not add up")
+        raise EnvironmentProblem(
+            f"an all-reduce of 1 over {peers.size} ranks returned {float(ones)}: the devices or their links are faulty"
+        )

@@ -13,7 +13,13 @@ ends there:
 
 Autograd carries the transfers like any other operation: the backward pass of a sent tensor waits for its gradient. What
 was sent returns an empty tensor, at which this rank's backward pass begins. So a schedule is an order of passes, and
-nothing else (`runner.distributed.work_partition`).
+nothing else. Stages make the passes of their micro-batches, forward F and backward B, in one of these orders:
+
+    one stage                F0 B0 F1 B1 F2 B2 …
+    1F1B, stage 0 of 2       F0 F1 B0 F2 B1 …            (Narayanan et al., 2104.04473, section 2.2.1)
+    interleaved, 2 chunks    F0 F1 F0' F1' F2 B0' …      (section 2.2.2)
+
+Micro-batches take turns in groups of as many as there are stages; the last group may be smaller.
 """
 
 from __future__ import annotations
@@ -30,7 +36,6 @@ from torch import Tensor, distributed, nn
 
 from runner.core.errors import Problem, RunnerError, SpecError
 from runner.distributed import dtensor_utils
-from runner.distributed.work_partition import forward_schedule, one_f_one_b
 from runner.interfaces import TrainableModel
 from runner.interfaces.learning import PipelineOp
 from runner.parallelism.process_groups import StageLink, StageLinks
@@ -205,7 +210,7 @@ class StagedModel:
         self._chunk = op.chunk
 
     def run_local(self, run: Callable[[Forward], Tensor], forward: Forward) -> Tensor:
-        """See `Stage`: an empty tensor where hidden states were handed on."""
+        """See `Stage`: an empty tensor where hidden states were sent to the next stage."""
         if self.is_whole:
             return run(forward)
         self.passing = True
@@ -235,8 +240,12 @@ class StagedModel:
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
-            text = f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, {self._dtype} [… {self._width}] before them"
-            raise RunnerError(f"hidden states are {text}: such a model cannot be divided; type parallelism.pp=1")
+            text = (
+                f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, but {self._dtype} [… {self._width}] before them"
+            )
+            raise RunnerError(
+                f"hidden states are {text}: pipeline parallelism does not support such a model; type parallelism.pp=1"
+            )
         raise EndOfStage(SendForward.apply(self._anchor, self._borders.after, hidden))
 
     def tied_parameters(self) -> list[Tensor]:
@@ -301,11 +310,13 @@ def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]
         for name, child in part.named_children():
             if isinstance(child, nn.ModuleList) and blocks and list(child) == blocks:
                 if before:
-                    raise pipeline_parallel_error(f"{kind} has {before[0]} before its layers, beside the embedding")
+                    raise pipeline_parallel_error(
+                        f"{kind} has {before[0]} before its layers, in addition to the embedding"
+                    )
                 return part, name, blocks
             if child not in embedding and any(True for _ in child.parameters()):
                 before.append(name)
-    raise pipeline_parallel_error(f"{kind} does not have its layers in one list")
+    raise pipeline_parallel_error(f"{kind} does not have its layers in one ModuleList")
 
 
 def pipeline_parallel_error(why: str) -> SpecError:
@@ -322,3 +333,39 @@ def apply_pipeline_parallel(
     """
     model.stage = stage = StagedModel(model, borders, group, chunks, device)
     model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)
+
+
+def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[PipelineOp]:
+    """The passes of stage `rank` for `count` micro-batches: 1F1B, interleaved with several chunks.
+
+    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. The paper needs a count that
+    the stages divide where there are chunks: here the order is that of the next such count, with the passes left out
+    that are not.
+    """
+    filled = count if chunks == 1 else -(-count // stages) * stages
+    forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
+    ahead = min(num_warmup_forwards(rank, stages, chunks), len(forward))
+    turns = forward[:ahead]
+    for at, one in enumerate(backward):
+        turns += [one, *forward[ahead + at : ahead + at + 1]]
+    return [turn for turn in turns if turn.micro < count]
+
+
+def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
+    """How many forward passes stage `rank` makes before its first backward pass, if there are so many."""
+    if chunks == 1:
+        return stages - rank
+    return 2 * (stages - rank - 1) + (chunks - 1) * stages + 1
+
+
+def forward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
+    """The forward passes alone, in the order of `one_f_one_b`, and the same on each stage."""
+    groups = [range(first, min(first + stages, count)) for first in range(0, count, stages)]
+    return [PipelineOp(micro, chunk) for group in groups for chunk in range(chunks) for micro in group]
+
+
+def _backward_schedule(stages: int, chunks: int, count: int) -> list[PipelineOp]:
+    return [
+        PipelineOp(micro, chunks - 1 - chunk, backward=True)
+        for micro, chunk, _ in forward_schedule(stages, chunks, count)
+    ]

@@ -1,6 +1,6 @@
 """Process groups of a mesh: objects over gloo, sums over the device's backend, pipeline transfers.
 
-Hidden states and gradients travel between neighboring stages.
+Hidden states and gradients are sent between neighboring stages.
 
     world     ──for each set of mesh dimensions──▶ lists of ranks ──every rank creates each──▶ this rank's own group
     gradients ──end to end──▶ buckets ──all-reduce, one in flight while the next is filled──▶ back in place
@@ -73,7 +73,7 @@ class ProcessGroupCollectives:
                 _copy_back(*one)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """See `RankCollectives`. It travels in runs of signed bytes, which every backend knows."""
+        """See `RankCollectives`. It is sent as signed bytes, which every backend supports."""
         with self._translate_errors("handing over"):
             for run in tensor.reshape(-1).view(torch.int8).split(CHUNK_BYTES):
                 distributed.broadcast(run, group=self._group, group_src=0)
@@ -87,9 +87,9 @@ class ProcessGroupCollectives:
         except RuntimeError as error:
             kind = RankLost if is_connection_loss(str(error)) else DeadlineExceeded
             raise kind(
-                f"rank {self.rank} of {self.size}, {doing}: another rank ended, or did not come within "
+                f"rank {self.rank} of {self.size}, {doing}: another rank exited, or did not arrive within "
                 f"parallelism.timeout_s={self._timeout_s:g} ({(str(error).splitlines() or [''])[0]})\n"
-                "  what the other rank said is the cause; ranks/*.log in the run's folder have it"
+                "  the error of the other rank is the cause; see ranks/*.log in the run's folder"
             ) from error
 
 
@@ -249,7 +249,7 @@ def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Call
 
     Returns those of this rank. Collective.
 
-    chunks: runs of layers on each rank; with several the last stage hands on to the first
+    chunks: runs of layers on each rank; with several the last stage sends to the first
     """
     rank, room = distributed.get_rank(), 2 * len(families[0]) * chunks
     before: StageLink | None = None

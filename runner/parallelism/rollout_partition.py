@@ -20,8 +20,6 @@ from runner.interfaces import (
     Environment,
     EnvironmentBatch,
     EnvironmentFactory,
-    GreedyAnswerer,
-    GreedyOutput,
     Observation,
     Prompt,
     RankCollectives,
@@ -30,7 +28,6 @@ from runner.interfaces import (
     Rollout,
     Sampler,
     SamplerWrapper,
-    StopCriterion,
 )
 
 FullParamsContext = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
@@ -63,7 +60,7 @@ class PartitionedSampler(SamplerWrapper):
 
 
 class Rank0Sampler:
-    """A sampler that only the first rank speaks to; the others hear what it says."""
+    """A sampler that only rank 0 calls; it broadcasts the results."""
 
     def __init__(self, make: Callable[[], Sampler], peers: RankCollectives) -> None:
         self._peers = peers
@@ -86,7 +83,7 @@ class Rank0Sampler:
         return self._limits()[2]
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        """See `Sampler`; all ranks hand over the same."""
+        """See `Sampler`; all ranks pass the same."""
         self._run_on_rank0(lambda sampler: sampler.load_weights(tensors, version))
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
@@ -111,7 +108,7 @@ class Rank0Sampler:
             self._sampler.close()
 
     def _limits(self) -> tuple[float, int, int | None]:
-        """Asked for once: all ranks do so at the same place."""
+        """Collective: all ranks call it at the same place."""
         if self._known is None:
             self._known = self._run_on_rank0(
                 lambda sampler: (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len)
@@ -133,7 +130,7 @@ class PartitionedReward:
         self._reward, self._peers = reward, peers
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
-        """See `Reward`; all ranks ask for the same."""
+        """See `Reward`; all ranks pass the same."""
         return run_partitioned(
             self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine])
         )
@@ -170,7 +167,7 @@ def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedRewar
 
 @dataclass(frozen=True, slots=True)
 class PartitionedEnvironments(EnvironmentFactory):
-    """Each episode's environment lives on one rank; the others hear what it says."""
+    """Each episode's environment runs on one rank, which broadcasts its observations."""
 
     peers: RankCollectives
 
@@ -196,28 +193,3 @@ class PartitionedEpisodes(EnvironmentBatch):
         """See `EnvironmentBatch`; all ranks hand in the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
         return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
-
-
-class PartitionedAnswerer:
-    """A model on each rank, which answers some of the prompts, `rows` at a time."""
-
-    def __init__(self, model: GreedyAnswerer, peers: RankCollectives, whole: FullParamsContext) -> None:
-        self.tokenizer = model.tokenizer
-        self._model, self._peers, self._whole = model, peers, whole
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        rows: int | None = None,
-        finish: StopCriterion | None = None,
-    ) -> list[GreedyOutput]:
-        """The greedy answer to each prompt, the same on all ranks. finish: None = the model's own criterion."""
-        options = {} if finish is None else {"finish": finish}
-
-        def work(mine: list[int]) -> list[GreedyOutput]:
-            return self._model.generate([prompts[i] for i in mine], max_new_tokens, rows, **options)
-
-        owners = balance_by_cost([len(prompt) + max_new_tokens for prompt in prompts], self._peers.size)
-        with self._whole():
-            return run_partitioned(self._peers, owners, work)

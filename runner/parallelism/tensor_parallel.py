@@ -205,7 +205,7 @@ def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: De
     distribute_parameters(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise tensor_parallel_error(f"{type(part).__name__} of parameters that no module computes with alone")
+            raise tensor_parallel_error(f"{type(part).__name__} has parameters that other modules use")
         if part in ends and isinstance(part, nn.Embedding):
             VocabEmbeddingHooks(part, slices)
         elif part not in ends and part._parameters:
@@ -254,7 +254,7 @@ def _linear_weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | No
     """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
     base = getattr(linear, "base_layer", linear)
     if getattr(type(base), "forward", None) is not nn.Linear.forward:  # of its own class, or one that casts weights
-        raise tensor_parallel_error(f"a layer of type {type(base).__name__} is not known to be cut")
+        raise tensor_parallel_error(f"layers of type {type(base).__name__} are not supported")
     yield base, dim
     if base is not linear:
         adapters: Any = linear
@@ -275,7 +275,7 @@ def _vocab_parallel_ends(model: TrainableModel, slices: TensorParallelGroup, dec
     """Of embedding and LM head what is cut by ids."""
     ends = model.embedding_and_head()
     if rows := [len(end.weight) for end in ends if len(end.weight) % slices.size]:
-        text = f"{rows[0]} ids do not divide into {slices.size}"
-        decide("parallelism.tp", "embedding and LM head in slices", "whole on every rank", text)
+        text = f"{slices.size} ranks do not divide {rows[0]} vocabulary rows"
+        decide("parallelism.tp", "sharded embedding and LM head", "replicated on every rank", text)
         return set()
     return set(ends)

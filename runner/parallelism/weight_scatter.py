@@ -209,15 +209,16 @@ def refuse_different(ranks: list[dict[str, str]]) -> None:
             raise EnvironmentProblem(
                 f"ranks 0 and {rank} build different models: {len(differing)} differences, e.g. {name} is "
                 f"{ranks[0].get(name, 'not there')} on rank 0 and {found.get(name, 'not there')} on rank {rank}\n"
-                "  give all machines the same model folder and the same versions"
+                "  use the same model folder and the same versions on all machines"
             )
 
 
 def _refuse_unregistered_tensors(module: nn.Module) -> None:
-    """Raise EnvironmentProblem for a tensor that is neither parameter nor buffer: it does not travel."""
+    """Raise EnvironmentProblem for a tensor that is neither parameter nor buffer: it cannot be sent."""
     for name, part in module.named_modules():
         if loose := [key for key, value in vars(part).items() if isinstance(value, Tensor)]:
             raise EnvironmentProblem(
-                f"{name or 'the model'} ({type(part).__qualname__}) keeps a tensor, {loose[0]}, that is neither a "
-                "parameter nor a buffer, and so cannot be handed to other ranks\n  type parallelism=single"
+                f"{name or 'the model'} ({type(part).__qualname__}) has a tensor, {loose[0]}, that is neither a "
+                "parameter nor a buffer, so it cannot be sent to other ranks\n"
+                "  type parallelism=single"
             )

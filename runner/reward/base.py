@@ -17,7 +17,7 @@ from pydantic import Field, ValidationError
 
 from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
-from runner.spec.base import ComponentConfig, Config, Dtype
+from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
 from runner.spec.suggest import format_value, value_complaint
 
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
@@ -34,6 +34,10 @@ class RewardConfig(ComponentConfig):
         """The same config with the paths of local files made absolute."""
         return self
 
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        """The same config with the folder or hub id that a model's path means; see `ModelConfig`."""
+        return self
+
     def with_dtype(self, dtype: Dtype) -> Self:
         """The same config; where it leaves the data type of a model open, with `dtype`."""
         return self
@@ -46,6 +50,10 @@ class RewardConfig(ComponentConfig):
         """The data type of a model that scores; None = there is none, or it is left open."""
         return None
 
+    def component_metrics(self) -> list[str]:
+        """NAME of each metric reward/NAME that it adds to those of every reward."""
+        return []
+
     def required_columns(self) -> list[tuple[str, str]]:
         """(option, column) of each column that it cannot score without; runs no code of the user's."""
         return []
@@ -57,20 +65,19 @@ class RewardConfig(ComponentConfig):
 class PooledConfig(RewardConfig):
     """A reward that scores in worker processes of each rank."""
 
-    workers: int = Field(default=1, ge=1, description="Processes that score groups at the same time.")
-    timeout_s: float = Field(
-        default=30.0, gt=0, description="Seconds for one group; then the process is killed, the group unscored."
-    )
+    workers: int = Field(default=1, ge=1, description="Number of processes that score groups in parallel.")
+    timeout_s: float = Field(default=30.0, gt=0, description="Timeout in seconds for one group; then it has no score.")
 
 
 Found = tuple[str, str]  # key, message
+RESERVED_NAMES = ("mean", "std", "num_failed", "zero_variance")  # reward/… of every reward
 MISSING = "???"  # what a config file writes where a value has to be given
 
 
 class Weight(Config):
     """What a part has beside the options of its reward."""
 
-    weight: float = Field(default=1.0, description="What the part's score is multiplied with.")
+    weight: float = Field(default=1.0, description="Weight of this part's score in the sum.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,12 @@ def dump_components(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         component_record(good[i].config, good[i].weight) if i in good else dict(given) for i, given in enumerate(parts)
     ]
+
+
+def component_names(components: Sequence[str]) -> list[str]:
+    """The metric name of each component: its reward's name, with its index where names repeat."""
+    clear = [components.count(name) == 1 and name not in RESERVED_NAMES for name in components]
+    return [name if c else f"{name}[{i}]" for i, (name, c) in enumerate(zip(components, clear, strict=True))]
 
 
 def component_record(config: RewardConfig, weight: float) -> dict[str, Any]:
@@ -165,7 +178,7 @@ def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | l
     config, found = _validate_options(known[name], options, key, known)
     weight, wrong = _validate_options(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
     if weight is not None and weight.weight == 0:
-        wrong = [(f"{key}.weight", "0 switches the part off; leave it out")]
+        wrong = [(f"{key}.weight", "a weight of 0 disables the part; remove the part")]
     if config is None or weight is None or found or wrong:
         return [*found, *wrong]
     return RewardComponent(config, weight.weight)
@@ -197,7 +210,7 @@ def _message(
 def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:
     names = ", ".join(sorted(known))
     if name is None:
-        return f"each part names a reward: {{name: …}} ({names})"
+        return f"each part needs the name of a reward: {{name: …}} ({names})"
     if name in (cls.component_name() for cls in _named_configs() if not cls.summable):
         return f"{name} cannot be a part of a sum ({names})"
     meant = suggest.suggest_name("reward", str(name), known)

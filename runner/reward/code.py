@@ -1,11 +1,13 @@
-"""Run the code of completions against tests: in a bubblewrap sandbox or a SandboxFusion service.
+"""Run the code of completions against tests: in a sandbox here, or in a SandboxFusion service.
 
     completion ──extract──▶ code ─┬─ + tests ──▶ one run: all tests passed, as its last line says
                                   └─ inputs, outputs ──▶ a run per input: what it prints is the output
 
 bwrap (https://github.com/containers/bubblewrap): namespaces of its own for users, network, processes and IPC; of the
 files only Python and the system's libraries, read-only; no variables. Root's processes cannot be limited in number and
-may read root's files, so under root the code runs as a user that nobody else is, in place of a user namespace.
+may read root's files, so under root the code runs as an otherwise unused user, instead of a user namespace.
+
+Where namespaces are forbidden, as in many containers, `landlock_sandbox` closes the process of the code itself.
 
 Tests run in the process of the code, which can fool them on purpose. Outputs are compared here: they cannot be fooled.
 """
@@ -16,10 +18,12 @@ import math
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -36,7 +40,7 @@ from runner.reward.group_scorer import (
 from runner.reward.rules import extract_answer
 
 if TYPE_CHECKING:
-    from runner.interfaces import Completion
+    from runner.interfaces import Completion, Decide
 
 PROGRAM = "/tmp/answer.py"
 READABLE = ("/usr", "/lib", "/lib64", "/bin")
@@ -47,6 +51,7 @@ OTHER_USER = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_
 FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of containers
 SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
 LARGEST_REPLY_BYTES = 64 << 20
+LANDLOCK = Path(__file__).with_name("landlock_sandbox.py")
 
 # The first lines of the process: limits, then the code. argv: memory, file size, processes, CPU seconds, user.
 START = f"""
@@ -77,6 +82,7 @@ class RunResult:
 
 
 Runner = Callable[[str, str], RunResult]  # code, standard input; raises SandboxError
+Sandbox = Callable[[CodeConfig, str, str], RunResult]
 
 
 def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
@@ -87,18 +93,57 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
     with _file(code) as program, _file(stdin) as given, _file() as out, _file() as said, _file() as status:
         command = [bwrap, *_sandbox(config, program.fileno(), status.fileno()), *_python(config)]
         passed = (program.fileno(), status.fileno())
-        with subprocess.Popen(
-            command, stdin=given, stdout=out, stderr=said, env={}, pass_fds=passed, start_new_session=True
-        ) as process:
-            try:
-                process.wait(config.timeout_s)
-            except subprocess.TimeoutExpired:
-                return RunResult(False, "")
-            finally:
-                process.kill()  # and with it all that it started (--die-with-parent, and its process namespace)
+        exit_code = _run(command, config.timeout_s, (given, out, said), passed)
+        if exit_code is None:
+            return RunResult(False, "")
         if b'"exit-code"' not in _read_all(status):  # bwrap writes it where the sandbox was made and Python started
-            raise SandboxError(_read_all(said)[:1000].decode(errors="replace").strip() or "bwrap ended without a word")
-        return RunResult(process.returncode == 0, _read_all(out).decode(errors="replace"))
+            raise SandboxError(
+                _read_all(said)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
+            )
+        return RunResult(exit_code == 0, _read_all(out).decode(errors="replace"))
+
+
+def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
+    """Run code in a process under Landlock and seccomp, without namespaces. Raises SandboxError.
+
+    Its files are not limited together, only each: `output_bytes`.
+    """
+    limits = _limits(config)
+    with (
+        _temporary_folder() as folder,
+        _file(stdin) as given, _file() as out, _file() as said, _file() as status,
+    ):  # fmt: skip
+        program = Path(folder, Path(PROGRAM).name)
+        program.write_text(code, encoding="utf-8", errors="replace")
+        if user := limits[-1]:
+            os.chown(folder, user, user)
+        words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
+        command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
+        ended = _run(command, config.timeout_s, (given, out, said), (status.fileno(),), folder)
+        if not _read_all(status):
+            raise SandboxError(_last_line(said) or "the process ended before its sandbox was ready")
+        return RunResult(ended == 0, _read_all(out).decode(errors="replace"))
+
+
+def _run(
+    command: Sequence[str],
+    timeout_s: float,
+    files: tuple[IO[bytes], IO[bytes], IO[bytes]],
+    passed: Sequence[int],
+    folder: str | None = None,
+) -> int | None:
+    """Exit code of a command in a process group of its own, which is killed; None: it took too long."""
+    given, out, said = files
+    with subprocess.Popen(
+        command, stdin=given, stdout=out, stderr=said, env={}, pass_fds=passed, start_new_session=True, cwd=folder
+    ) as process:
+        try:
+            return process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # bwrap ends its namespace with it (--die-with-parent)
 
 
 def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
@@ -118,9 +163,13 @@ def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
 
 def _python(config: CodeConfig) -> list[str]:
     """The command inside of the sandbox."""
+    return [sys.executable, "-I", "-c", START, *map(str, _limits(config))]
+
+
+def _limits(config: CodeConfig) -> tuple[int, ...]:
+    """Memory, file size, processes, CPU seconds, and the user; 0: this one."""
     user = FIRST_FREE_USER + secrets.randbelow(FIRST_FREE_USER) if os.geteuid() == 0 else 0
-    limits = (config.memory_bytes, config.output_bytes, config.processes, math.ceil(config.timeout_s) + 1, user)
-    return [sys.executable, "-I", "-c", START, *map(str, limits)]
+    return config.memory_bytes, config.output_bytes, config.processes, math.ceil(config.timeout_s) + 1, user
 
 
 def _file(content: str = "") -> IO[bytes]:
@@ -131,9 +180,30 @@ def _file(content: str = "") -> IO[bytes]:
     return file
 
 
+@contextmanager
+def _temporary_folder() -> Iterator[str]:
+    """A folder for code to fill. `rm` empties it: shutil.rmtree fails on deeply nested folders."""
+    folder = tempfile.mkdtemp(prefix="run-code-")
+    try:
+        yield folder
+    finally:
+        script = 'rm -rf "$0" 2>/dev/null || { chmod -R u+rwX "$0"; rm -rf "$0"; }'
+        command, path = ["/bin/sh", "-c", script, folder], {"PATH": "/usr/bin:/bin"}
+        removed = subprocess.run(command, env=path, capture_output=True, text=True, check=False)
+        if removed.returncode:
+            raise SandboxError(f"{folder} cannot be removed: {removed.stderr[:200].strip()}")
+
+
 def _read_all(file: IO[bytes]) -> bytes:
     file.seek(0)
     return file.read()
+
+
+def _last_line(file: IO[bytes]) -> str:
+    return _read_all(file)[-1000:].decode(errors="replace").strip().rpartition("\n")[2]
+
+
+SANDBOXES: Mapping[str, Sandbox] = {"bubblewrap": run_in_bubblewrap, "Landlock": run_in_landlock}
 
 
 def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
@@ -143,9 +213,9 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
     """
     from aiohttp import ClientError
 
-    from runner.core.bounded_text import parse_json
     from runner.core.http_client import failure_reason, request, run_coroutine
-    from runner.reward.request_payload import encode_json
+    from runner.core.untrusted_text import parse_json
+    from runner.reward.group_scorer import encode_json
 
     assert config.url is not None
     url = f"{config.url.rstrip('/')}/run_code"
@@ -159,25 +229,37 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
             raise SandboxError(f"{url}: status {status}: {content[:200].decode(errors='replace')!r}")
         reply = parse_json(content)
     except TimeoutError as error:
-        raise SandboxError(f"{url}: no whole answer within {within:g} s") from error
+        raise SandboxError(f"{url}: no complete response within {within:g} s") from error
     except (OSError, ClientError, ValueError) as error:
         raise SandboxError(f"{url}: {failure_reason(error)}") from error
     run = reply.get("run_result") if isinstance(reply, Mapping) else None
     if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
-        raise SandboxError(f"{url}: no result of a run: {str(reply)[:200]}")
+        raise SandboxError(f"{url}: the response has no run_result: {str(reply)[:200]}")
     succeeded = run.get("status") == "Finished" and run.get("return_code") == 0
     return RunResult(succeeded, str(run.get("stdout") or ""))
 
 
-def sandbox_problem(config: CodeConfig) -> str | None:
-    """Why code cannot be run here; None if it can. Tries a sandbox; a service is not asked."""
-    if config.url is not None:
-        return None
+def sandbox_problem(run: Sandbox, config: CodeConfig) -> str | None:
+    """Why code cannot be run in a sandbox here; None if it can. Tries it."""
     try:
-        result = run_in_bubblewrap(config, "print(6 * 7)", "")
+        result = run(config, "print(6 * 7)", "")
     except (SandboxError, OSError) as error:
         return str(error)
     return None if result.stdout.strip() == "42" else "a sandbox starts, but Python does not work in it"
+
+
+def find_sandbox(config: CodeConfig) -> tuple[Sandbox, dict[str, str]]:
+    """The first sandbox that works, and why those before it do not. Raises EnvironmentProblem."""
+    reasons = dict[str, str]()
+    for name, run in SANDBOXES.items():
+        if (reason := sandbox_problem(run, config)) is None:
+            return run, reasons
+        reasons[name] = reason
+    raise EnvironmentProblem(
+        f"reward=code cannot make a sandbox here: {'; '.join(f'{name}: {why}' for name, why in reasons.items())}\n"
+        "  apt install bubblewrap  # 0.8 or newer; user namespaces must be allowed\n"
+        "  or reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
+    )
 
 
 def passes(run: Runner, code: str, tests: Any) -> bool:
@@ -188,7 +270,7 @@ def passes(run: Runner, code: str, tests: Any) -> bool:
     if isinstance(tests, Mapping):
         inputs, outputs = tests.get("inputs"), tests.get("outputs")
         if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
-            raise UnscorableError("no tests", 'expected as many "inputs" as "outputs", and one at least')
+            raise UnscorableError("no tests", 'expected equally many "inputs" and "outputs", at least one of each')
         return all(_prints(run, code, str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
     lines = [tests] if isinstance(tests, str) else tests
     if not isinstance(lines, list) or not lines or not all(isinstance(line, str) and line.strip() for line in lines):
@@ -207,10 +289,11 @@ def _prints(run: Runner, code: str, given: str, wanted: str) -> bool:
     return result.succeeded and lines[0] == lines[1]
 
 
-def build(config: CodeConfig, **_: Any) -> GroupScorer:
+def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
     """The reward. Raises EnvironmentProblem where code cannot be run."""
-    config.preflight()
-    backend = run_in_bubblewrap if config.url is None else run_in_service
+    backend, reasons = (run_in_service, {}) if config.url is not None else find_sandbox(config)
+    for name, reason in reasons.items():
+        decide("reward", f"a sandbox of {name}", "one of Landlock and seccomp, without namespaces", reason)
 
     def rate(completion: Completion) -> float:
         tests = require_column(completion, config.column, "column")
@@ -222,6 +305,6 @@ def build(config: CodeConfig, **_: Any) -> GroupScorer:
         except SandboxError as error:
             raise UnscorableError("the sandbox failed", str(error)) from error
 
-    remedy = "set reward.column to a column of tests" if config.url is None else "look after the service of reward.url"
+    remedy = "set reward.column to a column of tests" if config.url is None else "check the service of reward.url"
     faults = ScoringFailures("reward=code", config.max_failures, remedy, EnvironmentProblem)
     return GroupScorer(score_each(rate), faults, config.workers)

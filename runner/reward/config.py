@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -13,6 +13,7 @@ from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecErr
 from runner.reward.base import (
     PooledConfig,
     collect_errors,
+    component_names,
     component_record,
     decode_components,
     dump_components,
@@ -22,7 +23,7 @@ from runner.reward.base import (
     require_components,
 )
 from runner.reward.base import RewardConfig as RewardConfig
-from runner.spec.base import Dtype, absolute_if_local, address_problem
+from runner.spec.base import Dtype, ResolveSource, absolute_if_local, address_problem
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
 Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
@@ -40,14 +41,14 @@ class FallibleConfig(RewardConfig):
     """A reward that may be unable to score a sample."""
 
     max_failures: int = Field(
-        default=8, ge=1, description="Groups in a row without one sample that could be scored, before the run stops."
+        default=8, ge=1, description="Stop the run after this many consecutive groups without a single score."
     )
 
 
 class ColumnConfig(FallibleConfig):
     """A reward that compares with a column of the data."""
 
-    column: str = Field(default="answer", min_length=1, description="Column of the data that holds the right answer.")
+    column: str = Field(default="answer", min_length=1, description="Column of the data with the correct answer.")
 
     def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
@@ -58,7 +59,7 @@ class ExtractConfig(FallibleConfig):
 
     extract: str | None = Field(
         default=None,
-        description="Regular expression with one group: its last match is the answer; null = the whole text.",
+        description="Regular expression with one capturing group; its last match is the answer. null = the whole text.",
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -70,7 +71,7 @@ class ExactConfig(ExtractConfig, ColumnConfig):
 
     factory: ClassVar[str] = "runner.reward.rules:build_exact"
     name: Literal["exact"] = "exact"
-    ignore_case: bool = Field(default=False, description="Take capital and small letters for the same.")
+    ignore_case: bool = Field(default=False, description="Ignore uppercase and lowercase.")
 
 
 class NumericConfig(ExtractConfig, ColumnConfig):
@@ -78,7 +79,7 @@ class NumericConfig(ExtractConfig, ColumnConfig):
 
     factory: ClassVar[str] = "runner.reward.rules:build_numeric"
     name: Literal["numeric"] = "numeric"
-    tolerance: float = Field(default=1e-6, ge=0, description="Largest difference that still counts as equal.")
+    tolerance: float = Field(default=1e-6, ge=0, description="Largest absolute difference that counts as equal.")
 
 
 class FormatConfig(FallibleConfig):
@@ -87,11 +88,26 @@ class FormatConfig(FallibleConfig):
     factory: ClassVar[str] = "runner.reward.rules:build_format"
     name: Literal["format"] = "format"
     pattern: str = Field(
-        min_length=1, description="Regular expression for the whole text; the dot matches line breaks too."
+        min_length=1, description="Regular expression that must match the whole text; the dot also matches line breaks."
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return _pattern_problems("pattern", self.pattern)
+
+
+class IfevalConfig(FallibleConfig):
+    """1 where an answer follows all checkable instructions of an IFEval row; else 0."""
+
+    factory: ClassVar[str] = "runner.reward.ifeval:build"
+    name: Literal["ifeval"] = "ifeval"
+
+    def preflight(self) -> None:
+        """Raise EnvironmentProblem where langdetect, which finds the language of an answer, is not installed."""
+        if importlib.util.find_spec("langdetect") is None:
+            raise EnvironmentProblem('reward=ifeval needs langdetect\n  pip install "posttrain-run[ifeval]"')
+
+    def required_columns(self) -> list[tuple[str, str]]:
+        return [("reward.name", name) for name in ("instruction_id_list", "kwargs")]
 
 
 class LengthConfig(RewardConfig):
@@ -102,24 +118,27 @@ class LengthConfig(RewardConfig):
     max_length: int | None = Field(
         default=None,
         ge=1,
-        description="Longest answer; -1 above it, 0 up to max_length - overlong_buffer_len, a straight line between.",
+        description="Longest completion in tokens: 0 up to max_length - overlong_buffer_len, then linear to -1 at "
+        "max_length, -1 above.",
     )
     overlong_buffer_len: int | None = Field(
-        default=None, ge=1, description="Width of the penalty's slope below max_length."
+        default=None, ge=1, description="Tokens below max_length where the penalty grows (DAPO)."
     )
     target: int | None = Field(
-        default=None, ge=1, description="Wanted length; 0 there, falling to -1 at no tokens and at twice the target."
+        default=None,
+        ge=1,
+        description="Target length: score 0 there, linear to -1 at 0 tokens and at twice the target.",
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.target is not None:
             given = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is not None]
-            return [(f"reward.{name}", "not used beside reward.target; leave one of them out") for name in given]
+            return [(f"reward.{name}", "not used together with reward.target; leave one of them out") for name in given]
         if self.max_length is None and self.overlong_buffer_len is None:
-            return [("reward.max_length", "give reward.max_length and reward.overlong_buffer_len, or reward.target")]
+            return [("reward.max_length", "set reward.max_length and reward.overlong_buffer_len, or reward.target")]
         missing = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is None]
         if missing:
-            return [(f"reward.{missing[0]}", f"must be given: reward.{missing[0]}=…, because the other of the two is")]
+            return [(f"reward.{missing[0]}", f"must be set, because the other of the two is: reward.{missing[0]}=…")]
         if (
             self.overlong_buffer_len is not None
             and self.max_length is not None
@@ -139,8 +158,8 @@ class MathConfig(ColumnConfig, PooledConfig):
 
     factory: ClassVar[str] = "runner.reward.math:build"
     name: Literal["math"] = "math"
-    workers: int = Field(default=1, ge=1, description="Processes that compare answers.")
-    timeout_s: float = Field(default=5.0, gt=0, description="Seconds for one answer; then it counts as unscored.")
+    workers: int = Field(default=1, ge=1, description="Number of processes that compare answers.")
+    timeout_s: float = Field(default=5.0, gt=0, description="Timeout in seconds for one answer; then it has no score.")
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where math-verify is not installed."""
@@ -153,9 +172,9 @@ class CountdownConfig(ExtractConfig):
 
     factory: ClassVar[str] = "runner.reward.rules:build_countdown"
     name: Literal["countdown"] = "countdown"
-    numbers: str = Field(default="numbers", min_length=1, description="Column that holds the list of whole numbers.")
-    target: str = Field(default="target", min_length=1, description="Column that holds the number to make.")
-    use_all: bool = Field(default=True, description="Each number exactly once; false = at most once.")
+    numbers: str = Field(default="numbers", min_length=1, description="Column with the list of integers.")
+    target: str = Field(default="target", min_length=1, description="Column with the target number.")
+    use_all: bool = Field(default=True, description="true = use each number exactly once; false = at most once.")
 
     def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.numbers", self.numbers), ("reward.target", self.target)]
@@ -168,7 +187,7 @@ class FunctionConfig(FallibleConfig, PooledConfig):
     name: Literal["function"] = "function"
     path: str = Field(min_length=1, description="File and function, e.g. my_reward.py:score.")
     env: tuple[str, ...] = Field(
-        default=(), strict=False, description="Environment variables that the function sees beside the usual ones."
+        default=(), strict=False, description="Further environment variables that are passed to the function."
     )
 
     @property
@@ -210,23 +229,22 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     column: str = Field(
         default="tests",
         min_length=1,
-        description="Column of the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+        description="Column with the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
     )
     extract: str | None = Field(
         default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
-        description="Regular expression with one group: its last match is the code; null = the whole text.",
+        description="Regular expression with one capturing group; its last match is the code. null = the whole text.",
     )
     url: str | None = Field(
         default=None,
-        description="Address of a SandboxFusion service that runs the code; null = a sandbox of bubblewrap here.",
+        description="URL of a SandboxFusion service that runs the code; null = a sandbox here, by bubblewrap "
+        "or, where that does not work, by Landlock.",
     )
-    workers: int = Field(default=1, ge=1, description="Groups that are scored at the same time.")
-    timeout_s: float = Field(
-        default=10.0, gt=0, description="Seconds for one run of code; one that takes longer fails."
-    )
-    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Most memory of one process of the code.")
-    output_bytes: int = Field(default=1 << 20, ge=1, description="Longest output, and largest file, of the code.")
-    processes: int = Field(default=16, ge=1, description="Most processes and threads of the code; not for a service.")
+    workers: int = Field(default=1, ge=1, description="Number of groups that are scored in parallel.")
+    timeout_s: float = Field(default=10.0, gt=0, description="Timeout in seconds for one execution; then it fails.")
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of each process.")
+    output_bytes: int = Field(default=1 << 20, ge=1, description="Limit of the output, and of each file.")
+    processes: int = Field(default=16, ge=1, description="Maximum processes and threads; not with reward.url.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         wrong = None if self.url is None else address_problem(self.url)
@@ -234,14 +252,10 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem where no sandbox can be made."""
-        from runner.reward.code import sandbox_problem
+        from runner.reward.code import find_sandbox
 
-        if (reason := sandbox_problem(self)) is not None:
-            raise EnvironmentProblem(
-                f"reward=code cannot make a sandbox here: {reason}\n"
-                "  apt install bubblewrap  # 0.8 or newer; user namespaces must be allowed\n"
-                "  or reward.url=http://HOST:PORT of a SandboxFusion service (docs/rewards.md)"
-            )
+        if self.url is None:
+            find_sandbox(self)
 
 
 class HttpConfig(FallibleConfig):
@@ -250,15 +264,13 @@ class HttpConfig(FallibleConfig):
     factory: ClassVar[str] = "runner.reward.http:build"
     name: Literal["http"] = "http"
     max_failures: int = Field(
-        default=32, ge=1, description="Groups in a row without one sample that could be scored, before the run stops."
+        default=32, ge=1, description="Stop the run after this many consecutive groups without a single score."
     )
-    url: str = Field(min_length=1, description="Address of the service, e.g. http://localhost:8000/score.")
-    workers: int = Field(default=4, ge=1, description="Requests under way at the same time; each has one group.")
-    timeout_s: float = Field(default=30.0, gt=0, description="Seconds for one answer of the service.")
-    retries: int = Field(
-        default=5, ge=0, description="Further tries after no answer, or after a status of 429 or from 500 to 599."
-    )
-    backoff_s: float = Field(default=0.5, gt=0, description="Seconds before the first further try; each wait doubles.")
+    url: str = Field(min_length=1, description="URL of the service, e.g. http://localhost:8000/score.")
+    workers: int = Field(default=4, ge=1, description="Number of concurrent requests; each has one group.")
+    timeout_s: float = Field(default=30.0, gt=0, description="Timeout in seconds for one request.")
+    retries: int = Field(default=5, ge=0, description="Retries after no response, or after status 429 or 500 to 599.")
+    backoff_s: float = Field(default=0.5, gt=0, description="Seconds before the first retry; each wait doubles.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         wrong = address_problem(self.url, "/PATH")
@@ -272,11 +284,11 @@ class ModelRewardConfig(FallibleConfig):
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {"path": {"path": "path", "dtype": "dtype"}}
     runs_model: ClassVar[bool] = True
     name: Literal["model"] = "model"
-    path: str = Field(min_length=1, description="Folder or hub id of the reward model; safetensors only.")
-    dtype: Dtype | None = Field(
-        default=None, description="Data type of its weights, and that it computes in; null = model.dtype."
+    path: str = Field(
+        min_length=1, description="The reward model: a folder, a run, an adapter folder, or a hub id; safetensors only."
     )
-    batch_size: int = Field(default=16, ge=1, description="Answers scored at once.")
+    dtype: Dtype | None = Field(default=None, description="Data type of the reward model; null = model.dtype.")
+    batch_size: int = Field(default=16, ge=1, description="Number of completions in one forward pass.")
 
     def with_dtype(self, dtype: Dtype) -> Self:
         return self.model_copy(update={"dtype": self.dtype or dtype})
@@ -286,6 +298,9 @@ class ModelRewardConfig(FallibleConfig):
 
     def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": absolute_if_local(self.path)})
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        return self.model_copy(update={"path": resolve(self.path, "reward.path", None)})
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem for a folder that is no model, SecurityRefusal for pickled weights."""
@@ -301,8 +316,8 @@ class SumConfig(RewardConfig):
     summable: ClassVar[bool] = False
     name: Literal["sum"] = "sum"
     parts: Parts = Field(
-        description="The parts, e.g. [{name: exact, weight: 1.0, column: answer}, {name: length, target: 100}]: "
-        "the name of a reward, its options, and a weight (1.0 where none is given)."
+        description="Rewards to add, e.g. [{name: exact, weight: 1.0, column: answer}, {name: length, target: 100}]: "
+        "the name of a reward, its weight (default 1.0) and its options."
     )
 
     @field_serializer("parts")
@@ -317,19 +332,23 @@ class SumConfig(RewardConfig):
     def with_dtype(self, dtype: Dtype) -> Self:
         if decode_components(self.parts)[1]:  # which `problems` says
             return self
-        parts = tuple(
-            component_record(part.config.with_dtype(dtype), part.weight) for part in require_components(self.parts)
-        )
-        return self.model_copy(update={"parts": parts})
+        return self._with_parts(lambda config: config.with_dtype(dtype))
 
     def with_absolute_paths(self) -> Self:
-        parts = tuple(
-            component_record(part.config.with_absolute_paths(), part.weight) for part in require_components(self.parts)
-        )
-        return self.model_copy(update={"parts": parts})
+        return self._with_parts(lambda config: config.with_absolute_paths())
+
+    def with_resolved_source(self, resolve: ResolveSource) -> Self:
+        return self._with_parts(lambda config: config.with_resolved_source(resolve))
+
+    def _with_parts(self, change: Callable[[RewardConfig], RewardConfig]) -> Self:
+        parts = (component_record(change(part.config), part.weight) for part in require_components(self.parts))
+        return self.model_copy(update={"parts": tuple(parts)})
 
     def uses_device_model(self) -> bool:
         return any(part.config.uses_device_model() for part in require_components(self.parts))
+
+    def component_metrics(self) -> list[str]:
+        return component_names([part.config.component_name() for part in require_components(self.parts)])
 
     def required_columns(self) -> list[tuple[str, str]]:
         parts = require_components(self.parts)
@@ -356,6 +375,7 @@ COMPONENTS = (
     ExactConfig,
     NumericConfig,
     FormatConfig,
+    IfevalConfig,
     LengthConfig,
     MathConfig,
     CountdownConfig,

@@ -20,7 +20,7 @@ def score(answers: Sequence[str], wanted: Sequence[str]) -> list[float]:
 def _score(answer: str, right: str) -> float:
     gold = parse_expected(right)
     if not gold:
-        raise ValueError(f"the right answer cannot be read as mathematics: {right[:80]!r}")
+        raise ValueError(f"the correct answer is not a mathematical expression: {right[:80]!r}")
     found = parse(answer, parsing_timeout=None)
     return float(bool(found) and verify(gold, found, timeout_seconds=None))
 

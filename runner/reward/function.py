@@ -11,11 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive_seed
-from runner.reward.captured_output import CapturedOutput
 from runner.reward.config import FunctionConfig
-from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailures
-from runner.reward.request_payload import encode_json, reward_arguments
-from runner.reward.worker_pool import FunctionTarget, WorkerPool, WorkerStartError
+from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
+from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide

@@ -6,21 +6,29 @@
 
 The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
 that it needs. `fit` puts the device's own operators and attention into a transformers model.
+
+A reward function or service gets a group in TRL's arguments, as plain JSON values (`reward_arguments`):
+
+prompts, completions: texts, or lists of messages where the data has messages
+completion_ids: token ids      every column of the data: one value per answer
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError, RunnerError
+from runner.reward.base import RESERVED_ARGUMENTS
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion
+
 
 log = logging.getLogger("runner")
 CHOSEN = "the reward returned None for every sample"
@@ -104,7 +112,7 @@ Group = Sequence["Completion"]
 
 
 class GroupScorer:
-    """A reward made of `ask`; with more than one worker it is asked from threads, that many at a time."""
+    """A reward made of `ask`; with more than one worker threads call it, that many at a time."""
 
     def __init__(
         self,
@@ -161,3 +169,45 @@ def require_column(completion: Completion, name: str, option: str) -> Any:
         state = "is empty (null)" if name in completion.prompt.columns else "is not there"
         raise UnscorableError(f"no column {name}", f"column '{name}' {state}; the row has: {has} (set reward.{option})")
     return value
+
+
+def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
+    """name → one value per answer of the group. Raises DataError for a column named like an argument."""
+    columns = dict.fromkeys(name for completion in group for name in completion.prompt.columns)
+    for name in RESERVED_ARGUMENTS:
+        if name in columns:
+            raise DataError(
+                f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"
+            )
+    return {
+        "prompts": [_prompt(c) for c in group],
+        "completions": [_completion(c) for c in group],
+        "completion_ids": [list(c.ids) for c in group],
+        **{name: [c.prompt.columns.get(name) for c in group] for name in columns},
+    }
+
+
+def encode_json(content: Mapping[str, Any]) -> bytes:
+    """JSON, ASCII only. Raises DataError for a value that JSON has no form for."""
+    try:
+        return json.dumps(content).encode("ascii")
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"a column of the data cannot be sent to the reward as JSON: {error}\n"
+            "  convert it to text, numbers, lists and objects, or remove the column"
+        ) from error
+
+
+def _prompt(completion: Completion) -> str | list[dict[str, Any]]:
+    messages = completion.prompt.messages
+    return completion.prompt.text if messages is None else [dict(m) for m in messages]
+
+
+def _completion(completion: Completion) -> str | list[dict[str, Any]]:
+    """The text, or the messages that came after the prompt's."""
+    before = completion.prompt.messages
+    if before is None:
+        return completion.text
+    if completion.messages is None:
+        return [{"role": "assistant", "content": completion.text}]
+    return [dict(m) for m in completion.messages[len(before) :]]

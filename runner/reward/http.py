@@ -13,13 +13,21 @@ from typing import Any
 
 from aiohttp import ClientError
 
-from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem
 from runner.core.http_client import AnswerTooLargeError, failure_reason, request, run_coroutine
+from runner.core.untrusted_text import parse_json
 from runner.reward.base import RESERVED_ARGUMENTS
 from runner.reward.config import HttpConfig
-from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailure, ScoringFailures, unscored_group
-from runner.reward.request_payload import encode_json, reward_arguments
+from runner.reward.group_scorer import (
+    Group,
+    GroupScorer,
+    GroupScores,
+    ScoringFailure,
+    ScoringFailures,
+    encode_json,
+    reward_arguments,
+    unscored_group,
+)
 from runner.reward.worker import validate_scores
 
 LARGEST_BYTES = 64 << 20
@@ -59,11 +67,11 @@ class RewardEndpoint:
                 request("POST", self.url, timeout_s=self.timeout_s, largest_bytes=LARGEST_BYTES, body=body)
             )
         except AnswerTooLargeError as error:
-            raise _Failure("answer too large", f"{self.url}: {error}", again=False) from error
+            raise _Failure("response too large", f"{self.url}: {error}", again=False) from error
         except (OSError, ClientError) as error:  # TimeoutError is an OSError
-            late = f"no whole answer within {self.timeout_s:g} s"
+            late = f"no complete response within {self.timeout_s:g} s"
             reason = late if isinstance(error, TimeoutError) else failure_reason(error)
-            raise _Failure(f"no answer ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
+            raise _Failure(f"no response ({type(error).__name__})", f"{self.url}: {reason}", again=True) from error
         if status != 200:
             again = status == 429 or status >= 500
             said = content[:200].decode(errors="replace")
@@ -71,11 +79,11 @@ class RewardEndpoint:
         try:
             return parse_json(content)
         except ValueError as error:
-            raise _Failure("no JSON", f"{self.url}: the answer is no JSON: {error}", again=False) from error
+            raise _Failure("not JSON", f"{self.url}: the response is not JSON: {error}", again=False) from error
 
 
 def build(config: HttpConfig, **_: Any) -> GroupScorer:
-    """The reward; the service is not asked before there is something to score."""
+    """The reward; the first request is sent when there is something to score."""
     endpoint = RewardEndpoint(config.url, config.timeout_s, config.retries, config.backoff_s)
 
     def ask(group: Group) -> GroupScores:
@@ -86,7 +94,7 @@ def build(config: HttpConfig, **_: Any) -> GroupScorer:
         found = validate_scores(answer.get("scores") if isinstance(answer, Mapping) else answer, len(group))
         return GroupScores(found["values"], tuple(ScoringFailure(*fault) for fault in found["faults"]))
 
-    remedy = "look after the service, or set reward.url, reward.timeout_s, reward.retries"
+    remedy = "check the service, or set reward.url, reward.timeout_s, reward.retries"
     return GroupScorer(
         ask, ScoringFailures(config.url, config.max_failures, remedy, EnvironmentProblem), config.workers
     )

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.reward.captured_output import CapturedOutput
 from runner.reward.config import MathConfig
 from runner.reward.group_scorer import (
     Group,
@@ -17,7 +16,7 @@ from runner.reward.group_scorer import (
     UnscorableError,
     require_column,
 )
-from runner.reward.worker_pool import FunctionTarget, WorkerPool, WorkerStartError
+from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion

@@ -10,7 +10,9 @@ the last token, whatever that is: transformers would take it for padding where i
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,22 +20,27 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from runner.core.errors import EnvironmentProblem, SecurityError
-from runner.core.progress_bars import no_progress_bar
+from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.interfaces import Completion, Decide
 from runner.reward.config import ModelRewardConfig
 from runner.reward.group_scorer import GroupScores, ScoringFailure, ScoringFailures, UnscorableError
-from runner.reward.preflight import refuse_language_model
+from runner.reward.preflight import is_adapter, refuse_language_model
 
+Encode = Callable[[Completion], list[int]]
+EncodeConversation = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ModelReward:
-    """Scores answers with a sequence classifier; `own`: its tokenizer, where it differs from the policy's."""
+    """Scores answers with a sequence classifier.
+
+    encode: the ids of an answer where they are not the policy's.
+    """
 
     def __init__(
-        self, module: Any, own_tokenizer: Any, device: torch.device, batch_size: int, faults: ScoringFailures
+        self, module: Any, encode: Encode | None, device: torch.device, batch_size: int, faults: ScoringFailures
     ) -> None:
-        self._module, self._own, self._device = module, own_tokenizer, device
+        self._module, self._encode, self._device = module, encode, device
         self._batch_size, self._faults = batch_size, faults
         self._longest = getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
@@ -59,16 +66,12 @@ class ModelReward:
     def _row_ids(self, completion: Completion) -> list[int] | ScoringFailure:
         """The ids to score, or why there are none."""
         try:
-            ids = (
-                [*completion.prompt.ids, *completion.ids]
-                if self._own is None
-                else completion_ids(self._own, completion)
-            )
+            ids = [*completion.prompt.ids, *completion.ids] if self._encode is None else self._encode(completion)
         except UnscorableError as reason:
             return ScoringFailure(reason.kind, str(reason))
         if self._longest is not None and len(ids) > self._longest:
             return ScoringFailure("too long", f"{len(ids)} tokens, above the reward model's {self._longest} positions")
-        return ids if ids else ScoringFailure("empty", "neither the prompt nor the answer has a token")
+        return ids if ids else ScoringFailure("empty", "prompt and completion have no token")
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """A score for each row, in their order."""
@@ -105,73 +108,101 @@ def build(
     tokenizer: Any,
     decide: Decide,
     fit: Callable[[nn.Module], None],
+    make_encoder: Callable[[Any], EncodeConversation],
     **_: Any,
 ) -> ModelReward:
-    """Load the model. `tokenizer` is the policy's.
+    """Load the model. `tokenizer` is the policy's; make_encoder: of a tokenizer with a chat template.
 
     Raises EnvironmentProblem if it cannot be had or is no reward model, SecurityRefusal if it is a pickle or code.
     """
     config.preflight()
     module, own = _load_module(config)
-    if tokenizer.get_vocab().items() <= own.get_vocab().items():  # each id of the policy's means the same to it
-        own = None
-    else:
+    encode: Encode | None = None
+    if not tokenizer.get_vocab().items() <= own.get_vocab().items():  # or each id of the policy's means the same to it
+        encode = partial(completion_ids, own, make_encoder(own) if own.chat_template else None)
         how = "its own template and tokenizer" if own.chat_template else "its own tokenizer, as plain text"
-        decide("reward.path", "the policy's tokens", f"read again with {how}", "its vocabulary is another one")
-    faults = ScoringFailures("reward=model", config.max_failures, "set data.max_length or take another reward model")
+        decide(
+            "reward.path",
+            "the policy's tokens",
+            f"tokenized again with {how}",
+            "its vocabulary is different",
+        )
+    faults = ScoringFailures("reward=model", config.max_failures, "lower data.max_length or use another reward model")
     module = module.to(device).eval().requires_grad_(False)
     fit(module)
-    return ModelReward(module, own, device, config.batch_size, faults)
+    return ModelReward(module, encode, device, config.batch_size, faults)
 
 
-def completion_ids(own: Any, completion: Completion) -> list[int]:
+def completion_ids(own: Any, encode: EncodeConversation | None, completion: Completion) -> list[int]:
     """Prompt and answer in the reward model's tokens, with its template if it has one and messages exist."""
     before = completion.prompt.messages
-    if before is None or not own.chat_template:
+    if before is None or encode is None:
         return list(own(completion.prompt.text + completion.text)["input_ids"])
     answer = {"role": "assistant", "content": completion.text}
     messages = [dict(m) for m in completion.messages or (*before, answer)]
     try:
-        text = own.apply_chat_template(messages, tokenize=False)
+        return encode(messages)
     except Exception as error:  # a template is a foreign program and may fail in any way
-        why = f"the reward model's template refuses the conversation: {type(error).__name__}: {error}"
-        raise UnscorableError("refused by the template", why) from error
-    return list(own(text, add_special_tokens=False)["input_ids"])
+        why = f"the reward model's chat template fails on the conversation: {type(error).__name__}: {error}"
+        raise UnscorableError("chat template failed", why) from error
 
 
 def _load_module(config: ModelRewardConfig) -> tuple[Any, Any]:
-    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers asks a service of the hub to convert pickles
-    path = os.path.expanduser(config.path)
+    os.environ["DISABLE_SAFETENSORS_CONVERSION"] = "1"  # or transformers requests a conversion of pickles from the hub
+    path, dtype = os.path.expanduser(config.path), DTYPES[config.dtype or "float32"]
+    adapted = is_adapter(path)
     try:
-        described = AutoConfig.from_pretrained(path)
-        refuse_language_model(path, described.architectures)
-        if (labels := described.num_labels) != 1:
-            raise EnvironmentProblem(
-                f"reward.path={path} has {labels} labels; a reward model is a sequence classifier with num_labels=1"
-            )
-        with no_progress_bar():
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
-                path, dtype=DTYPES[config.dtype or "float32"], use_safetensors=True, output_loading_info=True
-            )
+        if not adapted:
+            _refuse_other_heads(path)
+        with no_progress_bar(), no_load_report():
+            module, info = _load_adapted(path) if adapted else _load_weights(path, dtype=dtype)
         own = AutoTokenizer.from_pretrained(path)
     except (OSError, ImportError, ValueError) as error:
         raise _load_error(path, error) from error
-    module, info = loaded
+    module = module.to(dtype)
     if absent := sorted(map(str, [*info["missing_keys"], *info.get("mismatched_keys", ())])):
         raise EnvironmentProblem(
-            f"reward.path={path} lacks {len(absent)} of a reward model's weights, e.g. {absent[0]}\n"
-            "  give a trained sequence classifier, not a language model"
+            f"reward.path={path} lacks {len(absent)} of the weights of a reward model, e.g. {absent[0]}\n"
+            "  set reward.path to a trained sequence classifier, not a language model"
         )
     rows = module.get_input_embeddings().num_embeddings
     if len(own) < rows / 10:  # transformers makes up an empty tokenizer where it finds none
-        raise EnvironmentProblem(f"reward.path={path}: its tokenizer has {len(own)} ids, the model rows for {rows}")
+        raise EnvironmentProblem(f"reward.path={path}: the tokenizer has {len(own)} ids, the embedding {rows} rows")
     return module, own
+
+
+def _refuse_other_heads(path: str) -> None:
+    described = AutoConfig.from_pretrained(path)
+    refuse_language_model(path, described.architectures)
+    if (labels := described.num_labels) != 1:
+        raise EnvironmentProblem(
+            f"reward.path={path} has {labels} labels; a reward model is a sequence classifier with num_labels=1"
+        )
+
+
+def _load_weights(path: str, **options: Any) -> tuple[Any, Any]:
+    """The sequence classifier at `path`, and which of its weights are missing there."""
+    loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+        path, use_safetensors=True, output_loading_info=True, **options
+    )
+    return loaded[0], loaded[1]
+
+
+def _load_adapted(path: str) -> tuple[Any, Any]:
+    """The same of an adapter and its base, merged in float32; the adapter holds the head."""
+    import peft
+
+    base = peft.PeftConfig.from_pretrained(path).base_model_name_or_path
+    module, info = _load_weights(str(base), num_labels=1, dtype=torch.float32)
+    info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith(("score.", "classifier."))}
+    with warnings.catch_warnings(action="ignore"):  # of peft's own deprecated calls
+        return peft.PeftModel.from_pretrained(module, path).merge_and_unload(), info
 
 
 def _load_error(path: str, error: Exception) -> Exception:
     first = " ".join(str(error).strip().splitlines()[:2])
     if "trust_remote_code" in first or "custom code" in first:
-        return SecurityError(f"reward.path={path} brings Python code of its own, which is not run")
+        return SecurityError(f"reward.path={path} contains Python code of its own, which is not executed")
     return EnvironmentProblem(
         f"reward.path={path} cannot be loaded: {first}\n  is it a folder with model and tokenizer?"
     )

@@ -23,11 +23,11 @@ def function_fault(file: Path, function: str) -> str | None:
     if not file.is_file():
         return f"there is no file {file}; give FILE.py:FUNCTION, e.g. reward.path=my_reward.py:score"
     if file.stem in sys.stdlib_module_names:
-        return f"{file} has the name of a module of Python's own ({file.stem}); rename the file"
+        return f"{file} has the name of a standard library module ({file.stem}); rename the file"
     try:
         tree = ast.parse(file.read_bytes(), filename=str(file))
     except SyntaxError as error:
-        return f"{file}:{error.lineno}: not Python: {error.msg}"
+        return f"{file}:{error.lineno}: syntax error: {error.msg}"
     except (ValueError, OSError) as error:
         return f"{file} cannot be read: {error}"
     return _missing(file, function, tree)
@@ -73,7 +73,8 @@ def _name_bindings(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
             yield from ((name.id, node) for name in names)
 
 
-LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel")  # how their classes are called
+LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "CAUSAL_LM")  # how their classes, and tasks of adapters, are called
+ADAPTER_CONFIG = "adapter_config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -83,28 +84,38 @@ def check_folder(path: str) -> None:
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
             raise EnvironmentProblem(
-                f"reward.path={path}: no such folder; give the folder of a reward model or a hub id"
+                f"reward.path={path}: no such folder; set it to the folder of a reward model or to a hub id"
             )
         return
-    if not (folder / "config.json").is_file():
-        what = "a PEFT adapter" if (folder / "adapter_config.json").exists() else "no model folder (no config.json)"
-        raise EnvironmentProblem(f"reward.path={path} is {what}; give the folder of a whole reward model")
-    refuse_language_model(path, json.loads((folder / "config.json").read_text()).get("architectures"))
+    if is_adapter(path):
+        refuse_language_model(path, [json.loads((folder / ADAPTER_CONFIG).read_text()).get("task_type")])
+    elif not (folder / "config.json").is_file():
+        raise EnvironmentProblem(
+            f"reward.path={path} is no model folder (no config.json)\n  set it to the folder of a reward model"
+        )
+    else:
+        refuse_language_model(path, json.loads((folder / "config.json").read_text()).get("architectures"))
     if list(folder.glob("*.safetensors")):
         return
     if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
         raise SecurityError(
-            f"reward.path={path} has its weights as pickles ({pickles[0]}), which can run code when loaded\n"
-            "  convert them once, where you trust them: "
+            f"reward.path={path} has pickle weights ({pickles[0]}), which can run code when they are loaded\n"
+            "  convert them once, if you trust them: "
             "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"
         )
-    raise EnvironmentProblem(f"reward.path={path} holds no weights (*.safetensors)")
+    raise EnvironmentProblem(f"reward.path={path} has no weights (*.safetensors)")
 
 
-def refuse_language_model(path: str, architectures: Sequence[str] | None) -> None:
-    """Raise EnvironmentProblem where a model's config says that it writes text."""
-    if found := next((name for name in architectures or () if name.endswith(LANGUAGE_MODELS)), None):
+def is_adapter(path: str) -> bool:
+    """Whether a folder is a PEFT adapter, whose base is elsewhere."""
+    folder = Path(path).expanduser()
+    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def refuse_language_model(path: str, architectures: Sequence[str | None] | None) -> None:
+    """Raise EnvironmentProblem where the config of a model or an adapter says that it writes text."""
+    if found := next((name for name in architectures or () if name and name.endswith(LANGUAGE_MODELS)), None):
         raise EnvironmentProblem(
             f"reward.path={path} is a language model ({found}), not a sequence classifier\n"
-            "  make a reward model of it: run algorithm=rm model=hf model.path=… data=… (docs/preference.md)"
+            "  train a reward model from it: run algorithm=rm model=hf model.path=… data=… (docs/preference.md)"
         )

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluate
+from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.reward.config import (
     CountdownConfig,
     ExactConfig,
@@ -44,9 +44,9 @@ def pattern_fault(pattern: str, groups: int | None = None) -> str | None:
     try:
         found = regex.compile(pattern, regex.DOTALL).groups
     except regex.error as error:
-        return f"no regular expression: {error}"
+        return f"not a regular expression: {error}"
     if groups is not None and found != groups:
-        return f"expected {groups} group in brackets, found {found}; (?:…) makes brackets that are no group"
+        return f"expected {groups} capturing group (…), found {found}; write (?:…) for a group that does not capture"
     return None
 
 
@@ -95,7 +95,7 @@ def build_exact(config: ExactConfig, **_: Any) -> GroupScorer:
 
     return GroupScorer(
         score_each(rate),
-        ScoringFailures("reward=exact", config.max_failures, "set reward.column to a column of the data"),
+        ScoringFailures("reward=exact", config.max_failures, "set reward.column to a column of your data"),
     )
 
 
@@ -154,7 +154,7 @@ def expected_number(completion: Completion, name: str) -> Decimal:
     value = require_column(completion, name, "column")
     number = last_number(str(value)) if not isinstance(value, bool) else None
     if number is None:
-        raise UnscorableError("no number in the column", f"column '{name}' holds no number but {str(value)[:80]!r}")
+        raise UnscorableError("no number in the column", f"column '{name}' has no number but {str(value)[:80]!r}")
     return number
 
 
@@ -212,5 +212,5 @@ def _numbers(values: Any, name: str) -> list[int]:
     if isinstance(values, list | tuple) and values and all(type(v) is int for v in values):
         return list(values)
     raise UnscorableError(
-        f"column {name} is unusable", f"column '{name}' holds no whole numbers but {str(values)[:80]}"
+        f"column {name} has no integers", f"column '{name}' has no list of integers but {str(values)[:80]}"
     )

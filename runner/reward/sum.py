@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,23 +12,27 @@ from runner.core.errors import RunnerError
 from runner.core.rng import derive_seed
 from runner.interfaces import Completion, Reward
 from runner.reward.base import collect_errors, prefix_error_keys, raise_collected, require_components
-from runner.reward.config import SumConfig
+from runner.reward.config import FallibleConfig, SumConfig
+from runner.reward.group_scorer import GroupScores, ScoringFailures, unscored_group
 from runner.spec.registry import resolve
 
 Scores = list[float | None]
 ComponentScores = Mapping[str, float | None]
-RESERVED_NAMES = ("mean", "std", "num_failed", "zero_variance")  # reward/… of the sum itself
 
 
 @dataclass(frozen=True, slots=True)
 class WeightedSumReward:
-    """Σ weight · score over (weight, reward) components; `names` are their names, in order."""
+    """Σ weight · score over (weight, reward) components; `names` are their names, in order.
+
+    failures: counts groups without a single sum, such as where parts fail on different samples
+    """
 
     parts: Sequence[tuple[float, Reward]]
     names: Sequence[str]
+    failures: ScoringFailures
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
-        """One list per group; None where any part has None."""
+        """One list per group; None where any part has None. Raises as `ScoringFailures` does."""
         return self.score_components(groups)[0]
 
     def score_components(
@@ -39,7 +44,17 @@ class WeightedSumReward:
         parts: list[list[ComponentScores]] = [
             [dict(zip(self.names, one, strict=True)) for one in group] for group in each
         ]
-        return [[_weighted_sum(weights, one) for one in group] for group in each], parts
+        sums = [[_weighted_sum(weights, one) for one in group] for group in each]
+        return [self._record_group(*one) for one in zip(sums, parts, strict=True)], parts
+
+    def _record_group(self, sums: Scores, parts: Sequence[ComponentScores]) -> Scores:
+        """Count a group; only one without any sum is a failure of the sum."""
+        missing = Counter(name for one in parts for name, score in one.items() if score is None)
+        if not sums or any(value is not None for value in sums):
+            return self.failures.record_group(GroupScores(sums))
+        counts = ", ".join(f"{name} for {count}" for name, count in missing.items())
+        text = f"every sample of a group of {len(sums)} lacks the score of a part: {counts}"
+        return self.failures.record_group(unscored_group(len(sums), "no sum in a whole group", text))
 
     def _scores(self, groups: Sequence[Sequence[Completion]]) -> list[list[Scores]]:
         """The scores of each part. Raises one error with those of all parts."""
@@ -53,6 +68,7 @@ class WeightedSumReward:
     def close(self) -> None:
         """Close every part, also where one of them fails to."""
         with ExitStack() as stack:
+            stack.callback(self.failures.close)
             for _, reward in self.parts:
                 stack.callback(reward.close)
 
@@ -61,6 +77,9 @@ def build(config: SumConfig, *, seed: int, **common: Any) -> WeightedSumReward:
     """The sum; each part has a random stream of its own. Closes those that were built if one cannot be."""
     built, errors = list[tuple[float, Reward]](), list[RunnerError]()
     parts = require_components(config.parts)
+    most = [part.config.max_failures for part in parts if isinstance(part.config, FallibleConfig)]
+    limit = max(most, default=FallibleConfig.model_fields["max_failures"].default)
+    failures = ScoringFailures("reward=sum", limit, "fix the parts; run.log has the first reason of each")
     try:
         for i, part in enumerate(parts):
             factory = resolve(type(part.config).factory)
@@ -68,15 +87,9 @@ def build(config: SumConfig, *, seed: int, **common: Any) -> WeightedSumReward:
                 built.append((part.weight, factory(part.config, seed=derive_seed(seed, "part", i), **common)))
         raise_collected(errors)
     except BaseException:
-        WeightedSumReward(built, ()).close()
+        WeightedSumReward(built, (), failures).close()
         raise
-    return WeightedSumReward(tuple(built), component_names([part.config.component_name() for part in parts]))
-
-
-def component_names(components: Sequence[str]) -> list[str]:
-    """The metric name of each component: its reward's name, with its index where names repeat."""
-    clear = [components.count(name) == 1 and name not in RESERVED_NAMES for name in components]
-    return [name if c else f"{name}[{i}]" for i, (name, c) in enumerate(zip(components, clear, strict=True))]
+    return WeightedSumReward(tuple(built), config.component_metrics(), failures)
 
 
 def _weighted_sum(weights: Sequence[float], scores: Sequence[float | None]) -> float | None:

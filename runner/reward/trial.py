@@ -31,7 +31,7 @@ def try_reward(
         shown = [_format_scores(name, at, scored) for at, scored in enumerate(scorer.preview(groups), 1)]
         known = all(ANSWER in prompt.columns for prompt in prompts)
         given = f"its column {ANSWER}" if known else "its prompt"
-        decide.record_fact(name, "; ".join(shown), f"tried before the first step; each row with {given} as completion")
+        decide.record_fact(name, "; ".join(shown), f"tested before the first step, with {given} as completion")
 
 
 def _completion(prompt: Prompt, tokenizer: Any) -> Completion:
@@ -55,8 +55,9 @@ def _format_scores(name: str, row: int, scored: GroupScores) -> str:
     """`row 1: 0.5`, or why it has no score. Raises DataError where the function raised."""
     if scored.raised:
         raise DataError(
-            f"{name} raises on row {row} of the data:\n  {scored.failures[0].message}\n"
-            "  fix the function; a sample that cannot be scored is None. The traceback is in reward.log"
+            f"{name} raises an exception on row {row} of the data:\n"
+            f"  {scored.failures[0].message}\n"
+            "  fix the function; it may return None for a sample without a score. The traceback is in reward.log"
         )
     reason = scored.failures[0].message if scored.failures else "None"
     return f"row {row}: " + ", ".join(reason if value is None else f"{value:g}" for value in scored.values)

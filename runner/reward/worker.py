@@ -6,7 +6,7 @@
            ◀═ stdout and stderr, one pipe ═════════   what the function prints
            ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
-Nothing comes through stdin: its end says that the runner is gone, and SIGTERM that it wants no more. The guard runs no
+Nothing comes through stdin: its end means that the runner exited, and SIGTERM that it needs no more. The guard runs no
 foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
 what the function left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the
 runner's *thread* that started it ends. The worker does: its parent is the guard's only thread.
@@ -226,12 +226,12 @@ async def _await_result(returned: Any) -> Any:
 def select_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that the function names, or all of them if it takes **columns.
 
-    Raises TypeError where it asks for one that the data does not have.
+    Raises TypeError where it needs one that the data does not have.
     """
     parameters = inspect.signature(function).parameters.values()
     missing = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     if absent := [name for name in missing if name not in given]:
-        raise TypeError(f"the function asks for {', '.join(absent)}; there is: {', '.join(given)}")
+        raise TypeError(f"the function has the parameter {', '.join(absent)}; available: {', '.join(given)}")
     if any(p.kind == p.VAR_KEYWORD for p in parameters):
         return dict(given)
     named = {p.name for p in parameters}

@@ -7,6 +7,8 @@
 
 See `worker.py` for what happens on the other side. The kernel names the sender of everything that arrives on the socket
 (SO_PASSCRED); what another process than the worker wrote, one that the function has forked, is dropped.
+
+Of what the code prints, the first lines are shown, and all up to a limit is kept in the run folder, secrets masked.
 """
 
 from __future__ import annotations
@@ -25,16 +27,62 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import IO, Any
 
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.reward import worker
-from runner.reward.captured_output import CapturedOutput
-from runner.reward.group_scorer import GroupScores, ScoringFailure, unscored_group
-from runner.reward.request_payload import encode_json
+from runner.reward.group_scorer import GroupScores, ScoringFailure, encode_json, unscored_group
 from runner.run_dir import manifest
-from runner.run_dir.manifest import is_secret_name
+from runner.run_dir.manifest import is_secret_name, redact
+
+log = logging.getLogger("runner")
+SAID_LINES = 20
+KEPT_BYTES = 8 << 20
+
+
+class CapturedOutput:
+    """Takes lines from several threads. Without a folder, what is not said is only counted."""
+
+    def __init__(self, label: str, folder: Path | None) -> None:
+        self._label = label
+        self._path = None if folder is None else folder / "reward.log"
+        self._lock = Lock()
+        self._lines = self._kept = self._dropped = 0
+
+    def add_line(self, text: str) -> None:
+        """A line that was printed."""
+        with self._lock:
+            self._lines += 1
+            if self._lines <= SAID_LINES:
+                log.info("%s| %s", self._label, text)
+            if self._lines == SAID_LINES:
+                log.info("%s| … further lines: %s", self._label, self._path or "not stored, only counted")
+            if not self._keep(text) and self._lines > SAID_LINES:
+                self._dropped += 1
+
+    def append_to_file(self, text: str) -> None:
+        """Text for the file only."""
+        with self._lock:
+            self._keep(text)
+
+    def close(self) -> None:
+        """Say how many lines were not said."""
+        if self._lines > SAID_LINES:
+            lost = f", {self._dropped} of them dropped" if self._dropped else ""
+            where = f" in {self._path}" if self._path is not None else ""
+            log.info("%s| %d lines were printed%s%s", self._label, self._lines, where, lost)
+        self._lines = self._dropped = 0
+
+    def _keep(self, text: str) -> bool:
+        if self._path is None or self._kept > KEPT_BYTES:
+            return False
+        line = f"{redact(text)}\n".encode(errors="replace")
+        self._kept += len(line)
+        with self._path.open("ab") as file:
+            file.write(line)
+        return True
+
 
 START_S = 120.0  # for importing the file and what it imports
 END_S = 10.0
@@ -50,8 +98,6 @@ NAMES = manifest.NAMES | {
 }  # fmt: skip
 CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 
-
-log = logging.getLogger("runner")
 
 KILLED = f"killed by {signal.SIGKILL.name}"
 
@@ -116,7 +162,7 @@ class RewardWorker:
         """The answer to a question in JSON. Raises TimeoutError, EOFError if the process is gone."""
         end = time.monotonic() + timeout_s
         if self._arrived:
-            raise EOFError("more than one answer to a question")
+            raise EOFError("more than one response to a request")
         self._lines.write(question + b"\n", timeout_s)
         return self._receive(end - time.monotonic())
 
@@ -148,9 +194,9 @@ class RewardWorker:
             self._receive(START_S)
             answer = self._receive(end - time.monotonic())
         except TimeoutError as error:
-            raise WorkerStartError(f"importing it takes longer than {START_S:g} s") from error
+            raise WorkerStartError(f"the import takes longer than {START_S:g} s") from error
         except EOFError as error:
-            raise WorkerStartError(f"the process ended while importing it: {self.exit_reason()}") from error
+            raise WorkerStartError(f"the process ended during the import: {self.exit_reason()}") from error
         if "failed" in answer:
             self._output.append_to_file(answer["trace"])
             raise WorkerStartError(answer["failed"])
@@ -162,7 +208,7 @@ class RewardWorker:
         readable.register(self._channel, select.POLLIN)
         while not self._arrived:
             if not readable.poll(max(end - time.monotonic(), 0.0) * 1000):
-                raise TimeoutError(f"nothing came within {within_s:g} s")
+                raise TimeoutError(f"no response within {within_s:g} s")
             try:
                 content, sender = sender_of(self._channel)
                 if not content:
@@ -172,7 +218,7 @@ class RewardWorker:
             except (ValueError, ConnectionError) as error:
                 raise EOFError(str(error)) from error
             if not self._arrived and time.monotonic() > end:
-                raise TimeoutError(f"nothing came within {within_s:g} s")
+                raise TimeoutError(f"no response within {within_s:g} s")
         return dict(self._arrived.pop(0))
 
     def _is_worker(self, sender: int) -> bool:
@@ -181,7 +227,7 @@ class RewardWorker:
         if sender not in (self._sender, 0) and not self._is_forgery_reported:
             self._is_forgery_reported = True
             log.warning(
-                "process %d, which the reward function has started, wrote into the connection for scores: ignored",
+                "process %d, which the reward function started, wrote to the score socket; this is ignored",
                 sender,
             )
         return sender == self._sender
@@ -226,10 +272,10 @@ class WorkerPool:
             except WorkerDiedError as error:
                 if str(error) != KILLED:  # it may come from outside, or from the kernel: another one may live
                     raise
-                log.warning("a reward's worker was killed (SIGKILL): its group is scored again by a new one")
+                log.warning("a reward worker was killed (SIGKILL); a new worker scores its group again")
                 return self._ask_worker(question, size)
         except WorkerDiedError as error:
-            return unscored_group(size, "the worker died", f"the worker died: {error}")
+            return unscored_group(size, "the worker exited", f"the worker exited: {error}")
 
     def _ask_worker(self, question: bytes, size: int) -> GroupScores:
         """What an idle worker, or a new one, answers. Raises Died."""
@@ -242,13 +288,13 @@ class WorkerPool:
             return unscored_group(size, "no worker", f"a new worker cannot start: {error}")
         except TimeoutError:
             assert process is not None
-            message = f"no answer within {self._timeout_s:g} s{process.hang_location()}; the worker was killed"
+            message = f"no response within {self._timeout_s:g} s{process.hang_location()}; the worker was killed"
             process.end()
-            return unscored_group(size, "no answer in time", message)
+            return unscored_group(size, "timeout", message)
         except EOFError as error:
             assert process is not None
             raise WorkerDiedError(process.exit_reason()) from error
-        except BaseException:  # nobody waits for the answer any more
+        except BaseException:  # no caller waits for the response any more
             if process is not None:
                 process.end()
             raise
@@ -272,7 +318,7 @@ class WorkerPool:
 
 
 def _forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
-    """Hand over what is printed, line by line; a long line in pieces."""
+    """Forward printed output line by line; a long line in parts."""
     with stream:
         while line := stream.readline(LINE_BYTES):
             output.add_line(line.decode("utf-8", errors="replace").rstrip("\r\n"))
@@ -282,4 +328,4 @@ def _exit_words(code: int) -> str:
     number = -code if code < 0 else code - 128
     if 0 < number < signal.NSIG:
         return f"killed by {signal.Signals(number).name}"
-    return f"it ended itself with exit code {code}"
+    return f"it exited with code {code}"

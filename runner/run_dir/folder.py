@@ -21,8 +21,8 @@ from typing import Any
 import yaml
 
 from runner.core import fsync_io
-from runner.core.bounded_text import check_yaml, parse_json
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.untrusted_text import check_yaml, parse_json
 
 OUTPUTS = Path("outputs")
 LOCK = ".lock"
@@ -95,6 +95,11 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def evaluations(self) -> Path:
+        """What `run eval` measured of the run: a line each time."""
+        return self.root / "evaluations.jsonl"
+
+    @property
     def samples(self) -> Path:
         """Some answers of each evaluation."""
         return self.root / "samples.jsonl"
@@ -106,7 +111,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """step-00000100/ and its like."""
+        """step-00000100/ and similar folders."""
         return self.root / "checkpoints"
 
     @property
@@ -120,7 +125,7 @@ class RunFolder:
         return self.root / "export"
 
     def export_of(self, step: int) -> Path:
-        """The export of a checkpoint that was asked for by name."""
+        """The export of a checkpoint that was requested by name."""
         return self.root / f"export-step-{step}"
 
     @property
@@ -170,7 +175,7 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
                 return root.absolute()
     except OSError as error:
         raise StorageError(
-            f"cannot make the {what} {root}: {error.strerror}; run from a folder you can write to"
+            f"cannot make the {what} {root}: {error.strerror}; run in a folder that you can write to"
         ) from error
 
 
@@ -181,7 +186,7 @@ def claim_folder(where: Path) -> RunFolder:
     """
     folder = RunFolder(where.absolute())
     if folder.spec.exists():
-        raise EnvironmentProblem(f"{where} holds a run; continue it: run resume {where}; or choose another --folder")
+        raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
         # a run that died before it had a spec leaves its lock, and a file that it was about to rename
         others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
@@ -189,7 +194,7 @@ def claim_folder(where: Path) -> RunFolder:
         others = []  # it is not there, or mkdir says what is wrong with it
     if others:
         text = f"{where} is not empty ({', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''})"
-        raise EnvironmentProblem(f"{text}, and a run needs a folder of its own; choose another --folder")
+        raise EnvironmentProblem(f"{text}, but a run needs its own folder; choose another --folder")
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -207,7 +212,7 @@ def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
     except OSError as error:
         staged.unlink(missing_ok=True)
         raise StorageError(
-            f"cannot make {latest} a link to the run: {error.strerror}; is something else there?"
+            f"cannot make {latest} a link to the run: {error.strerror}; does another file exist there?"
         ) from error
 
 
@@ -225,9 +230,9 @@ def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
         raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
     if not known:
         is_export = (root.parent / "spec.yaml").is_file()
-        whose = f"; it is an export of the run {root.parent}: name the run" if is_export else ""
+        whose = f"; it is an export of the run {root.parent}: use the run" if is_export else ""
         raise EnvironmentProblem(
-            f"{root}: no run there (no spec.yaml); `latest` or the folder of a run is expected{whose}"
+            f"{root} is not a run: it has no spec.yaml; expected `latest` or the folder of a run{whose}"
         )
     return RunFolder(root.resolve())
 
@@ -279,7 +284,9 @@ def is_locked(folder: RunFolder) -> bool:
     except OSError as error:
         raise EnvironmentProblem(f"{folder.root / '.lock'} cannot be read: {error.strerror}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: who else only asks does not look like an owner
+        fcntl.flock(
+            handle, fcntl.LOCK_SH | fcntl.LOCK_NB
+        )  # shared: another process that only checks does not look like an owner
     except BlockingIOError:
         return True
     finally:

@@ -92,34 +92,32 @@ class SamplerConfig(ComponentConfig):
 class SamplingConfig(SamplerConfig):
     """What every sampler draws from, and how an answer ends."""
 
-    temperature: float = Field(default=1.0, gt=0, description="Divides the logits; below 1 the likely grows likelier.")
-    top_k: int | None = Field(default=None, ge=1, description="Draw from this many likeliest tokens; null = from all.")
+    temperature: float = Field(default=1.0, gt=0, description="Divides the logits; values below 1 favor likely tokens.")
+    top_k: int | None = Field(default=None, ge=1, description="Sample from the k most likely tokens; null = from all.")
     top_p: float = Field(
-        default=1.0, gt=0, le=1, description="Draw from the fewest likeliest tokens whose probability reaches this."
+        default=1.0, gt=0, le=1, description="Sample from the most likely tokens that reach this total probability."
     )
     min_p: float = Field(
-        default=0.0, ge=0, lt=1, description="Draw from tokens at least this many times as likely as the likeliest."
+        default=0.0, ge=0, lt=1, description="Sample from tokens with at least this fraction of the top probability."
     )
-    max_new_tokens: int = Field(default=256, ge=1, description="Most tokens of an answer, the end token included.")
+    max_new_tokens: int = Field(default=256, ge=1, description="Maximum tokens of a completion, with its end token.")
     stop: Annotated[tuple[Stop, ...], Field(strict=False)] = Field(
-        default=(), description="Strings that end an answer when they appear in it; they stay part of it."
+        default=(), description="Strings that end a completion when they appear; they stay in it."
     )
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(strict=False)] = Field(
-        default=(), description="Token ids that end an answer, beside the model's own end of sequence."
+        default=(), description="Token ids that end a completion, in addition to the model's end of sequence."
     )
-    max_num_seqs: int = Field(
-        default=256, ge=1, description="Most answers in work at once; one that ends makes room for the next."
-    )
+    max_num_seqs: int = Field(default=256, ge=1, description="Maximum number of concurrent sequences.")
     timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that a sampler outside of the trainer may take for its part of a step; null = 1500.",
+        description="Timeout in seconds of a sampler outside the trainer for its part of a step; null = 1500.",
     )
     sync_logprob_tolerance: float | None = Field(
         default=None,
         gt=0,
-        description="Most that a sampler with weights of its own may differ from the trainer after they were sent (mean"
-        " |log-prob.| of fixed tokens); null = 1e-3 for float32 weights, 0.3 for others.",
+        description="Largest difference of sampler and trainer after a weight sync (mean |log-prob.| of fixed "
+        "tokens); null = 1e-3 for float32 weights, 0.3 for others.",
     )
 
     @property

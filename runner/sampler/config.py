@@ -18,48 +18,46 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that it
 
 
 class VllmSamplerConfig(SamplingConfig):
-    """A vLLM engine in each rank's process, asleep while that trains, or with launch.samplers in its own.
+    """vLLM in each rank, asleep during updates, or in its own processes (launch.samplers).
 
-    Rollouts do not repeat bit for bit; a resumed run reads those that were used from a journal.
+    Rollouts are not bit-reproducible; resuming reads them from a journal.
     """
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
     engine: ClassVar[bool] = True
     name: Literal["vllm"] = "vllm"
     tensor_parallel_size: int = Field(
-        default=1, ge=1, description="Devices that one engine is spread over; with launch.samplers."
+        default=1, ge=1, description="Devices per engine (tensor parallel); needs launch.samplers."
     )
     gpu_memory_utilization: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Share of a card's memory that an engine may take; null = 0.45 beside a trainer, else 0.9.",
+        description="Fraction of device memory for an engine; null = 0.45 on the trainer's device, else 0.9.",
     )
     kv_cache_memory_bytes: int | None = Field(
         default=None,
         gt=0,
-        description="Bytes of the KV cache; null = what sampler.gpu_memory_utilization leaves, on the CPU 1 GiB.",
+        description="Size of the KV cache; null = what sampler.gpu_memory_utilization leaves, on the CPU 1 GiB.",
     )
     sleep: Literal[0, 1, 2] | None = Field(
         default=None,
-        description="What an engine beside a trainer gives up meanwhile: 0 = nothing, 1 = its cache, weights go to the "
-        "host, 2 = both; null = 1, on the CPU 0.",
+        description="Memory that an engine on the trainer's device frees during training: 0 = none, 1 = its KV cache, "
+        "and weights move to the host, 2 = both; null = 1, on the CPU 0.",
     )
     weight_sync: Literal["merged", "adapter"] = Field(
         default="merged",
-        description="What is sent after a step: merged = the weights that it changed, the adapter's merged into them; "
-        "adapter = the adapter alone, beside a base that was sent once.",
+        description="Weights that are sent after a step: merged = the changed weights, with the adapter merged; "
+        "adapter = only the adapter, as the base was sent once.",
     )
     dtype: Dtype | None = Field(
-        default=None,
-        description="Data type of the engine's weights; null = that of the policy's matrix products.",
+        default=None, description="Data type of the engine; null = that of the policy's matrix products."
     )
     enforce_eager: bool | None = Field(
-        default=None,
-        description="Run without captured graphs; null = false on CUDA, else true.",
+        default=None, description="Run without CUDA graphs; null = false on CUDA, else true."
     )
     max_model_len: int | None = Field(
-        default=None, ge=2, description="Most tokens of a prompt and its answer; null = what the job may need."
+        default=None, ge=2, description="Maximum tokens of prompt and completion; null = what the job needs."
     )
 
     def weights_to_send(self) -> tuple[WeightParts, ...]:
@@ -98,22 +96,24 @@ class VllmSamplerConfig(SamplingConfig):
     def _placement_problems(self, job: Any) -> Iterator[tuple[str, str]]:
         own, cpu = job.launch.samplers > 0, job.device.is_cpu
         if self.tensor_parallel_size > 1 and not own:
-            text = "an engine over several devices has processes of its own; set launch.samplers, or leave it out"
+            text = "an engine on several devices needs its own processes; set launch.samplers, or leave it out"
             yield "sampler.tensor_parallel_size", text
         if not own and job.algorithm.steps_ahead():
-            text = "an engine in a rank draws while that waits, and so not ahead of it; set launch.samplers, or 0"
+            text = (
+                "a rank waits while its engine samples, so it cannot run ahead; set launch.samplers, or algorithm.lag=0"
+            )
             yield "algorithm.lag", text
         if self.sleep is not None and own:
-            yield "sampler.sleep", "a sampler of its own shares its device with nobody; leave it out"
+            yield "sampler.sleep", "with launch.samplers no trainer shares the engine's device; leave it out"
         elif self.sleep and cpu:
-            yield "sampler.sleep", "vLLM knows no sleep on the CPU (a call does nothing); leave it out"
+            yield "sampler.sleep", "vLLM has no sleep mode on the CPU; leave it out"
         if self.timeout_s is not None and not own:
-            text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
+            text = "is used only with launch.samplers, but here the ranks sample; leave it out, or set launch.samplers"
             yield "sampler.timeout_s", text
         if self.gpu_memory_utilization is not None and cpu:
             yield (
                 "sampler.gpu_memory_utilization",
-                "is a share of a card's memory, and this is the CPU; set sampler.kv_cache_memory_bytes instead",
+                "is a fraction of device memory, but this is the CPU; set sampler.kv_cache_memory_bytes instead",
             )
 
     def _sync_problems(self, job: Any) -> Iterator[tuple[str, str]]:
@@ -122,41 +122,41 @@ class VllmSamplerConfig(SamplingConfig):
         if job.adapter.trains_base:
             yield "sampler.weight_sync", "adapter=none has no adapter to send; type sampler.weight_sync=merged"
         elif job.adapter.needs_whole_layers:
-            yield "sampler.weight_sync", "vLLM knows no DoRA; type sampler.weight_sync=merged"
+            yield "sampler.weight_sync", "vLLM does not support DoRA; type sampler.weight_sync=merged"
 
     def _engine_problems(self, job: Any) -> Iterator[tuple[str, str]]:
-        longest = job.data.max_length + self.max_new_tokens
+        longest = (job.data.max_length or 0) + self.max_new_tokens  # null is checked again when it is known
         if self.max_model_len is not None and self.max_model_len < longest:
-            text = f"data.max_length and sampler.max_new_tokens come to {longest} tokens; give as many, or leave it out"
+            text = f"data.max_length and sampler.max_new_tokens need {longest} tokens; set that, or leave it out"
             yield "sampler.max_model_len", text
         if not COLDEST <= self.temperature <= HOTTEST:
-            text = f"vLLM draws at {COLDEST} to {HOTTEST}, and takes colder for {COLDEST} without a word"
-            yield "sampler.temperature", f"{text}; give one of these"
+            text = f"vLLM supports {COLDEST} to {HOTTEST}, and silently raises lower values to {COLDEST}"
+            yield "sampler.temperature", f"{text}; set a supported value"
         if self.truncates and self.temperature != 1 and job.algorithm.needs_sampler_logprobs():
             text = (
-                "this algorithm learns from log-probabilities at this temperature and before truncation, and vLLM "
-                "reports them before both or after both; type sampler.temperature=1, leave top_k, top_p and min_p out, "
-                "or type sampler=torch"
+                "this algorithm needs log-probabilities at this temperature and before truncation, but vLLM reports "
+                "them before both or after both; type sampler.temperature=1, leave top_k, top_p and min_p out, or "
+                "type sampler=torch"
             )
             yield "sampler.temperature", text
         if self.enforce_eager is False and job.device.is_cpu:
-            yield "sampler.enforce_eager", "the CPU captures no graphs; leave it out"
+            yield "sampler.enforce_eager", "the CPU has no CUDA graphs; leave it out"
         sizes = job.model.sizes()  # of a folder vLLM says it
         heads, groups = (sizes[kind][1] if kind in sizes else 0 for kind in ("heads", "kv_heads"))
         size = job.model.hidden_size // heads if heads else CPU_HEADS[0]
         if job.device.is_cpu and size not in CPU_HEADS:
-            text = f"vLLM's attention on the CPU has no heads of {size} numbers, but of 32, 64 …; take fewer heads"
+            text = f"vLLM's attention on the CPU does not support head size {size}, only 32, 64 …; set fewer heads"
             yield "model.heads", text
         if heads % self.tensor_parallel_size:
             yield (
                 "sampler.tensor_parallel_size",
-                f"model.heads={heads} do not divide into {self.tensor_parallel_size}; give a divisor of it",
+                f"{self.tensor_parallel_size} does not divide model.heads={heads}; set a divisor of it",
             )
         elif groups and groups % self.tensor_parallel_size and self.tensor_parallel_size % groups:
             yield (
                 "sampler.tensor_parallel_size",
-                f"model.kv_heads={groups} neither divide into {self.tensor_parallel_size} nor divide it; give "
-                "another tp",
+                f"model.kv_heads={groups} is neither a multiple nor a divisor of {self.tensor_parallel_size}; set "
+                "another size",
             )
 
 
@@ -171,28 +171,26 @@ class ServerSamplerConfig(SamplingConfig):
     engine: ClassVar[bool] = True
     served: ClassVar[bool] = True
     name: Literal["server"] = "server"
-    url: str = Field(description="Address of the server, e.g. http://127.0.0.1:8000.")
+    url: str = Field(description="URL of the server, e.g. http://127.0.0.1:8000.")
     model: str | None = Field(
-        default=None, min_length=1, description="Name that the server has the model by; null = the only one it has."
+        default=None, min_length=1, description="Name of the model on the server; null = its only model."
     )
     api_key_env: str | None = Field(
-        default=None, min_length=1, description="Environment variable with the server's key; null = it wants none."
+        default=None, min_length=1, description="Environment variable with the server's API key; null = no key."
     )
     weight_sync: Literal["none", "adapter", "reload"] = Field(
         default="none",
-        description="What the server gets after a step: none = nothing, its weights are what they are; adapter = the "
-        "adapter under a new name; reload = all weights, merged, through vLLM's endpoints for development.",
+        description="Weights that are sent after a step: none = nothing, the server keeps its weights; adapter = the "
+        "adapter under a new name; reload = all weights, merged, through vLLM's development endpoints.",
     )
     folder: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder that both this machine and the server see, for weights; null = the server is on this one.",
+        description="Folder for weights that this machine and the server share; null = the server is on this machine.",
     )
-    sleep: bool = Field(
-        default=False, description="Put the server to sleep while training, where it shares the cards with it."
-    )
+    sleep: bool = Field(default=False, description="Put the server to sleep during training, if it shares the devices.")
     retries: int = Field(
-        default=10, ge=0, description="Further tries of a request after no answer, or a status of 429 or 500 to 599."
+        default=10, ge=0, description="Retries of a request after no response, or after status 429 or 500 to 599."
     )
 
     def weights_to_send(self) -> tuple[WeightParts, ...]:
@@ -220,14 +218,14 @@ class ServerSamplerConfig(SamplingConfig):
             port = at.port or {"http": 80, "https": 443}[at.scheme]
             socket.create_connection((at.hostname or "", port), CONNECT_TIMEOUT_S).close()
         except OSError as error:
-            text = f"nobody listens at {self.url} ({error.strerror or error}); start the server, and wait until it does"
+            text = f"no server listens at {self.url} ({error.strerror or error}); start it, and wait until it listens"
             raise EnvironmentProblem(f"sampler.url: {text}") from error
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         wrong = address_problem(self.url)
         found = [] if wrong is None else [("sampler.url", wrong)]
         if job.launch.samplers:
-            found.append(("launch.samplers", f"the server at {self.url} samples; type launch.samplers=0"))
+            found.append(("launch.samplers", f"the server at {self.url} is the sampler; type launch.samplers=0"))
         if self.sleep and job.algorithm.steps_ahead():
             found.append(("sampler.sleep", "sampling continues while training (algorithm.lag); leave it out"))
         return [
@@ -240,13 +238,13 @@ class ServerSamplerConfig(SamplingConfig):
         ]
 
     def _problems_without_sync(self, job: Any) -> list[tuple[str, str]]:
-        text = "is about weights that are sent, and sampler.weight_sync=none sends none; leave it out"
+        text = "is used only when weights are sent, but sampler.weight_sync=none; leave it out"
         given = {"folder": self.folder, "sync_logprob_tolerance": self.sync_logprob_tolerance}
         found = [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
         if job.algorithm.needs_sampler and not job.algorithm.needs_sampler_logprobs():
             text = (
-                "none leaves the server its weights, and this algorithm learns from the policy's own answers; type"
-                " sampler.weight_sync=adapter (adapter=lora) or reload, or weigh the samples: algorithm.correction=tis"
+                "none sends no weights, but this algorithm needs samples of the current policy; type "
+                "sampler.weight_sync=adapter (adapter=lora) or reload, or algorithm.correction=tis"
             )
             found.append(("sampler.weight_sync", text))
         return found
@@ -258,9 +256,9 @@ class ServerSamplerConfig(SamplingConfig):
                 ("sampler.weight_sync", "adapter=none has no adapter to send; type sampler.weight_sync=reload")
             )
         if self.weight_sync == "adapter" and job.adapter.needs_whole_layers:
-            found.append(("sampler.weight_sync", "vLLM knows no DoRA; type sampler.weight_sync=reload"))
+            found.append(("sampler.weight_sync", "vLLM does not support DoRA; type sampler.weight_sync=reload"))
         if understood and self.folder is None and urlsplit(self.url).hostname not in LOOPBACK:
-            text = f"{urlsplit(self.url).hostname} may be another machine; set sampler.folder=PATH, seen by both"
+            text = f"{urlsplit(self.url).hostname} may be another machine; set sampler.folder=PATH, shared by both"
             found.append(("sampler.folder", text))
         return found
 
@@ -282,7 +280,7 @@ class TorchSamplerConfig(SamplingConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if job.launch.samplers:
             return []
-        text = "is about samplers of their own, and here the ranks sample; leave it out, or set launch.samplers"
+        text = "is used only with launch.samplers, but here the ranks sample; leave it out, or set launch.samplers"
         given = {"timeout_s": self.timeout_s, "sync_logprob_tolerance": self.sync_logprob_tolerance}
         return [(f"sampler.{name}", text) for name, value in given.items() if value is not None]
 

@@ -30,7 +30,7 @@ log = logging.getLogger("runner")
 
 
 class RolloutJournal(SamplerWrapper):
-    """A sampler around another one, on all ranks, which ask for the same.
+    """A sampler around another one, on all ranks, which pass the same requests.
 
     folder: where rank 0 keeps it; committed: the step of the newest checkpoint, 0 = there is none
     """
@@ -43,12 +43,12 @@ class RolloutJournal(SamplerWrapper):
         self._pages = made[0] if made else None
 
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
-        """See `Sampler`; what is asked for from here on is of this version."""
+        """See `Sampler`; later requests are for this version."""
         super().load_weights(tensors, version)
         self._version = version
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
-        """See `Sampler`; all ranks ask for the same. Raises StorageError where the journal cannot be written."""
+        """See `Sampler`; all ranks pass the same. Raises StorageError where the journal cannot be written."""
         found = run_on_rank0(self._peers, lambda: self._require_pages().recorded_rollouts(self._version, requests))
         missing = [at for at in range(len(requests)) if at not in found]
         if missing:
@@ -117,7 +117,7 @@ class JournalPages:
         They belong to the run before it was resumed from an older checkpoint, whose weights were others.
         """
         if later := sorted(one for one in self._known if one > version):
-            words = "journal: the rollouts of versions %d to %d are of steps that are done again, and are removed"
+            words = "journal: removed the rollouts of versions %d to %d, as their steps are repeated"
             log.warning(words, later[0], later[-1])
         for one in later:
             del self._known[one]
@@ -167,12 +167,12 @@ def _read(path: Path) -> dict[str, deque[Rollout]]:
         whole += len(line)
     if whole < len(content):
         lost = len(content) - whole
-        log.warning("%s: its last %d bytes are torn and are cut away; these rollouts are sampled again", path, lost)
+        log.warning("%s: removed its last %d bytes, an incomplete line; these rollouts are sampled again", path, lost)
         with path.open("r+b") as file:
             file.truncate(whole)
     return page
 
 
 def _storage_error(folder: Path, error: OSError) -> StorageError:
-    text = f"cannot keep the journal of rollouts in {folder}: {error_reason(error)}"
-    return StorageError(f"{text}; make space, then: run resume")
+    text = f"cannot write the rollout journal in {folder}: {error_reason(error)}"
+    return StorageError(f"{text}; free disk space, then type: run resume")

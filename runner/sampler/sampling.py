@@ -161,7 +161,7 @@ class StopCriteria:
         self._tail = max((len(string.encode()) for string in strings), default=0) + CONTEXT
 
     def finish_reason(self, ids: Sequence[int], limit: int) -> str | None:
-        """Why an answer ends with its last id ("stop" or "length"), or None. To be asked after every id."""
+        """Why an answer ends with its last id ("stop" or "length"), or None. To be called after every id."""
         return self._reason(ids[-self._tail :], len(ids), limit)
 
     def first_stop(self, ids: Sequence[int], limit: int) -> tuple[int, str] | None:
@@ -187,12 +187,12 @@ class StopCriteria:
 def check_token_ids(config: SamplingConfig, vocabulary: int) -> None:
     """Raise SpecError for ids and counts of ids outside the vocabulary."""
     found = [
-        Problem("sampler.stop_token_ids", f"the model has the ids 0 to {vocabulary - 1}, and no {token}")
+        Problem("sampler.stop_token_ids", f"the model has the ids 0 to {vocabulary - 1}, but not {token}")
         for token in config.stop_token_ids
         if token >= vocabulary
     ]
     if config.top_k is not None and config.top_k > vocabulary:
-        found.append(Problem("sampler.top_k", f"the model has {vocabulary} ids, not {config.top_k}; leave it out"))
+        found.append(Problem("sampler.top_k", f"the model has only {vocabulary} ids, not {config.top_k}; leave it out"))
     if found:
         raise SpecError(found)
 
@@ -202,14 +202,14 @@ def answer_limit(request: Request, most: int, longest: tuple[int, str] | None) -
 
     most: tokens of an answer; longest: tokens of prompt and answer together, and why, None = no limit.
 
-    Raises ValueError where nothing is asked for, DataError where the prompt leaves no room.
+    Raises ValueError where no token is requested, DataError where the prompt leaves no room.
     """
     limit, prompt = min(request.max_new_tokens, most), len(request.prompt)
     if limit < 1:
-        raise ValueError(f"max_new_tokens={request.max_new_tokens}; an answer needs at least one token")
+        raise ValueError(f"max_new_tokens={request.max_new_tokens}; a completion needs at least one token")
     if longest is not None and prompt + limit > longest[0]:
         raise DataError(
-            f"a prompt of {prompt} tokens and {limit} new ones are more than {longest[0]}: {longest[1]}; "
-            "lower sampler.max_new_tokens or data.max_length"
+            f"a prompt of {prompt} tokens and {limit} new ones exceed {longest[0]}: {longest[1]}; lower "
+            "sampler.max_new_tokens or data.max_length"
         )
     return limit

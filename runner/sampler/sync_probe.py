@@ -5,7 +5,7 @@
 It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
 kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
 some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
-0.12), and weights that are a step old are not told from that: `runner.core.tolerance` has the limits.
+0.12), and weights that are a step old cannot be distinguished from that: `runner.core.tolerance` has the limits.
 """
 
 from __future__ import annotations
@@ -70,17 +70,15 @@ class SyncProbe:
             if self.last_difference <= self.limit:
                 return
             who = name or self._farthest(engines, version)
-            found = f"{who} is {self.last_difference:.4g} off the trainer after the weights of version {version}"
+            found = f"{who} differs from the trainer by {self.last_difference:.4g} after the sync of version {version}"
             if once_more:
-                log.warning(
-                    "%s were sent (sampler.sync_logprob_tolerance=%g): they are sent once more", found, self.limit
-                )
+                log.warning("%s (sampler.sync_logprob_tolerance=%g): sending the weights again", found, self.limit)
         raise SamplerError(
-            f"{found} were sent, twice: log-probabilities of {ROWS * (TOKENS - 1)} fixed tokens, mean absolute "
-            f"difference, and sampler.sync_logprob_tolerance={self.limit:g}\n"
-            "  what it would draw is not of these weights. Is its data type the model's (model.dtype, sampler.dtype)? "
-            "Does its version load weights while it runs (docs/vllm.md)? If such a difference is meant: "
-            f"sampler.sync_logprob_tolerance={self.last_difference * 2:.1g}"
+            f"{found}, twice: mean absolute difference of log-probabilities of {ROWS * (TOKENS - 1)} fixed tokens; "
+            f"the limit is sampler.sync_logprob_tolerance={self.limit:g}\n"
+            "  its samples would not come from these weights. Is its data type the model's (model.dtype, "
+            "sampler.dtype)? Does its version load weights while it runs (docs/vllm.md)? To accept the "
+            f"difference: sampler.sync_logprob_tolerance={self.last_difference * 2:.1g}"
         )
 
     def difference(self, engines: Sequence[Scores], version: int) -> float:

@@ -138,7 +138,7 @@ def copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
     differing = sorted(parameters.keys() ^ tensors.keys())
     differing += [n for n, p in parameters.items() if n in tensors and p.shape != tensors[n].shape]
     if differing:
-        raise ValueError(f"these weights are not the sampler's: {len(differing)} differ, such as {differing[:3]}")
+        raise ValueError(f"these weights do not match the sampler's: {len(differing)} differ, such as {differing[:3]}")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
 

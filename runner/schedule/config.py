@@ -21,11 +21,11 @@ class ScheduleConfig(ComponentConfig):
 
     group: ClassVar[str] = "schedule"
     falls: ClassVar[bool] = False  # towards the end of the run
-    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from 0 to the peak.")
+    warmup_steps: int = Field(default=0, ge=0, description="Steps of linear warmup from 0 to the peak learning rate.")
 
 
 class ConstantConfig(ScheduleConfig):
-    """The peak, to the end."""
+    """Constant learning rate."""
 
     factory: ClassVar[str] = "runner.schedule.config:constant"
     name: Literal["constant"] = "constant"
@@ -36,37 +36,35 @@ class DecayConfig(ScheduleConfig):
 
     falls: ClassVar[bool] = True
 
-    min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Share of the peak that the learning rate falls towards."
-    )
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1, description="Final learning rate as a fraction of the peak.")
 
 
 class LinearConfig(DecayConfig):
-    """A straight line from the peak to the end."""
+    """Linear decay from the peak to the end."""
 
     factory: ClassVar[str] = "runner.schedule.config:linear"
     name: Literal["linear"] = "linear"
 
 
 class CosineConfig(DecayConfig):
-    """Half a cosine from the peak to the end (Loshchilov & Hutter, 1608.03983)."""
+    """Cosine decay from the peak to the end (Loshchilov & Hutter, 1608.03983)."""
 
     factory: ClassVar[str] = "runner.schedule.config:cosine"
     name: Literal["cosine"] = "cosine"
 
 
 class WsdConfig(DecayConfig):
-    """Warm-up, stable, decay (Hu et al., 2404.06395): the peak, then a straight line at the end."""
+    """Warm-up, stable, decay (Hu et al., 2404.06395): constant at the peak, then linear decay."""
 
     factory: ClassVar[str] = "runner.schedule.config:wsd"
     name: Literal["wsd"] = "wsd"
-    decay_steps: int = Field(default=0, ge=0, description="Steps of the final fall; 0 = a tenth of the run.")
+    decay_steps: int = Field(default=0, ge=0, description="Steps of the final decay; 0 = a tenth of the run.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if not self.decay_steps or job.epochs is not None or self.warmup_steps + self.decay_steps <= job.steps:
             return []
         warmup = f"schedule.warmup_steps={self.warmup_steps}"
-        return [("schedule.decay_steps", f"{self.decay_steps} and {warmup} are more than steps={job.steps}")]
+        return [("schedule.decay_steps", f"the sum of {self.decay_steps} and {warmup} is above steps={job.steps}")]
 
 
 COMPONENTS = (ConstantConfig, LinearConfig, CosineConfig, WsdConfig)
@@ -92,7 +90,7 @@ def _decayed_factor(config: DecayConfig, height: float) -> float:
 
 
 def constant(config: ConstantConfig, *, steps: int) -> Factor:
-    """The peak, to the end."""
+    """Constant learning rate."""
     return _after_warmup(config, steps, lambda done: 1.0)
 
 

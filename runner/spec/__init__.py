@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from runner.core.imports import lazy_exports
+from runner.core.package import lazy_exports
 
 if TYPE_CHECKING:
     from runner.adapter.config import AdapterConfig as AdapterConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from runner.data.config import SourceConfig as SourceConfig
     from runner.device.config import DeviceConfig as DeviceConfig
     from runner.environment.config import EnvironmentConfig as EnvironmentConfig
-    from runner.launch.base import LaunchConfig as LaunchConfig
+    from runner.launch.config import LaunchConfig as LaunchConfig
     from runner.model.config import ModelConfig as ModelConfig
     from runner.optimizer.config import OptimizerConfig as OptimizerConfig
     from runner.parallelism.config import ParallelismConfig as ParallelismConfig
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runner.sampler.base import SamplingConfig as SamplingConfig
     from runner.sampler.config import TorchSamplerConfig as TorchSamplerConfig
     from runner.schedule.config import ScheduleConfig as ScheduleConfig
+    from runner.spec.base import CallbackConfig as CallbackConfig
     from runner.spec.base import ComponentConfig as ComponentConfig
     from runner.spec.base import Config as Config
     from runner.spec.base import Dtype as Dtype
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from runner.spec.base import Numbers as Numbers
     from runner.spec.job import JobSpec as JobSpec
     from runner.tracker.config import TrackerConfig as TrackerConfig
-    from runner.trainer.config import CallbackConfig as CallbackConfig
 
 lazy_exports(
     globals(),
@@ -53,7 +53,7 @@ lazy_exports(
         "runner.data.config": "DataConfig SourceConfig",
         "runner.device.config": "DeviceConfig",
         "runner.environment.config": "EnvironmentConfig",
-        "runner.launch.base": "LaunchConfig",
+        "runner.launch.config": "LaunchConfig",
         "runner.model.config": "ModelConfig",
         "runner.optimizer.config": "OptimizerConfig",
         "runner.parallelism.config": "ParallelismConfig",
@@ -61,9 +61,8 @@ lazy_exports(
         "runner.sampler.base": "SamplerConfig SamplingConfig",
         "runner.sampler.config": "TorchSamplerConfig",
         "runner.schedule.config": "ScheduleConfig",
-        "runner.spec.base": "ComponentConfig Config Dtype FloatPair Head ItemKind Names Numbers",
+        "runner.spec.base": "CallbackConfig ComponentConfig Config Dtype FloatPair Head ItemKind Names Numbers",
         "runner.spec.job": "JobSpec",
         "runner.tracker.config": "TrackerConfig",
-        "runner.trainer.config": "CallbackConfig",
     },
 )

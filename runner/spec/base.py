@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -17,8 +17,8 @@ ItemKind = Literal["sft", "pairs", "judged", "prompts"]  # what an algorithm lea
 ITEM_COLUMNS: dict[ItemKind, str] = {
     "sft": "columns messages, or prompt and completion, or text",
     "pairs": "preference pairs: columns prompt, chosen and rejected",
-    "judged": "judged answers: columns prompt, completion and label",
-    "prompts": "a column prompt, and what the reward wants to know",
+    "judged": "labeled completions: columns prompt, completion and label",
+    "prompts": "a column prompt, and the columns that the reward needs",
 }
 
 
@@ -58,6 +58,9 @@ class ComponentConfig(Config):
         return cls
 
 
+ResolveSource = Callable[[str, str, str | None], str]  # of an option's value, the option, and the base of an adapter
+
+
 def absolute_if_local(path: str) -> str:
     """An absolute path without links for a path that exists here; a hub id stays as it is.
 
@@ -77,7 +80,7 @@ def address_problem(url: str, path: str = "") -> str | None:
     if not right:
         return f"expected http://HOST{path} or https://HOST{path}, got '{url}'"
     if "@" in found.netloc:
-        return "an address with a password would be written into the run folder; leave it out"
+        return "the run folder would contain this password; remove it from the URL"
     return None
 
 
@@ -119,3 +122,13 @@ def value_at(data: Mapping[str, Any], key: str) -> Any:
             raise KeyError(key)
         value = value[name]
     return value
+
+
+class CallbackConfig(ComponentConfig):
+    """What sees the start, each finished step and the end of a run; a job has any number of them."""
+
+    group: ClassVar[str] = "callbacks"
+
+    def required_metrics(self) -> list[tuple[str, str]]:
+        """(option, metric) of each metric that a job with it must measure."""
+        return []

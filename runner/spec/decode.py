@@ -17,10 +17,10 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from runner.core.errors import Problem, SecurityError, SpecError
-from runner.core.imports import LEFT_OUT
+from runner.core.package import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
-from runner.spec.job import CallbacksConfig, JobSpec
+from runner.spec.job import AUTO_NAME, CallbacksConfig, JobSpec
 from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
 from runner.spec.suggest import NO_JOB, Job, format_value, value_complaint
@@ -49,7 +49,7 @@ def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Regist
         found += [item for item in _contradictions(job) if not _mentions(item, replaced)]
         typed = [key for key in ("epochs", "steps") if origins.get(key) == COMMAND_LINE]
         if job.epochs is not None and len(typed) == 2:
-            found.append(("epochs", f"{job.epochs:g}, and steps={job.steps} is typed too; leave one of them out"))
+            found.append(("epochs", f"{job.epochs:g}, but steps={job.steps} is set too; leave one of them out"))
     if found:
         raise SpecError(_with_advice(with_origins(found, origins), chosen, keys))
     assert job is not None  # no problem was found
@@ -76,14 +76,15 @@ def refuse_code(data: Mapping[str, Any], origins: Mapping[str, str]) -> None:
     for key, value in iter_leaves(data):
         if any(part in ("_target_", "_partial_") for part in key.split(".")) or _has_target_key(value):
             raise SecurityError(
-                f"{key}: a config names registered components, never code to run "
-                f"(set by: {origin_of(key, origins) or 'a file'})\n"
+                f"{key}: a config can name registered components only, not code (set by: "
+                f"{origin_of(key, origins) or 'a file'})\n"
                 "  remove it; to add a component, register its config class (entry-point group runner.components)"
             )
         if key.endswith("trust_remote_code") and value is True and origin_of(key, origins) != COMMAND_LINE:
             raise SecurityError(
-                f"{key}: only the command line may allow a model to run its own code, "
-                f"not {origin_of(key, origins) or 'a file'}\n  if you have read that code, type {key}=true"
+                f"{key}: only the command line may allow a model to run its own code, not "
+                f"{origin_of(key, origins) or 'a file'}\n"
+                f"  if you have read that code, type {key}=true"
             )
 
 
@@ -144,7 +145,7 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
         if section is not None and not isinstance(section, Mapping):
             found.append((group, f"expected a section of options, got {format_value(section)}"))
         elif name is None:
-            found.append((group, f"nothing is chosen; type {group}=NAME ({', '.join(sorted(members))})"))
+            found.append((group, f"no component is chosen; type {group}=NAME ({', '.join(sorted(members))})"))
         elif chosen[group] is None:
             found.append((group, unknown_name(group, str(name), members)))
     return chosen, found
@@ -288,7 +289,7 @@ def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) ->
     problem, group = problems[place], problems[place].key.partition(".")[0]
     cls, recipe = chosen[group], problem.origin[len("recipe/") :]  # or "recipe FILE"
     assert cls is not None  # it is left over from another one
-    way = f"the recipe sets it for another {group}: take a recipe of {group}={cls.component_name()} (run list recipes)"
+    way = f"the recipe sets it for another {group}: use a recipe with {group}={cls.component_name()} (run list recipes)"
     text = f"{problem.message}; {way}, or a copy of {recipe} in ./recipes without it"
     return [*problems[:place], replace(problem, message=text), *problems[place + 1 :]]
 
@@ -303,12 +304,21 @@ def _left_over(problem: Problem, chosen: Classes, keys: OptionIndex) -> bool:
 
 
 def _with_device_defaults(job: JobSpec) -> JobSpec:
-    """The job with the data types that its device computes in, where they were left out."""
+    """The job with its name and the data types that its device computes in, where they were left out."""
     model = job.model
     if model.dtype is None:
         model = model.model_copy(update={"dtype": job.device.default_dtype})
     reward = job.reward.with_dtype(model.compute_dtype)
-    return job.model_copy(update={"model": model, "reward": reward})
+    name = _name_from_parts(job) if job.name == AUTO_NAME else job.name
+    return job.model_copy(update={"name": name, "model": model, "reward": reward})
+
+
+def _name_from_parts(job: JobSpec) -> str:
+    """The last words of the model's and the data's path, valid as a file name: Qwen3-0.6B-capybara."""
+    source = job.data.source if isinstance(job.data.source, str) else job.data.source[0]
+    model = (job.model.source or job.model.name).rstrip("/").rpartition("/")[2]
+    data = source.rstrip("/").rpartition("/")[2].partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_.-]+|^[.-]+", "_", f"{model[:40]}-{data[:30]}")
 
 
 def _contradictions(job: JobSpec) -> list[Found]:

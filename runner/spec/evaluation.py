@@ -30,30 +30,35 @@ class AnswersConfig(Config):
     """How held-out questions are answered, and which answers pass."""
 
     samples: int = Field(
-        default=0, ge=0, description="Sampled answers to each question, for pass@k; 0 = one greedy answer."
+        default=0, ge=0, description="Completions sampled per question, for pass@k; 0 = one greedy completion."
     )
-    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampled answers; greedy ones have none.")
+    temperature: float = Field(default=1.0, gt=0, description="Temperature of sampled completions.")
     max_new_tokens: int = Field(
-        default=64, ge=1, description="Longest answer in tokens; it ends earlier where the model has no room."
+        default=64, ge=1, description="Maximum tokens of a completion; fewer where the model's positions end."
     )
     pass_threshold: float = Field(
-        default=1.0, description="Lowest reward of an answer that passes; without a reward, an exact match passes."
+        default=1.0, description="Lowest reward of a completion that passes; without a reward, an exact match passes."
     )
 
     def answer_problems(self, key: str) -> list[tuple[str, str]]:
         """What is set of sampled answers where none is sampled."""
         if self.samples == 0 and self.temperature != 1.0:
-            return [(f"{key}.temperature", f"a greedy answer has no temperature; set {key}.samples=N, or leave it out")]
+            return [(f"{key}.temperature", f"greedy decoding has no temperature; set {key}.samples=N, or leave it out")]
         return []
 
 
 class EvaluationSetConfig(AnswersConfig):
     """One named set; a component that is left out is the job's."""
 
-    data: dict[str, Any] | None = Field(default=None, description="Where its questions come from; null = the job's.")
-    reward: dict[str, Any] | None = Field(default=None, description="What scores its answers; null = the job's.")
-    environment: dict[str, Any] | None = Field(default=None, description="What replies to turns; null = the job's.")
-    limit: int | None = Field(default=None, ge=1, description="The first so many questions; null = all that are held.")
+    data: dict[str, Any] | None = Field(default=None, description="Data of the questions; null = the job's.")
+    reward: dict[str, Any] | None = Field(default=None, description="Reward of the completions; null = the job's.")
+    environment: dict[str, Any] | None = Field(default=None, description="Environment of episodes; null = the job's.")
+    limit: int | None = Field(default=None, ge=1, description="Maximum number of questions; null = all held-out ones.")
+    choices: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column with the options of a multiple choice; the most likely one is scored. null = completions.",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,33 +71,33 @@ class EvaluationSet:
 
 
 class EvaluationConfig(AnswersConfig):
-    """When and how the model is asked held-out questions."""
+    """When and how the model is evaluated on held-out questions."""
 
     every: int = Field(
-        default=50, ge=0, description="Steps between evaluations; one is also made at the end. 0 = never."
+        default=50, ge=0, description="Steps between evaluations; one more at the end of the run. 0 = never."
     )
-    batch_size: int = Field(
-        default=64, ge=1, description="Most questions in work at once; an answer that ends makes room for the next."
-    )
+    at_start: bool = Field(default=True, description="Also evaluate before the first step.")
+    batch_size: int = Field(default=64, ge=1, description="Maximum number of concurrent questions.")
     logged_samples: int = Field(
-        default=8, ge=0, description="Answers per evaluation and set that are written to samples.jsonl."
+        default=8, ge=0, description="Completions per evaluation and set that are written to samples.jsonl."
     )
     sets: dict[str, dict[str, Any]] = Field(
         default={},
-        description="Named sets beside the job's own held-out rows: name → {data, reward, environment, samples, "
-        "temperature, max_new_tokens, pass_threshold, limit}; metrics are eval/NAME/….",
+        description="Evaluation sets in addition to the job's held-out rows: name → "
+        "{data, reward, environment, samples, temperature, max_new_tokens, pass_threshold, limit, choices}; metrics "
+        "are eval/NAME/….",
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = self.answer_problems("evaluation")
         if self.sets and not self.every:
-            found.append(("evaluation.sets", "never measured, because evaluation.every=0; leave one of them out"))
+            found.append(("evaluation.sets", "not evaluated, because evaluation.every=0; leave one of them out"))
         for name, given in self.sets.items():
             one = decode_set(name, given)
             found += _set_problems(one, job) if isinstance(one, EvaluationSet) else one
-        if not found and self.every and (best := job.checkpoint.best) and (why := unmeasured_reason(best, job)):
-            found.append(("checkpoint.best", why))
-        return found
+        from runner.spec.metric_check import required_metric_problems
+
+        return found or list(required_metric_problems(job))
 
     def decoded_sets(self) -> list[EvaluationSet]:
         """The sets, in the order given. Raises SpecError with every problem of theirs."""
@@ -175,34 +180,18 @@ def ks_of(samples: int) -> list[int]:
     return sorted({k for k in powers if k < samples} | {samples}) if samples > 1 else []
 
 
-def unmeasured_reason(metric: str, job: Any) -> str | None:
-    """Why this job's evaluation cannot measure `metric`; None where it can, or where that is unknown."""
-    if not metric.startswith("eval/"):
-        return None
-    first, _, rest = (name := metric.removeprefix("eval/")).partition("/")
-    options, reward, section = job.evaluation, job.reward, "evaluation"
-    if (one := next((s for s in job.evaluation.decoded_sets() if s.name == first), None)) is not None:
-        options, reward, name = one.options, one.components.get("reward", reward), rest
-        section = f"evaluation.sets.{first}"
-    elif rest and first != "reward":
-        sets = ", ".join(job.evaluation.sets) or "none"
-        return f"{metric}: no evaluation set is called {first} (sets: {sets}); add evaluation.sets.{first}={{…}}"
-    if name.startswith("reward/") and reward.name == "none":
-        return f"{metric} needs a reward, and this job has none: set {section}.reward, or reward=NAME"
-    if re.fullmatch(r"(pass|mean)@\d+", name):
-        measured = [f"mean@{options.samples or 1}", *(f"pass@{k}" for k in ks_of(options.samples))]
-        if name not in measured:
-            return f"{name} is not measured with {section}.samples={options.samples}, only {', '.join(measured)}"
-    return None
-
-
 def _set_problems(one: EvaluationSet, job: Any) -> list[Found]:
     """Contradictions inside a set, each component judged as a part of this job."""
     key = f"evaluation.sets.{one.name}"
     inside = job.model_copy(update=dict(one.components))
     found = one.options.answer_problems(key)
+    if one.options.choices is not None:
+        unused = [name for name in ("reward", "environment") if name in one.components]
+        unused += ["samples"] if one.options.samples else []
+        why = f"not used with {key}.choices, which samples no completion; leave it out"
+        found += [(f"{key}.{name}", why) for name in unused]
     if isinstance(getattr(one.components.get("data"), "source", ""), tuple):
-        found.append((f"{key}.data.path", "a set has one source; give each of them a set of its own"))
+        found.append((f"{key}.data.path", "a set has one source; define one set per source"))
     for component in one.components.values():
         found += [(f"{key}.{name}", message) for name, message in component.problems(inside)]
     return found

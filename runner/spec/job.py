@@ -20,12 +20,12 @@ from runner.parallelism.config import ParallelismConfig
 from runner.reward.config import RewardConfig
 from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
-from runner.spec.base import Config, Dtype
+from runner.spec.base import CallbackConfig, Config, Dtype
 from runner.spec.evaluation import EvaluationConfig as EvaluationConfig
 from runner.tracker.config import TrackerConfig
-from runner.trainer.config import CallbackConfig
 
 RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
+AUTO_NAME = "auto"
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
@@ -35,16 +35,14 @@ class WatchConfig(Config):
     hang_timeout_s: float = Field(
         default=1800.0,
         gt=0,
-        description="Seconds a step may take before every thread's stack is written to stacks.log.",
+        description="Seconds without progress in a step before all thread stacks are written to stacks.log.",
     )
     device_stats_interval_s: float = Field(
         default=10.0,
         ge=0,
-        description="Seconds between readings of the device's load, memory, temperature and power; 0 = none.",
+        description="Seconds between samples of device utilization, memory, temperature and power; 0 = none.",
     )
-    logged_rollouts: int = Field(
-        default=2, ge=0, description="Sampled answers per step that are written to samples.jsonl."
-    )
+    logged_rollouts: int = Field(default=2, ge=0, description="Rollouts per step that are written to samples.jsonl.")
 
 
 class CallbacksConfig(Config):
@@ -65,25 +63,25 @@ class JobSpec(Config):
     """One run. `job_model` narrows each group to the union of its registered components."""
 
     name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")] = Field(
-        default="job", description="Name of the run; part of its folder's name."
+        default=AUTO_NAME, description="Name of the run; part of its folder's name. auto = from model and data."
     )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Every random stream is derived from it.")
-    steps: int = Field(default=100, ge=1, description="Loop steps.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of all random streams.")
+    steps: int = Field(default=100, ge=1, description="Number of steps of the loop.")
     epochs: float | None = Field(
-        default=None, gt=0, description="Passes over the training items, which then give the steps; null = by steps."
+        default=None, gt=0, description="Epochs over the training data, used instead of steps; null = use steps."
     )
     init_from: str | None = Field(
         default=None,
-        description="Weights to start from: a run, an export, or recipe:NAME, which is run first; null = the model's.",
+        description="Initial weights: a run, an export, or recipe:NAME (it runs first); null = the model's.",
     )
-    strict: bool = Field(default=False, description="Make every automatic decision (kernel, dtype, fallback) an error.")
+    strict: bool = Field(default=False, description="Make every automatic choice (kernel, dtype, fallback) an error.")
     device: DeviceConfig
     parallelism: ParallelismConfig
     launch: LaunchConfig
     model: ModelConfig
     adapter: AdapterConfig
     data: DataConfig
-    chat: ChatConfig = Field(default_factory=ChatConfig, description="How conversations become tokens.")
+    chat: ChatConfig = Field(default_factory=ChatConfig, description="Chat template and loss mask of conversations.")
     algorithm: AlgorithmConfig
     sampler: SamplerConfig
     reward: RewardConfig
@@ -99,8 +97,8 @@ class JobSpec(Config):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if self.epochs is None or not self.data.is_mixture:
             return []
-        why = "each source of data.mixture_weights has epochs of its own"
-        return [("epochs", f"{why}; give steps, or leave out data.mixture_weights")]
+        why = "with data.mixture_weights each source has its own epochs"
+        return [("epochs", f"{why}; set steps instead, or leave out data.mixture_weights")]
 
     def stored_dtype(self, *, trains: bool = True) -> Dtype:
         """The data type that a model's own weights are stored in; without `trains`, of a reference model."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from runner.core.safe_arithmetic import NotArithmetic, evaluate
+from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.spec.suggest import Job, Options
 
 PATH = Path(__file__).with_name("migrate.yaml")

@@ -1,7 +1,7 @@
 """From a component's name to its config class, and from a config to its lazy factory.
 
 A package adds a component by declaring its config class under the entry-point group
-`runner.components`; nothing else has to be told.
+`runner.components`; nothing else is needed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.core.imports import load_plugins
+from runner.core.package import load_plugins
 from runner.spec.base import ComponentConfig
 
 ENTRY_POINT_GROUP = "runner.components"
@@ -82,14 +82,14 @@ def _load(point: EntryPoint) -> type[ComponentConfig]:
     """The config class of a plug-in's component. Raises RunnerError for anything else."""
     cls = point.load()
     if not (isinstance(cls, type) and issubclass(cls, ComponentConfig)):
-        raise RunnerError("it is no ComponentConfig")
+        raise RunnerError("it is not a ComponentConfig")
     if (group := getattr(cls, "group", None)) not in GROUPS:
         raise RunnerError(f"there is no group {group!r} ({', '.join(GROUPS)})")
     return cls
 
 
 def _built_in() -> Iterator[type[ComponentConfig]]:
-    for group in BUILT_IN:
+    for group in (*BUILT_IN, "trainer"):  # whose components are callbacks
         yield from importlib.import_module(f"runner.{group}.config").COMPONENTS
 
 

@@ -16,6 +16,7 @@ from runner.spec.registry import Registry, default_registry
 
 MODEL = "model"
 CALLBACKS = "callbacks"  # the group of which a job has any number: name → options
+EVALUATION = "evaluation"  # its presets are named sets, of which a job has any number
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -93,7 +94,7 @@ def recipe_schema(
             field["anyOf"] = field.pop("oneOf")
     del schema["required"]
     overrides: dict[str, Any] = {f"override /{group}": {"enum": names} for group, names in options.items()}
-    overrides[f"override /{CALLBACKS}"] = {"type": "array", "items": {"type": "string"}}
+    overrides |= {f"override /{key}": {"type": "array", "items": {"type": "string"}} for key in (CALLBACKS, EVALUATION)}
     second = {
         f"/{MODEL}@{package}": {"enum": options[MODEL]} for package in second_model_keys(registry or default_registry())
     }
@@ -147,7 +148,7 @@ def _owner_options(
     missing = {option: ("???", key)}
     if cls is None:
         how = f"type {MODEL}@{key}={_path_model_name(registry)} {key}.path=…, or {key}=PATH"
-        return missing, [(key, f"a section without the name of a model; {how}")]
+        return missing, [(key, f"the section does not name a model; {how}")]
     if "path" not in cls.model_fields:
         made = f"{MODEL}={cls.component_name()} has random weights"
         return missing, [
@@ -165,7 +166,7 @@ def _owner_options(
         elif value is not None:
             values = values | {mine: (value, f"{key}.{name}")}
             if mine != option and before not in (None, value):
-                found.append((f"{group}.{mine}", f"is {before}, and {key}.{name} is {value}; leave one of them out"))
+                found.append((f"{group}.{mine}", f"is {before}, but {key}.{name} is {value}; leave one of them out"))
     return values, found
 
 
@@ -180,7 +181,7 @@ def _unused_options(
             yield f"{key}.{name}", f"not an option of {MODEL}={cls.component_name()}{hint}"
         elif name != "name" and name not in own and value != cls.model_fields[name].default:
             names = ", ".join(f"{key}.{name}" for name in own)
-            yield f"{key}.{name}", f"not used of a model that only scores; there is {names}"
+            yield f"{key}.{name}", f"not used for a model that only scores; its options are {names}"
 
 
 def _path_model_name(registry: Registry) -> str:

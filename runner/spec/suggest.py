@@ -27,11 +27,11 @@ class Job:
 
 NO_JOB = Job()
 NPU_SIMULATOR = "npu_sim"
-_ON_RAY = "Ray takes as many nodes as it needs; leave it out: launch.devices counts the ranks of all of them"
+_ON_RAY = "Ray chooses the nodes; leave it out: launch.devices counts the ranks on all nodes"
 WRONG_MEMBER = {  # done otherwise
     ("launch", "ray", "nodes"): _ON_RAY,
     ("launch", "ray", "node"): _ON_RAY,
-    ("launch", "ray", "folder"): "a job is submitted to a cluster by `ray job submit`, with --folder: docs/launch.md",
+    ("launch", "ray", "folder"): "submit a job to a cluster with `ray job submit`, with --folder: docs/launch.md",
 }
 
 CLOSEST = 0.85  # a slip of one letter: an option of the component itself is meant, not another's of that very name
@@ -183,7 +183,7 @@ def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     kinds = schema.get("anyOf", [schema])
     wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):
-        said += f"; to give it as a text: '{key}=\"{format_value(value)}\"'"
+        said += f"; to set it as text: '{key}=\"{format_value(value)}\"'"
     return said
 
 

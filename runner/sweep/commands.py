@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, SpecError, SweepFailed
-from runner.launch.resources import ResourceRequest
 from runner.run_dir.folder import RunFolder, display_path, hold_lock, is_locked, read_mapping
 from runner.spec.base import iter_leaves
+from runner.sweep import local_executor, ray_executor, slurm_executor
 from runner.sweep import plan as plans
 from runner.sweep import report as reports
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor
-from runner.sweep.executors import local, ray, slurm
 from runner.sweep.job import FAILED, FINISHED, SILENT_S, StopReason, heartbeat_age_s, job_result, read_status
 from runner.sweep.plan import JobPlan, Plan, SweepFolder, SweepState
 from runner.sweep.results import read_results, write_files
@@ -41,9 +41,9 @@ class ResumeSelection:
 def make_executor(options: SweepConfig) -> Executor:
     """The executor that `sweep.on` names; it connects when its context is entered."""
     executors: Mapping[str, Callable[[SweepConfig], Executor]] = {
-        "local": local.LocalExecutor,
-        "ray": ray.RayExecutor,
-        "slurm": slurm.SlurmExecutor,
+        "local": local_executor.LocalExecutor,
+        "ray": ray_executor.RayExecutor,
+        "slurm": slurm_executor.SlurmExecutor,
     }
     return executors[options.on](options)
 
@@ -147,7 +147,7 @@ def jobs_to_run(record: SweepState, wanted: ResumeSelection) -> list[int]:
         if not 0 <= index < len(record):
             raise EnvironmentProblem(f"--only {index}: the jobs are 0 to {len(record) - 1}")
         if record[index].state in FINISHED:
-            text = f"--only {index}: job {index} is {record[index].state}; a finished job is not run again"
+            text = f"--only {index}: job {index} is {record[index].state}; a finished job does not run again"
             raise EnvironmentProblem(text)
 
     if wanted.only:
@@ -165,7 +165,7 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
         for key in dict.fromkeys([*before, *now]):
             if now.get(key) != before.get(key) or (key in now) != (key in before):
                 was, is_now = (repr(values[key]) if key in values else "not there" for values in (before, now))
-                text = f"was {was} when the sweep began, is {is_now}; put it back, or start again"
+                text = f"was {was} when the sweep began, is {is_now}; restore it, or start a new sweep"
                 problems.append(Problem(key, text, display_path(path)))
     if problems:
         raise SpecError(problems)
@@ -193,25 +193,25 @@ def _update_states(folder: SweepFolder, record: SweepState) -> Iterator[str]:
     left = {index: job.identity for index, job in enumerate(record) if job.identity is not None}
     queued: Mapping[int, str] = {}
     try:
-        queued = slurm.waiting_reasons(folder.root, left)
+        queued = slurm_executor.waiting_reasons(folder.root, left)
     except EnvironmentProblem as error:
-        yield f"note     {error}; what is said here, the jobs have noted"
+        yield f"note     {error}; the states below are from the jobs' own files"
     for index, known in left.items():
         if index in queued:
             record.update_in_memory(index, state="waiting")
             yield f"waiting  job {index}  in Slurm: {queued[index]}"
         elif known.get("on") == "local":  # without a number, the sweep died before it could write that down
-            if "pid" not in known or not local.is_alive((known["pid"], known["started"])):
+            if "pid" not in known or not local_executor.is_alive((known["pid"], known["started"])):
                 _record_end(folder, record, index, -signal.SIGTERM, StopReason("the sweep ended"))
         elif (noted := read_status(Path(known["note"]), known["token"])) is None:
-            yield f"waiting  job {index}  was handed over, and has not begun"
+            yield f"waiting  job {index}  was submitted and has not started"
         else:
             record.update_in_memory(index, devices=noted.where, seconds=record[index].seconds + noted.seconds)
             if noted.exit_code is None:
                 record.update_in_memory(index, state="running")
                 silent = heartbeat_age_s(Path(known["note"]))
-                gone = f"silent for {format_duration(silent)}: its machine may be gone, which a resume finds out"
-                yield f"runs     job {index}  on {noted.host}, {'without its sweep' if silent <= SILENT_S else gone}"
+                gone = f"no heartbeat for {format_duration(silent)}: its machine may be lost; a resume checks this"
+                yield f"runs     job {index}  on {noted.host}, {'its sweep stopped' if silent <= SILENT_S else gone}"
             else:
                 _record_end(folder, record, index, noted.exit_code, noted.reason)
 
@@ -240,5 +240,5 @@ def _finish(scheduler: Scheduler) -> int:
     if left:
         raise SweepFailed(f"{failed} of {total} jobs failed, {left} not finished\n  continue: {again}")
     if failed:
-        raise SweepFailed(f"{failed} of {total} jobs failed\n  try them again: {again} --retry-failed")
+        raise SweepFailed(f"{failed} of {total} jobs failed\n  retry: {again} --retry-failed")
     return 0

@@ -22,13 +22,13 @@ class SweepConfig(Config):
 
     over: dict[str, list[Any] | str] = Field(
         default_factory=dict,
-        description="What varies, in a recipe: key → list of values, or a text such as range(1,4).",
+        description="Values to vary, in a recipe: key → list of values, or a text such as range(1,4).",
     )
     on: Literal["local", "ray", "slurm"] = Field(
-        default="local", description="Where the jobs run: this machine, a Ray cluster, or Slurm."
+        default="local", description="Executor of the jobs: this machine, a Ray cluster, or Slurm."
     )
     address: str | None = Field(
-        default=None, description="Of the Ray cluster, host:port or auto; null = one on this machine for this sweep."
+        default=None, description="Address of the Ray cluster, host:port or auto; null = a local one for this sweep."
     )
     partition: Partition = None
     account: Account = None
@@ -37,36 +37,36 @@ class SweepConfig(Config):
     cpus: int | None = Field(
         default=None,
         ge=1,
-        description="Cores of a job on Slurm; null = device.threads; on cards, what the cluster gives.",
+        description="Cores per job on Slurm; null = device.threads; on cards, the cluster's default.",
     )
     sbatch: Sbatch = Field(default_factory=dict)
-    parallel: int | None = Field(default=None, ge=1, description="Jobs at once; null = as many as fit.")
-    fail_fast: bool = Field(default=False, description="Stop all jobs when one has failed.")
+    parallel: int | None = Field(default=None, ge=1, description="Number of concurrent jobs; null = as many as fit.")
+    fail_fast: bool = Field(default=False, description="Stop all jobs when one fails.")
     max_failures: int | None = Field(
-        default=None, ge=1, description="Stop all jobs when so many have failed; null = never."
+        default=None, ge=1, description="Stop all jobs after this many failures; null = never."
     )
     retries: int = Field(
-        default=0, ge=0, description="More tries for a job that was killed or ran out of memory (exit code 75)."
+        default=0, ge=0, description="Retries of a job that was killed or ran out of memory (exit code 75)."
     )
     retry_wait_s: float | None = Field(
-        default=None, gt=0, description="Seconds before the first of the retries, doubled each time; null = 10."
+        default=None, gt=0, description="Seconds before the first retry, doubled each time; null = 10."
     )
     timeout_s: float | None = Field(
-        default=None, gt=0, description="Seconds for one try of a job, which is then stopped; null = no limit."
+        default=None, gt=0, description="Timeout in seconds of one attempt of a job; null = no limit."
     )
     grace_s: float = Field(
-        default=60.0, gt=0, description="Seconds for a job that is told to stop, to save and end; then it is killed."
+        default=60.0, gt=0, description="Seconds that a stopped job has to save and exit; then it is killed."
     )
     search: Literal["optuna"] | None = Field(
-        default=None, description="Who chooses the values; null = every combination is run."
+        default=None, description="Search algorithm that chooses the values; null = every combination."
     )
-    trials: int | None = Field(default=None, ge=1, description="Jobs of a search, in all.")
+    trials: int | None = Field(default=None, ge=1, description="Number of jobs of a search.")
     sampler: Literal["tpe", "random", "nsgaii", "gp", "cmaes", "qmc"] | None = Field(
-        default=None, description="How a search chooses; null = tpe."
+        default=None, description="Sampler of the search; null = tpe."
     )
     prune: bool = Field(
         default=False,
-        description="Stop jobs of a search whose metric is worse than the median of the others' at that step.",
+        description="Stop jobs of a search whose metric is worse than the median of the others at that step.",
     )
     metric: str | Names | None = Field(
         default=None,
@@ -75,7 +75,7 @@ class SweepConfig(Config):
     )
     metric_mode: Better | Annotated[tuple[Better, ...], Field(strict=False)] | None = Field(
         default=None,
-        description="Whether more (max) or less (min) of each metric is better; null = known from its name.",
+        description="Whether higher (max) or lower (min) is better, per metric; null = derived from its name.",
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -84,9 +84,9 @@ class SweepConfig(Config):
             (self.fail_fast and self.max_failures is not None, "max_failures",
              "sweep.fail_fast=true stops at the first failure; leave one out"),
             (self.retry_wait_s is not None and not self.retries, "retry_wait_s",
-             "is for sweep.retries, which is 0; leave it out"),
-            (self.metric_mode is not None and self.metric is None, "metric_mode", "is for sweep.metric; leave it out"),
-            (self.address is not None and self.on != "ray", "address", "is for sweep.on=ray; leave it out"),
+             "needs sweep.retries above 0; leave it out"),
+            (self.metric_mode is not None and self.metric is None, "metric_mode", "needs sweep.metric; leave it out"),
+            (self.address is not None and self.on != "ray", "address", "needs sweep.on=ray; leave it out"),
             (self.on == "ray" and "://" in (self.address or ""), "address", client),
             *self._of_slurm(),
             *self._of_metrics(),
@@ -96,29 +96,29 @@ class SweepConfig(Config):
 
     def _of_slurm(self) -> Iterator[tuple[bool, str, str]]:
         if self.on != "slurm":
-            yield from ((bool(getattr(self, name)), name, "is for sweep.on=slurm; leave it out") for name in SLURM)
+            yield from ((bool(getattr(self, name)), name, "needs sweep.on=slurm; leave it out") for name in SLURM)
             return
         yield from ((True, "sbatch", text) for text in sbatch_problems(self.sbatch, SET_BY_SWEEP))
-        text = "time follows from sweep.timeout_s; leave one of them out"
+        text = "time is set by sweep.timeout_s; leave one of them out"
         yield "time" in self.sbatch and self.timeout_s is not None, "sbatch", text
-        text = "must be given: what a search learns from is what has ended before"
+        text = "must be set: a search uses the results of earlier jobs"
         yield self.search is not None and self.parallel is None, "parallel", text
 
     def _of_metrics(self) -> Iterator[tuple[bool, str, str]]:
         metrics, modes = as_tuple(self.metric), as_tuple(self.metric_mode)
         yield self.metric is not None and not metrics, "metric", "names no metric; leave it out"
         yield len(set(metrics)) < len(metrics), "metric", "names a metric twice; leave one out"
-        text = f"has {len(modes)} entries for {len(metrics)} metrics; say max or min for each, in their order"
+        text = f"has {len(modes)} entries for {len(metrics)} metrics; set max or min for each, in their order"
         yield bool(modes and metrics) and len(modes) != len(metrics), "metric_mode", text
-        text = "a job is stopped early by one metric, and sweep.metric has several; leave it out, or name one"
+        text = "early stopping of jobs needs one metric, but sweep.metric has several; leave it out, or set one"
         yield self.prune and len(metrics) > 1, "prune", text
 
     def _of_search(self) -> Iterator[tuple[bool, str, str]]:
         if self.search is None:
             unused = (("trials", self.trials), ("sampler", self.sampler), ("prune", self.prune))
-            yield from ((bool(value), name, "is for sweep.search=optuna; leave it out") for name, value in unused)
+            yield from ((bool(value), name, "needs sweep.search=optuna; leave it out") for name, value in unused)
         else:
-            yield self.trials is None, "trials", "must be given: sweep.trials=20 (jobs of the search, in all)"
+            yield self.trials is None, "trials", "must be set, e.g. sweep.trials=20 (number of jobs of the search)"
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

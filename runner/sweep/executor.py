@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.launch.resources import ResourceRequest
 from runner.sweep.config import SweepConfig
 from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, heartbeat_age_s, read_status
 
@@ -223,7 +223,7 @@ def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
     for place in dict.fromkeys(identity["on"] for identity in left.values() if identity.get("on", on) != on):
         jobs = [str(index) for index, identity in left.items() if identity.get("on") == place]
         which = f"job{'s' if len(jobs) > 1 else ''} {', '.join(jobs)}"
-        text = f"{which} may still run where sweep.on={place} had put them; continue sweep.on={place} first"
+        text = f"{which} may still run with sweep.on={place}; continue with sweep.on={place} first"
         raise EnvironmentProblem(text)
 
 
@@ -232,7 +232,7 @@ def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Sa
     deadline, is_said = time.monotonic() + seconds, False
     while (left := saving()) and time.monotonic() < deadline:
         if not is_said:
-            say(f"waiting for job {', '.join(map(str, left))} of the sweep before, which is saving")
+            say(f"waiting for job {', '.join(map(str, left))} of the previous sweep process, which is saving")
             is_said = True
         time.sleep(POLL_S)
     return left
@@ -273,6 +273,6 @@ def request_of(spec: Any, cards: Cards) -> ResourceRequest:
     if (problem := spec.launch.sweep_problem()) is not None:
         raise SpecError([Problem(*problem)])
     if (nodes := spec.launch.machines) > 1:
-        text = f"is {nodes}, and a job of a sweep has one machine; leave it out"
+        text = f"is {nodes}, but a job of a sweep uses one machine; leave it out"
         raise SpecError([Problem("launch.nodes", text)])
     return ResourceRequest.of_spec(spec, cards)

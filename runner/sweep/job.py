@@ -34,7 +34,7 @@ LONGEST = 300  # characters of an error in a table
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """Why a job was told to stop, or lost, and the state that it has then."""
+    """Why a job was stopped, or lost, and the state that it has then."""
 
     why: str
     state: State = "interrupted"
@@ -47,8 +47,8 @@ class JobAttempt:
     index: the job's number; token: of this attempt alone
     again: the command where Slurm starts it once more and its run folder, `run`, has begun
     log: where its output is appended; note: the file of its JobStatus; place: its working folder
-    grace_s: seconds from the signal to save and end until it is killed; timeout_s: seconds until it is told to
-    visible: the variable that lists the cards it was given, if it wants any
+    grace_s: seconds from the signal to save and end until it is killed; timeout_s: seconds until it gets the signal to
+    visible: the variable that lists its cards, if it needs any
     environment: variables that it gets on top of those of the machine where it runs
     """
 
@@ -71,7 +71,7 @@ class JobStatus:
     """Status of one attempt, written by the machine that runs it. Times are seconds since the epoch.
 
     token: of the attempt; process: of the wrapper beside the job; devices: the cards that it was given
-    exit_code: negative for a signal; None while it runs; reason: why it was told to stop, where that was decided there
+    exit_code: negative for a signal; None while it runs; reason: why it was stopped, where that was decided there
     """
 
     token: str
@@ -141,14 +141,14 @@ def heartbeat_age_s(path: Path) -> float:
 def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> tuple[State, str | None]:
     """The state that an exit code (negative: a signal) means, and the error, None where it is done.
 
-    reason: why the job was told to stop, None if it was not
+    reason: why the job was stopped, None if it was not
     """
     status = read_if_whole(run.status)
     if status.get("state") == "done" and (code == 0 or reason):
         return "done", None
     if code == 0:
-        what = f"its status is {status.get('state')}" if status else "left no status that can be read (status.json)"
-        return "failed", f"ended with exit code 0, but {what}"
+        what = f"its status is {status.get('state')}" if status else "its status.json is missing or unreadable"
+        return "failed", f"exited with code 0, but {what}"
     if reason and code in STOP_CODES:
         return reason.state, reason.why
     if code < 0:

@@ -7,7 +7,7 @@ SIGUSR1           kills the job
 its own end       ends the job (see `core.subprocess`); the end of the process with the number PARENT is a SIGTERM
 exit code         0 once the status file has the job's; else what failed is on stderr
 
-A job in Slurm has `executors.slurm_job` beside it instead, which gets other signals and wraps it in the same way.
+A job in Slurm has `slurm_executor_job` beside it instead, which gets other signals and wraps it in the same way.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JobProcess(ChildProcess):
     def signal(self, number: int) -> None:
         """Signal the job and what it started."""
         if self.is_running():
-            with suppress(ProcessLookupError, PermissionError):  # nobody is left in it
+            with suppress(ProcessLookupError, PermissionError):  # no process is left in it
                 os.killpg(self.pid, number)
 
 
@@ -120,7 +120,7 @@ class JobWrapper:
     def _check_clock(self) -> None:
         moment, limit = time.monotonic(), self._attempt.timeout_s
         if limit is not None and moment - self._began > limit and self._deadline == float("inf"):
-            self.reason = StopReason(f"not done after {limit:g} s (sweep.timeout_s)", "timeout")
+            self.reason = StopReason(f"not finished after {limit:g} s (sweep.timeout_s)", "timeout")
             self._forward(signal.SIGTERM)
         if moment > self._deadline:
             self._process.signal(signal.SIGKILL)

@@ -21,8 +21,8 @@ from typing import Any, Literal
 
 import yaml
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem
-from runner.launch.resources import ResourceRequest
 from runner.run_dir.folder import OUTPUTS, RunFolder, make_unique, point_latest, read_mapping, write_atomic, write_json
 from runner.sweep.config import Better
 from runner.sweep.job import STATES, State, from_json, to_json
@@ -46,7 +46,7 @@ class SweepFolder:
         self.report = root / "report.html"  # curves, table, winner, failures and environment
 
     def spec(self, index: int) -> Path:
-        """What a job is asked to do."""
+        """What a job has to do."""
         return self.root / "jobs" / f"{run_name(index)}.yaml"
 
     def output(self, index: int) -> Path:
@@ -154,7 +154,7 @@ def find_sweep(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
     try:
         return folder, from_json(Plan, json.loads(folder.plan.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        text = f"{root}: no sweep there (no sweep.json); `latest` or the folder of a sweep is expected"
+        text = f"{root} is not a sweep: it has no sweep.json; expected `latest` or the folder of a sweep"
         raise EnvironmentProblem(text) from None
     except (OSError, ValueError) as error:
         raise EnvironmentProblem(f"{folder.plan} cannot be read: {error}") from error

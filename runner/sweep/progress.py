@@ -119,7 +119,7 @@ class SweepScreen:
         counts = " · ".join(f"{count} {state}" for state, count in record.count_states().items())
         left = remaining_s(plan, record, self._running, self._trials)
         clock = format_duration(time.monotonic() - self._began) + (
-            "" if left is None else f" · about {duration_words(left)} to go"
+            "" if left is None else f" · about {duration_words(left)} left"
         )
         return Group(grid, Text(more), Text(f"  {counts} · {clock}"))
 
@@ -142,8 +142,8 @@ def estimated_time(plan: Plan, trials: int | None, parallel: int) -> str:
     total = duration_words(_in_parallel([found.seconds * count for count in steps], parallel))
     at_most = "at most " if plan.options.get("prune") else ""
     return (
-        f"{at_most}about {total}, as {found.source} took {duration_words(found.seconds * found.steps)} for "
-        f"{found.steps} steps"
+        f"{at_most}about {total}; {found.source} took {duration_words(found.seconds * found.steps)} for {found.steps} "
+        "steps"
     )
 
 
@@ -198,7 +198,7 @@ def first_done_line(
         return ""
     [first, *_] = [job for job in plan.jobs if record[job.index].state == "done"]
     return (
-        f"time     about {duration_words(left)} to go: job {first.index} took "
+        f"time     about {duration_words(left)} left: job {first.index} took "
         f"{duration_words(record[first.index].seconds)}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,7 @@ from runner.sweep.progress import estimated_time, planned_steps
 from runner.sweep.results import INTERVAL, SEED, Result, Results, Score, aggregate_seeds
 from runner.tools.report.chart import Curve, Point, hues
 from runner.tools.report.page import Page, TableRow
-from runner.tools.report.run_facts import read_run
+from runner.tools.report.run_facts import Series, read_run
 from runner.tracker.text import align_columns, count_noun, escape_for_terminal, format_duration, format_number
 
 LONGEST_LIST = 8  # values of an axis that are shown
@@ -29,7 +30,7 @@ def plan_lines(folder: SweepFolder, plan: Plan, options: SweepConfig, slots: str
     for position, axis in enumerate(plan.axes):
         lines.append(f"{'' if position else 'varies':9}{axis}  {search_range(plan, axis) or _value_list(plan, axis)}")
     if plan.search is not None:
-        pruned = "; the hopeless are stopped early (sweep.prune)" if options.prune else ""
+        pruned = "; bad jobs are stopped early (sweep.prune)" if options.prune else ""
         lines.append(f"search   {options.search}, {options.sampler or 'tpe'}{pruned}")
     lines.append(f"devices  {slots}")
     lines.append(f"time     {estimated_time(plan, options.trials, parallel)}")
@@ -50,14 +51,14 @@ def _values(plan: Plan, axis: str) -> list[str]:
 
 def _value_list(plan: Plan, axis: str) -> str:
     values = _values(plan, axis)
-    return ", ".join(values[:LONGEST_LIST]) + (f", … {len(values)} in all" if len(values) > LONGEST_LIST else "")
+    return ", ".join(values[:LONGEST_LIST]) + (f", … {len(values)} in total" if len(values) > LONGEST_LIST else "")
 
 
 def ranking_lines(rankings: Sequence[Ranking]) -> list[str]:
     """By what the jobs are compared, a line per metric."""
     if not rankings:
         return [
-            "by the first usual metric that all jobs have (held-out before training); sweep.metric=NAME says another"
+            "by the first usual metric that all jobs have (held-out before training); to change it: sweep.metric=NAME"
         ]
     lines = [f"{'and ' if i else ''}by the {r.take} {better_text(r)}" for i, r in enumerate(rankings)]
     return [*lines[:-1], f"{lines[-1]} ({rankings[0].why})"]
@@ -65,7 +66,7 @@ def ranking_lines(rankings: Sequence[Ranking]) -> list[str]:
 
 def better_text(ranking: Ranking) -> str:
     """A metric, and which way of it is good."""
-    return f"{ranking.metric}, {'more' if ranking.mode == 'max' else 'less'} is better"
+    return f"{ranking.metric}, {'higher' if ranking.mode == 'max' else 'lower'} is better"
 
 
 def rerun_command(plan: Plan, job: JobPlan) -> str:
@@ -106,7 +107,7 @@ def seed_means(results: Results) -> list[list[str]]:
     """One row per setting, best first: setting, seeds, means; empty where no seed varies."""
     axes = [axis for axis in results.plan.axes if axis != SEED]
     rows = [[*short_names(axes).values(), "seeds", *metrics(results)]]
-    for one in aggregate_seeds(results):
+    for one in aggregate_seeds(results) if SEED in results.plan.axes else ():
         seeds = str(one.seeds) if one.seeds == one.jobs else f"{one.seeds} of {one.jobs}"
         spreads = ["" if mean.half_width is None else f" ± {format_number(mean.half_width)}" for mean in one.means]
         means = [f"{format_number(mean.value)}{spread}" for mean, spread in zip(one.means, spreads, strict=True)]
@@ -150,9 +151,9 @@ def winner_lines(results: Results) -> Iterator[str]:
 def no_winner_reason(results: Results) -> str:
     """Why there is no best job."""
     if not any(row.state.state == "done" for row in results.results):
-        return "none: no job is done"
+        return "none: no job has finished"
     wanted = " and ".join(metrics(results)) if results.rankings else "usual metric"
-    return f"none: no job that is done has a finite {wanted}"
+    return f"none: no finished job has a finite {wanted}"
 
 
 def _winners(results: Results) -> Iterator[str]:
@@ -195,9 +196,10 @@ def write_page(results: Results) -> None:
     """Write report.html. Raises StorageError."""
     states = [row.state.state for row in results.results]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-    about = f"{len(states)} jobs: {counts} · begun {results.plan.created} · {display_path(results.folder.root)}"
+    about = f"{len(states)} jobs: {counts} · started {results.plan.created} · {display_path(results.folder.root)}"
     page = Page(f"sweep {results.plan.name}", about)
     _winner_section(page, results)
+    _axes_section(page, results)
     page.head("Curves")
     page.charts(_curves(results), results.rankings[0].metric if results.rankings else None)
     _jobs_section(page, results)
@@ -220,6 +222,35 @@ def _winner_section(page: Page, results: Results) -> None:
     for row, line in zip(front, winner_lines(results), strict=True):
         about = ranking_lines(results.rankings) if results.best else []
         page.card([f"Best: {line}", *about], redact(rerun_command(results.plan, row.job)))
+
+
+def _axes_section(page: Page, results: Results) -> None:
+    """The first metric against each number that varies, with its interval over seeds."""
+    found = aggregate_seeds(results)
+    for axis in (axis for axis in results.plan.axes if axis != SEED):
+        places = [(x, one) for one in found if (x := _number(one.varied.get(axis))) is not None]
+        if len({x for x, _ in places}) < 2:
+            continue
+        others = [" ".join(f"{k}={v}" for k, v in one.varied.items() if k != axis) for _, one in places]
+        colors = dict(zip(dict.fromkeys(others), hues(len(set(others))), strict=True))
+        metric = metrics(results)[0]
+        page.head(f"{metric} against {axis}")
+        if len(colors) > 1:
+            page.legend([Curve(name, "", hue, Series(())) for name, hue in colors.items()])
+        points = [
+            Point(f"{axis}={x:g} {name}", "", colors[name], x, one.means[0].value, True, one.means[0].half_width or 0.0)
+            for (x, one), name in zip(places, others, strict=True)
+        ]
+        page.scatter(points, axis, f"{metric}, {INTERVAL}" if SEED in results.plan.axes else metric)
+
+
+def _number(text: str | None) -> float | None:
+    """The value of an axis, where it is a finite number."""
+    try:
+        value = float(text or "")
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def _points(results: Results) -> list[Point]:
@@ -263,7 +294,7 @@ def _means_section(page: Page, results: Results) -> None:
 def _failures_section(page: Page, results: Results) -> None:
     if not results.failed_jobs:
         return
-    page.head("What did not end well")
+    page.head("Jobs that failed")
     where = sweep_argument(results.folder)
     for row in results.failed_jobs:
         page.text(f"job {row.job.index}  {row.job.label}: {redact(row.state.error or '')}")
@@ -294,7 +325,7 @@ def _environment_section(page: Page, results: Results) -> None:
         for name, value in _of_job(run).items():
             found.setdefault((name, value), []).append(row.job.index)
     if not seen:
-        page.text("no job has begun")
+        page.text("no job has started")
         return
     rows = []
     for (name, value), jobs in found.items():

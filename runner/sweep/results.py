@@ -167,7 +167,7 @@ def _finite(value: float) -> float | None:
 def _default_rankings(series: Sequence[Mapping[str, Series]], done: Sequence[bool]) -> tuple[Ranking, ...]:
     """The first of the preferred metrics that all finished jobs have."""
     finished = [of_job for of_job, is_done in zip(series, done, strict=True) if is_done]
-    why = "the first of the usual ones that all jobs have; sweep.metric names another"
+    why = "the first usual metric that all jobs have; to change it: sweep.metric=NAME"
     for metric in PREFERRED:
         mode = direction(metric)
         if mode is not None and finished and all(metric in of_job for of_job in finished):
@@ -246,8 +246,8 @@ class SeedAggregate:
 
 
 def aggregate_seeds(results: Results) -> list[SeedAggregate]:
-    """Finished jobs with seeds averaged, best first by the first ranking; empty where no seed varies."""
-    if SEED not in results.plan.axes or not results.rankings:
+    """Finished jobs with seeds averaged, best first by the first ranking; without seeds, each job."""
+    if not results.rankings:
         return []
     grouped: dict[tuple[tuple[str, str], ...], list[Result]] = {}
     for row in results.results:

@@ -15,9 +15,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from runner.core.device_kinds import kind_of
 from runner.core.errors import OutOfMemory
 from runner.core.signals import SignalRecorder
-from runner.launch.resources import kind_of
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor, ExecutorJob, Say, placement_text, refuse_elsewhere
 from runner.sweep.job import FAILED, JobAttempt, StopReason, job_result
@@ -40,7 +40,7 @@ class RunningJob:
     """A job that the executor has.
 
     since: when it was first seen to run (monotonic seconds); None while it waits for room there
-    reason: why it was told to stop, if it was; deadline: when it is killed if it has not ended (monotonic seconds)
+    reason: why it was stopped, if it was; deadline: when it is killed if it has not ended (monotonic seconds)
     """
 
     job: ExecutorJob
@@ -79,7 +79,7 @@ class RunningJobs(dict[int, RunningJob]):
         if self:
             jobs = f"{len(self)} job{'s' if len(self) > 1 else ''}"
             within = f"within {self._options.grace_s:.0f} s (Ctrl-C{' again' if again else ''} kills them)"
-            self._say(f"{why}: {jobs} told to save and end, {within}")
+            self._say(f"{why}: stopping {jobs}, which save and exit {within}")
         for index in self:
             self.stop(index, StopReason(why), number)
 
@@ -89,14 +89,14 @@ class RunningJobs(dict[int, RunningJob]):
             job.job.signal(signal.SIGKILL)
 
     def check_clock(self) -> None:
-        """Stop jobs that take too long, and kill those that were told to stop and did not."""
+        """Stop jobs that take too long, and kill those that did not stop in time."""
         limit = self._options.timeout_s
         for index, job in self.items():
             if limit is not None and job.reason is None and job.seconds > limit:
-                self.stop(index, StopReason(f"not done after {limit:g} s (sweep.timeout_s)", "timeout"))
+                self.stop(index, StopReason(f"not finished after {limit:g} s (sweep.timeout_s)", "timeout"))
             elif time.monotonic() > job.deadline:
                 job.deadline = float("inf")
-                self._say(f"job {index}  did not end within {self._options.grace_s:g} s: killed")
+                self._say(f"job {index}  did not exit within {self._options.grace_s:g} s: killed")
                 job.job.signal(signal.SIGKILL)
 
     def end(self) -> None:
@@ -106,7 +106,7 @@ class RunningJobs(dict[int, RunningJob]):
         self._wait(self._options.grace_s)
         self.kill()
         for index in self._wait(KILLED_S):
-            self._say(f"job {index}  may still run: nothing was heard of its end within {KILLED_S:g} s")
+            self._say(f"job {index}  may still run: no confirmation of its end within {KILLED_S:g} s")
 
     def _wait(self, seconds: float) -> list[int]:
         """Wait until all have ended, at most so long; those that have not."""
@@ -301,7 +301,7 @@ class Scheduler:
         if again_s is not None:
             self._waiting.append(index)
             self.record.update(index, state="waiting", **known)
-            self.screen.say(f"job {index}  {job.label}: {error}; again in {again_s:.0f} s")
+            self.screen.say(f"job {index}  {job.label}: {error}; retrying in {again_s:.0f} s")
             return
         self.record.update(index, state=state, **known)
         if self.trials is not None:

@@ -78,12 +78,12 @@ class OptunaTrials:
                 self._study.tell(trial, state=self._states.FAIL)
                 said = " ".join(f"{key}={value}" for key, value in varied.items())
                 why = "; ".join(f"{problem.key}: {problem.message}" for problem in error.problems)
-                self._say(f"trial {trial.number}  {said}: is no job, so another is drawn: {why}")
+                self._say(f"trial {trial.number}  {said}: not a valid job, so another one is sampled: {why}")
                 continue
             trial.set_user_attr(JOB, index)
             self._trials[index] = trial
             return job
-        text = f"{MOST_REFUSED} proposals in a row are no job; narrow the space, the last one's problems follow"
+        text = f"{MOST_REFUSED} proposals in a row were not valid jobs; narrow the space. The last one's problems"
         raise SpecError([Problem("sweep.search", text), *reason.problems])
 
     def should_prune(self, index: int, metrics: MetricsTail) -> bool:
@@ -97,7 +97,7 @@ class OptunaTrials:
         return bool(trial.should_prune())
 
     def record_end(self, index: int, state: JobState) -> None:
-        """Tell the study what became of a job. One that was interrupted continues later, and is told then."""
+        """Report the result of a job to the study. An interrupted one continues and is reported later."""
         trial = self._trials.get(index)
         if trial is None or state.state not in FAILED | FINISHED:
             return
@@ -111,7 +111,7 @@ class OptunaTrials:
             return
         if state.state == "done":
             metrics = ", ".join(ranking.metric for ranking in self._plan.rankings)
-            self._say(f"job {index}  is done without a finite {metrics}: the search takes it as failed")
+            self._say(f"job {index}  finished without a finite {metrics}: the search counts it as failed")
         told = self._states.PRUNED if state.state == "pruned" else self._states.FAIL
         self._study.tell(trial, state=told, skip_if_finished=True)
 
@@ -164,21 +164,21 @@ def make_sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
 
 
 def search_problems(options: SweepConfig, search: SearchSpace, objectives: int) -> list[Problem]:
-    """What the sampler, or Optuna, cannot do of what is asked for."""
+    """What the sampler, or Optuna, does not support of the request."""
     name = options.sampler or DEFAULT
     choices = [d.key for d in search.space if d.kind == "choice"]
     sometimes = [d.name for d in search.space if d.given]
     size, own = search.size(), "sweep.sampler"
     checks = [
         (name in NUMBERS_ONLY and choices, own,
-         f"{name} varies numbers only, and {', '.join(choices)} is a choice; tpe, nsgaii, gp and random take it"),
+         f"{name} supports only numbers, but {', '.join(choices)} is a choice; use tpe, nsgaii, gp or random"),
         (name in FIXED_SPACE and sometimes, own,
-         f"{name} needs jobs that all vary the same, unlike {', '.join(sometimes)}; tpe, nsgaii and random do not"),
+         f"{name} needs the same varied keys in all jobs, unlike {', '.join(sometimes)}; use tpe, nsgaii or random"),
         (name == "cmaes" and not choices and len(search.space) < 2, own,
-         "cmaes varies two or more numbers together; take tpe or gp for one"),
+         "cmaes needs two or more numbers; for one type sweep.sampler=tpe or gp"),
         (name == "cmaes" and objectives > 1, own,
-         "cmaes takes one metric; tpe, nsgaii, gp, qmc and random take several"),
+         "cmaes supports one metric; for several type sweep.sampler=tpe, nsgaii, gp, qmc or random"),
         (size is not None and options.trials is not None and size < options.trials, "sweep.trials",
-         f"there are {size} different jobs only; give sweep.trials={size} at most, or leave sweep.search out"),
+         f"there are only {size} different jobs; set sweep.trials to at most {size}, or leave sweep.search out"),
     ]  # fmt: skip
     return [Problem(key, text) for is_wrong, key, text in checks if is_wrong]

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from runner.launch.resources import ResourceRequest
+from runner.core.device_kinds import ResourceRequest
 
 T = TypeVar("T")
 Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown

@@ -8,10 +8,10 @@ Each is called in a test with a config of the component's own class, and raises 
 The components of this project pass the same checks. Everything runs on the CPU, in this process.
 """
 
-from runner.testing.callbacks import check_callback as check_callback
-from runner.testing.callbacks import check_tracker as check_tracker
 from runner.testing.components import build_tiny_model as build_tiny_model
+from runner.testing.components import check_callback as check_callback
 from runner.testing.components import check_config as check_config
+from runner.testing.components import check_tracker as check_tracker
 from runner.testing.learning import check_adapter as check_adapter
 from runner.testing.learning import check_algorithm as check_algorithm
 from runner.testing.learning import check_optimizer as check_optimizer

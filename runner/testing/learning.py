@@ -24,7 +24,7 @@ from runner.optimizer.config import OptimizerConfig
 from runner.run_dir.folder import RunFolder
 from runner.schedule.config import ScheduleConfig
 from runner.testing.components import build_component, build_tiny_model, check_config, require
-from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import MACHINE_METRICS
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 LOGPROBS = frozenset({"logprobs"})
@@ -59,8 +59,11 @@ def check_optimizer(config: OptimizerConfig) -> None:
     moved = [name for name, p in parameters.items() if not torch.equal(p, start[name])]
     require(not moved, f"at learning rate 0 the parameters {moved} moved; the loop sets group['lr'] before each step")
     for _ in range(20):
-        last = _step(optimizer, parameters, config.lr)
-    require(math.isfinite(last) and last < first, f"20 steps at lr={config.lr} took the loss from {first} to {last}")
+        last = _step(optimizer, parameters, config.learning_rate)
+    require(
+        math.isfinite(last) and last < first,
+        f"20 steps at lr={config.learning_rate} took the loss from {first} to {last}",
+    )
     require(torch.equal(parameters["unused"], start["unused"]), "a parameter without gradient moved")
     types = {p.dtype for p in parameters.values()}
     require(types == {torch.float32}, f"parameters of float32 became {types}")
@@ -116,8 +119,8 @@ def _check_resume(config: OptimizerConfig, parameters: Parameters, optimizer: to
         restore_learner_state(fresh, twin, {"tensors": tensors, "optimizer": plain})
     except (RunnerError, TypeError, ValueError) as error:
         raise AssertionError(f"its state cannot be kept in a checkpoint: {error}") from error
-    _step(optimizer, parameters, config.lr)
-    _step(twin, fresh, config.lr)
+    _step(optimizer, parameters, config.learning_rate)
+    _step(twin, fresh, config.learning_rate)
     differing = [name for name in parameters if not torch.equal(parameters[name], fresh[name])]
     require(not differing, f"after a resume {differing} differ: what a step needs is kept in optimizer.state")
 
@@ -226,4 +229,4 @@ def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[di
 
 
 def _ignore(*what: object) -> None:
-    """Nobody reads it."""
+    """Do nothing."""

@@ -173,6 +173,7 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
     check_config(config)
     with tempfile.TemporaryDirectory() as folder:
         context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
+        context["length_limit"] = None
         data, twin = (build_component(config, **context, kind=kind) for _ in range(2))
         require(len(data) > 0, "len(data) counts the items, and there are none")
         first = list(data.take(0, 3))
@@ -183,6 +184,7 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         require(list(data.take(0, 2)) + list(data.take(1, 2))[:1] == first, "take(step, n) begins at item step·n")
         require(data.fingerprint == twin.fingerprint, "the same data have two fingerprints")
         require(data.prompt_style in ("chat", "text"), f"prompt_style is chat or text, not {data.prompt_style!r}")
+        require(data.longest > 0, f"longest is the tokens of the longest item, not {data.longest!r}")
         questions = list(data.held_out_questions())
         require(all(isinstance(q, EvalQuestion) for q in questions), "held_out_questions() gives EvalQuestions")
         for prompt in first if kind == "prompts" else ():

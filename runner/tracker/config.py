@@ -33,7 +33,7 @@ class WandbConfig(TrackerConfig):
     factory: ClassVar[str] = "runner.tracker.wandb:build"
     name: Literal["wandb"] = "wandb"
     mode: Literal["offline", "online"] = Field(
-        default="offline", description="offline writes files that `wandb sync` uploads later."
+        default="offline", description="online = upload during the run; offline = files for `wandb sync`."
     )
     project: str = Field(default="runner", min_length=1, description="W&B project.")
     entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
@@ -41,7 +41,7 @@ class WandbConfig(TrackerConfig):
     run_group: str | None = Field(default=None, description="W&B group that this run belongs to.")
     tags: Names = Field(default=(), description="W&B tags.")
     deadline_s: float = Field(
-        default=30.0, gt=0, description="Seconds that the end of a run waits for the sink, at most."
+        default=30.0, gt=0, description="Maximum seconds that the end of a run waits for the upload."
     )
 
     def of_sweep(self, sweep: str, job: str) -> dict[str, str]:

@@ -24,14 +24,17 @@ from typing import TYPE_CHECKING, Any, TextIO
 from runner.core.errors import RunnerError, StorageError
 from runner.run_dir.manifest import redact
 from runner.spec.evaluation import HIGH, LOW
-from runner.tracker.screen import METRICS, Progress, render_panel, sample_line
 from runner.tracker.text import (
+    METRICS,
+    Progress,
     escape_for_terminal,
     format_bytes,
     format_duration,
     format_number,
     format_rate,
     labeled_line,
+    render_panel,
+    sample_line,
 )
 
 if TYPE_CHECKING:
@@ -59,7 +62,7 @@ class Console:
         self._log_path = log_path
         self._stream = sys.stdout if stream is None else stream
         self._live_wanted = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        # Guards Progress only, and is never held while rich writes: rich's own thread has its lock and wants this one.
+        # Guards Progress only, and is never held while rich writes: rich's own thread has its lock and needs this one.
         self._lock = RLock()
         self._progress: Progress | None = None
         self._table = LogTable()
@@ -158,7 +161,7 @@ class Console:
             write()
         except OSError as error:
             self._screen_lost, self._live = True, None
-            self._log(f"the screen is gone ({error.strerror}); the work continues", "warning")
+            self._log(f"the terminal closed ({error.strerror}); the run continues", "warning")
 
     def _log(self, line: str, level: str) -> None:
         stamp = datetime.now().astimezone().isoformat(timespec="milliseconds")
@@ -201,16 +204,20 @@ class LogTable:
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     """The held-out values of a step as `name=value`, intervals in brackets; none without values."""
     pairs = [
-        f"{name}={format_number(value)}{_interval_text(name, metrics)}"
-        for name, value in metrics.items()
+        f"{name}={interval_text(name, metrics, '')}"
+        for name in metrics
         if name.startswith("eval/") and not name.endswith((LOW, HIGH))
     ]
     return _wrap_text("eval", " ".join([f"step={step}", *pairs])) if pairs else []
 
 
-def _interval_text(name: str, metrics: Mapping[str, float]) -> str:
+def interval_text(name: str, metrics: Mapping[str, float], gap: str = " ") -> str:
+    """0.52 (0.49..0.55), with the bounds that are there; empty for what was not measured."""
+    if name not in metrics:
+        return ""
     low, high = metrics.get(name + LOW), metrics.get(name + HIGH)
-    return "" if low is None or high is None else f"({format_number(low)}..{format_number(high)})"
+    bounds = "" if low is None or high is None else f"{gap}({format_number(low)}..{format_number(high)})"
+    return f"{format_number(metrics[name])}{bounds}"
 
 
 def sample_lines(line: str) -> list[str]:

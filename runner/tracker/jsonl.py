@@ -30,7 +30,7 @@ _C1 = re.compile("[\x7f-\x9f]")
 
 
 class JsonlTracker:
-    """Appends to the two files of `folder`; a line is in the kernel's hands, whole, when a call returns.
+    """Appends to the two files of `folder`; a complete line is in the kernel when a call returns.
 
     Raises RunnerError if a step repeats or goes backwards, or a metric is no number (our own mistakes),
     StorageError if the disk refuses.
@@ -87,7 +87,7 @@ def missing_steps(folder: RunFolder, step: int) -> str:
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
     ends = [at for at in wanted if at not in held and (at + 1 in held or at == step)]
     gaps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(begins, ends, strict=True)]
-    said = [f"it lacks {', '.join(gaps)}"] if gaps else []
+    said = [f"missing {', '.join(gaps)}"] if gaps else []
     return "; ".join(said + (["its steps are not in order"] if found != sorted(held) else []))
 
 
@@ -125,7 +125,7 @@ def _append_once(path: Path, text: str) -> None:
 
 def _record(step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
     if "step" in fields:
-        raise RunnerError('no metric and no field of a sample may be called "step"')
+        raise RunnerError('a metric or a field of a sample cannot be named "step"')
     return {"step": step, **fields}
 
 
@@ -169,7 +169,7 @@ class _Appender:
                 rest = rest[os.write(self._handle, rest) :]
         except OSError as error:
             raise StorageError(
-                f"cannot write {self.path}: {error.strerror}; free some space and: run resume"
+                f"cannot write {self.path}: {error.strerror}; free disk space, then type: run resume"
             ) from error
         self.last = step
 
@@ -197,11 +197,11 @@ def _steps(path: Path) -> Iterator[int]:
         return
     content = path.read_text(encoding="utf-8", errors="replace")
     if content and not content.endswith("\n"):
-        raise RunnerError(f"{path}: the last line is torn; a resume has to cut it back first")
+        raise RunnerError(f"{path}: the last line is incomplete; a resume must truncate the file first")
     for number, raw in enumerate(content.split("\n")[:-1], 1):
         at = _step_of(raw)
         if at is None:
-            raise RunnerError(f"{path}:{number}: not a line of a step; a resume has to cut it back first")
+            raise RunnerError(f"{path}:{number}: not a line of a step; a resume must truncate the file first")
         yield at
 
 

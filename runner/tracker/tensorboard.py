@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder, display_path
 from runner.run_dir.manifest import redact_values
-from runner.tracker.text import labeled_line
+from runner.tracker.text import labeled_line, with_health_panel
 
 if TYPE_CHECKING:
     from runner.tracker.config import TensorboardConfig
@@ -27,8 +27,9 @@ class TensorboardTracker:
         self._lost = ""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One scalar per metric."""
-        self._try(lambda: [self._writer.add_scalar(name, value, step) for name, value in metrics.items()])
+        """One scalar per metric, and the health panel."""
+        values = with_health_panel(metrics)
+        self._try(lambda: [self._writer.add_scalar(name, value, step) for name, value in values.items()])
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """The rows as one text, each a block of JSON."""
@@ -64,7 +65,7 @@ def build(
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise EnvironmentProblem(
-            f"tracker=tensorboard needs a package that is not here ({error}); {INSTALL}"
+            f"tracker=tensorboard needs a package that is not installed ({error}); {INSTALL}"
         ) from error
     where = folder.root / "tensorboard"
     # The last step an earlier attempt may show is `first_step`; TensorBoard drops what it has from purge_step on.

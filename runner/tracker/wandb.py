@@ -54,11 +54,11 @@ def build(
     """Start the sink; without the wandb package, decide for no tracker."""
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
-        decide("tracker", "wandb", "none", "wandb is not installed: pip install wandb, or set tracker=none")
+        decide("tracker", "wandb", "none", "wandb is not installed: pip install wandb, or type tracker=none")
         return NoTracker()
     for variable in ("WANDB_MODE", "WANDB_DISABLED"):
         if (said := os.environ.get(variable, config.mode)) != config.mode:
-            decide("tracker.mode", f"{variable}={said}", config.mode, f"the spec decides; unset {variable}")
+            decide("tracker.mode", f"{variable}={said}", config.mode, f"the option is used; unset {variable}")
     place = folder.root / "wandb"
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
@@ -93,7 +93,7 @@ class WandbTracker:
         if self._process is not None:
             self._close_stdin(status)
             if not self._process.ends_within(max(end - time.monotonic(), 0.1)):
-                self._events["failed"] = {"reason": f"the sink was not done after {self._deadline_s:.0f} s"}
+                self._events["failed"] = {"reason": f"the upload did not finish within {self._deadline_s:.0f} s"}
             self._kill_sink()
         with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
             self._say_fallback()  # a run that failed has an error of its own to tell
@@ -116,7 +116,7 @@ class WandbTracker:
             self._report, self._reports = report, JsonLines(report)
         except OSError as error:
             os.close(report)
-            self._give_up(f"the sink cannot be started: {error.strerror}")
+            self._give_up(f"the upload process cannot start: {error.strerror}")
         finally:
             os.close(writing)
 
@@ -135,11 +135,11 @@ class WandbTracker:
         elif self._restarts:
             self._restarts -= 1
             self._console.message(
-                f"wandb    the sink ended with {code}; it starts again from the first step", "warning"
+                f"wandb    the upload process exited with code {code}; restarting it from the first step", "warning"
             )
             self._start()
         else:
-            self._give_up(f"the sink ended with {code}; see {display_path(self._root / 'wandb' / 'sink.log')}")
+            self._give_up(f"the upload failed with {code}; see {display_path(self._root / 'wandb' / 'sink.log')}")
 
     def _read(self) -> None:
         for event in self._reports.receive() or ():
@@ -181,9 +181,9 @@ class WandbTracker:
             where = display_path(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
                 return labeled_line("wandb", opened["url"])
-            why = "not all was uploaded in time" if opened["mode"] == "online" else opened["mode"]
+            why = "the upload is incomplete" if opened["mode"] == "online" else opened["mode"]
             return labeled_line("upload", f"wandb sync {where}  # {why}")
-        reason = self._events.get("failed", {}).get("reason") or "the sink died"
+        reason = self._events.get("failed", {}).get("reason") or "the upload process died"
         again = f"python -m runner.tracker.wandb_sink --replay {display_path(self._root / 'wandb' / 'sink.json')}"
         text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
         return labeled_line("wandb", text)

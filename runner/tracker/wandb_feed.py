@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracker.jsonl_tail import JsonlTail
+from runner.tracker.text import with_health_panel
 
 AXIS = "train/step"
 CONNECT_S = 3.0
@@ -25,7 +26,7 @@ INIT_S = 10.0
 def why_unreachable() -> str:
     """Why the configured server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
     import wandb
-    from aiohttp import ClientError  # here, because an offline run asks nobody
+    from aiohttp import ClientError  # here, because an offline run needs no network
 
     from runner.core.http_client import failure_reason, request, run_coroutine
 
@@ -33,7 +34,7 @@ def why_unreachable() -> str:
     try:
         run_coroutine(request("HEAD", base_url, timeout_s=CONNECT_S, largest_bytes=0, proxies=True))
     except TimeoutError:
-        return f"{base_url} does not answer within {CONNECT_S:.0f} s"
+        return f"{base_url} does not respond within {CONNECT_S:.0f} s"
     except (OSError, ClientError) as error:
         return f"{base_url} cannot be reached ({failure_reason(error)})"
     return ""
@@ -97,7 +98,7 @@ def move_superseded(folder: Path, run_id: str) -> None:
 
 
 class WandbFeed:
-    """Hands the lines of a run folder to a W&B run; `after` is the last step the server already has."""
+    """Sends the lines of a run folder to a W&B run; `after` is the last step the server already has."""
 
     def __init__(self, run: Any, folder: Path) -> None:
         self._run = run
@@ -109,7 +110,8 @@ class WandbFeed:
         """Feed what has come; returns the number of lines read."""
         metrics, samples = self._metrics.lines(), self._samples.lines()
         for line in metrics:
-            self._log(line["step"], {k: v for k, v in line.items() if k != "step" and v is not None})
+            values = {k: v for k, v in line.items() if k != "step" and v is not None}
+            self._log(line["step"], with_health_panel(values))
             self.written += 1
         for step, rows in groupby(samples, key=lambda line: int(line["step"])):
             self._log(step, {"samples": _table([{k: v for k, v in row.items() if k != "step"} for row in rows])})

@@ -39,12 +39,12 @@ STDIN = 0
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; those after --report are handed over by the run, or by ourselves at a restart."""
+    """The options; the run, or a restart, passes those after --report."""
     parser = argparse.ArgumentParser(
         prog="python -m runner.tracker.wandb_sink", description="Feed a run's metrics to W&B."
     )
     parser.add_argument("settings", type=Path, help="wandb/sink.json of a run folder")
-    parser.add_argument("--replay", action="store_true", help="do not wait for a run: feed what is there, and end")
+    parser.add_argument("--replay", action="store_true", help="upload the existing metrics and exit")
     parser.add_argument("--report", type=int, default=1, help=argparse.SUPPRESS)  # descriptor of the pipe to the run
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--offline", default="", help=argparse.SUPPRESS)  # why this is a restart
@@ -97,7 +97,7 @@ class WandbSink:
         self._report("open", mode=mode, why=why, folder=where, url=run.url if mode == "online" else "", processes=ours)
         feed = wandb_feed.WandbFeed(run, self._folder)
         while True:
-            closing = self._closing.is_set()  # asked before reading: what the run wrote before it ended is then there
+            closing = self._closing.is_set()  # checked before reading: what the run wrote before its end is then there
             with self._limit_call("wandb.log", CALL_S):
                 lines = feed.feed_new_lines()
             if closing and not lines:
@@ -130,7 +130,7 @@ class WandbSink:
             if call and now > min(call[1], self._end - reserve):
                 self._restart(f"{call[0]} does not return")
             if now > self._end:
-                self._fail(f"not done {self._deadline_s:.0f} s after the run's end")
+                self._fail(f"not finished {self._deadline_s:.0f} s after the end of the run")
 
     def _run_has_ended(self) -> bool:
         """Whether stdin is at its end, or the parent has ended while another process holds the pipe open."""
@@ -178,7 +178,7 @@ class WandbSink:
         line = json.dumps({"event": event, **facts}) + "\n"
         try:
             os.write(self._options.report, line.encode())
-        except OSError as error:  # nobody is left to read it
+        except OSError as error:  # the reader is gone
             print(f"could not report ({error.strerror}): {line}", file=sys.stderr, flush=True)
 
 

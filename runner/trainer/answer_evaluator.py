@@ -8,40 +8,19 @@ numbers make two steps easier to compare.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from runner.algorithm.episodes.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
+from runner.algorithm.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
 from runner.core.errors import OutOfMemory
-from runner.interfaces import EvalQuestion, GreedyAnswerer, Prompt, Request, Rollout, StopCriterion
+from runner.interfaces import EvalQuestion, Prompt, Request, Rollout
 from runner.trainer.evaluation_metrics import component_means, pass_metrics, with_interval
 from runner.trainer.evaluator import Report
-
-
-@dataclass(frozen=True, slots=True)
-class GreedySampler:
-    """Answers every request greedily, `rows` at a time; log-probabilities are NaN."""
-
-    answerer: GreedyAnswerer
-    max_new_tokens: int
-    max_model_len: int | None
-    rows: int
-    finish: StopCriterion | None = None
-
-    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
-        """One rollout per request, in their order; the model shortens an answer that it has no room for."""
-        generate = partial(self.answerer.generate, max_new_tokens=self.max_new_tokens, rows=self.rows)
-        if self.finish is not None:
-            generate = partial(generate, finish=self.finish)
-        found = generate([request.prompt for request in requests])
-        return [Rollout(one.ids, (math.nan,) * len(one.ids), None, 0, one.finish) for one in found]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +88,7 @@ class AnswerEvaluator:
             return self.collector.collect_groups(question_prompts(self.questions), step=0, round=0)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"the device's memory is exhausted by the answers of an evaluation: {str(error).splitlines()[0]}\n"
+                f"out of device memory while sampling for evaluation: {str(error).splitlines()[0]}\n"
                 f"  lower evaluation.batch_size or {self.section}.max_new_tokens"
             ) from error
 
@@ -137,7 +116,8 @@ class AnswerEvaluator:
 
     def _records(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Each answer as a line of samples.jsonl, the first one to every question first."""
-        name = self.prefix.partition("/")[2]
+        name, rewarded = self.prefix.partition("/")[2], self.collector.reward is not None
+        comparable = {id(question) for question in self.comparable}
         return [
             {
                 **({"set": name} if name else {}),
@@ -145,17 +125,18 @@ class AnswerEvaluator:
                 "prompt": question.prompt,
                 **({"turns": list(group.samples[number].history)} if group.samples[number].history else {}),
                 "answer": group.samples[number].text,
-                **_score_record(question, group.samples[number], self.collector.reward is not None),
+                **_score_record(question, group.samples[number], id(question) in comparable, rewarded),
             }
             for number in range(self.collector.group_size)
             for question, group in zip(self.questions, groups, strict=True)
         ]
 
 
-def _score_record(question: EvalQuestion, sample: RolloutSample, rewarded: bool) -> Mapping[str, Any]:
+def _score_record(question: EvalQuestion, sample: RolloutSample, comparable: bool, rewarded: bool) -> Mapping[str, Any]:
     """What is known of an answer: expected answer, whether it is equal, reward, why it ended."""
     return {
-        **({"expected": question.answer, "exact": _is_exact(question, sample)} if question.answer else {}),
+        **({"expected": question.answer} if question.answer else {}),
+        **({"exact": _is_exact(question, sample)} if comparable else {}),
         **({"reward": sample.reward} if rewarded else {}),
         "finish": sample.finish,
     }

@@ -1,17 +1,22 @@
-"""Callbacks: evaluation, checkpoints, records of steps and rollouts, device statistics, warnings."""
+"""Callbacks: evaluation, early stopping, checkpoints, records of steps, device statistics, warnings."""
 
 from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, Protocol, TextIO
 
+from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError
 from runner.interfaces import Sample, State, StepResult
+from runner.run_dir.manifest import STOPPED_EARLY
 from runner.tracker.console import eval_lines
+from runner.tracker.text import count_noun
+from runner.trainer.config import StopWhenConfig
 
 
 class BaseCallback:
@@ -57,11 +62,11 @@ class DeviceStats(BaseCallback):
         self._thread.start()
 
     def on_step(self, end: StepResult) -> None:
-        """Hand over what was read since the last step."""
+        """Add the samples since the last step."""
         end.values.update({f"device/{name}": value for name, value in self.pop_readings().items()})
 
     def pop_readings(self) -> Mapping[str, float]:
-        """What was read since this was last asked for."""
+        """The samples since the last call."""
         newest, self._newest = self._newest, {}
         return newest
 
@@ -79,7 +84,7 @@ class DeviceStats(BaseCallback):
             return read()
         except (RunnerError, RuntimeError, OSError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            log.warning("some of the device's load (device/…) is not recorded: %s", reason)
+            log.warning("some device metrics (device/…) are not recorded: %s", reason)
             self._readings.remove(read)
             return {}
 
@@ -101,19 +106,19 @@ class ZeroVarianceWarning(BaseCallback):
         self._silent += 1
         if self._silent % WARN_EVERY != 1:
             return
-        so_far = "" if self._silent == 1 else f", as at {self._silent - 1} steps before"
+        so_far = "" if self._silent == 1 else f", as in {self._silent - 1} steps before"
         if no_reward:
             log.warning(
-                "step %d: no group had a valid reward (%d samples), so nothing was learned%s; "
-                "see reward.log and samples.jsonl",
+                "step %d: no group had a valid reward (%d samples), so nothing was trained%s; see reward.log and "
+                "samples.jsonl",
                 end.step,
                 end.values["reward/num_failed"],
                 so_far,
             )
             return
         log.warning(
-            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; "
-            "look at samples.jsonl, reward, sampler.temperature",
+            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; check "
+            "samples.jsonl, reward and sampler.temperature",
             end.step,
             end.values["reward/mean"],
             so_far,
@@ -142,13 +147,14 @@ class RunEvaluation(BaseCallback):
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
         log_first: Callable[[int, Mapping[str, float]], None],
         say: Callable[[str], None],
+        at_start: bool = True,
     ) -> None:
         """record: of samples; log_first: of the numbers before the first step, which no step has."""
         self._evaluate, self._every, self._keep, self._record = evaluate, every, keep, record
-        self._log_first, self._say = log_first, say
+        self._log_first, self._say, self._at_start = log_first, say, at_start
 
     def on_start(self, step: int) -> None:
-        if step == 0:
+        if step == 0 and self._at_start:
             report = self._evaluate()
             self._log_first(0, report.values)
             self._record(0, report.samples[: self._keep])
@@ -161,11 +167,58 @@ class RunEvaluation(BaseCallback):
             self._record(end.step, report.samples[: self._keep])
 
 
+class StopWhen(BaseCallback):
+    """Makes a step the last one where a metric stops to improve, or reaches its bound."""
+
+    def __init__(
+        self, config: StopWhenConfig, *, decide: Decisions, say: Callable[[str], None], **context: object
+    ) -> None:
+        self._config, self._decide, self._say = config, decide, say
+        self._best, self._best_step, self._without = math.nan, 0, 0  # measurements since the best one
+
+    def on_start(self, step: int) -> None:
+        """A run that was ended by its patience, and is resumed, gets that patience again."""
+        if self._config.patience is not None and self._without >= self._config.patience:
+            self._say(f"{STOPPED_EARLY}: {self._reason()}; counting begins again after step {step}")
+            self._without = 0
+
+    def on_step(self, end: StepResult) -> None:
+        """Compare the metric of a step that has measured it."""
+        if (value := end.values.get(self._config.metric)) is None:
+            return
+        sign, bound = self._config.sign, self._config.stopping_threshold
+        first = math.isnan(self._best) and not math.isnan(value)
+        if first or sign * (value - self._best) > self._config.min_delta:
+            self._best, self._best_step, self._without = value, end.step, 0
+        else:
+            self._without += 1
+        reached = bound is not None and sign * (value - bound) >= 0
+        impatient = self._config.patience is not None and self._without >= self._config.patience
+        if not end.last and (reached or impatient):
+            end.last = True
+            text = f"{self._config.metric} is {value:.6g}, and callbacks.stop_when.stopping_threshold is {bound}"
+            self._decide.record_fact(STOPPED_EARLY, f"after step {end.step}", text if reached else self._reason())
+
+    def _reason(self) -> str:
+        """What patience found."""
+        best = f"{self._config.metric} was best at step {self._best_step} ({self._best:.6g})"
+        times = count_noun(self._without, "measurement")
+        return f"{best}; {times} without improvement since, callbacks.stop_when.patience={self._config.patience}"
+
+    def state_dict(self) -> State:
+        """The best value and what came after it."""
+        return {"best": repr(self._best), "best_step": self._best_step, "without": self._without}
+
+    def load_state_dict(self, state: State) -> None:
+        self._best = float(state["best"])
+        self._best_step, self._without = state["best_step"], state["without"]
+
+
 Sink = Callable[[int, Mapping[str, float]], None]
 
 
 class LogStep(BaseCallback):
-    """Hands every step's numbers to each sink."""
+    """Sends every step's metrics to each sink."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = tuple(sinks)

@@ -68,7 +68,7 @@ class DeepSpeedLearner(LocalLearner):
         with self._zero.writable_parameters():
             load_parameters(self._parameters, tensors)
         if len(state["optimizer"]["groups"]) != len(self.optimizer.param_groups):
-            raise CheckpointError("the checkpoint's optimizer groups its parameters in another way than this one")
+            raise CheckpointError("the checkpoint's optimizer has other parameter groups than this one")
         kept: dict[Any, dict[str, Any]] = {
             parameter: dict(state["optimizer"]["values"].get(name, {})) for name, parameter in self._parameters.items()
         }

@@ -18,7 +18,6 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice, pairwise
 from typing import Any, Protocol, runtime_checkable
 
@@ -33,14 +32,11 @@ from runner.interfaces import (
     Decide,
     EvalQuestion,
     Experience,
-    GreedyAnswerer,
-    GreedyOutput,
     LossFn,
     Model,
     Outputs,
     Prompt,
     Role,
-    StopCriterion,
 )
 from runner.trainer.evaluation_metrics import with_interval
 from runner.trainer.reference_model import unit_keys
@@ -58,10 +54,6 @@ class Answered(Protocol):
     def history(self) -> Sequence[Mapping[str, Any]]: ...
 
 
-# Plays a conversation for each prompt, whose turns are what the function given makes of the ids so far.
-Converse = Callable[[Sequence[Prompt], Callable[[Sequence[Sequence[int]]], list[GreedyOutput]]], Sequence[Answered]]
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """Numbers under eval/, and the answers that were given."""
@@ -72,25 +64,25 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
-    """Measures the loss on `questions` in batches of `batch_size`, and asks those `asked`, with as many answers in work
-    at once, for at most `max_new_tokens` tokens. `finish` ends an answer earlier; None = the model alone does. With
-    `converse` an answer is the last turn of a conversation, and both are a turn's."""
+    """Measures the loss on `questions` in batches of `batch_size`, and compares the greedy answers to those `asked`.
+
+    max_new_tokens: of an answer, for messages; collect: an answer to each prompt, the last turn where there are several
+    """
 
     questions: Sequence[EvalQuestion]
     asked: Sequence[EvalQuestion]
     batch_size: int
     max_new_tokens: int
-    converse: Converse | None = None
-    finish: StopCriterion | None = None
+    collect: Callable[[Sequence[Prompt]], Sequence[Answered]]
 
-    def evaluate(self, model: Model, answerer: GreedyAnswerer) -> Report:
+    def evaluate(self, model: Model) -> Report:
         """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
 
         Raises OutOfMemory, naming the knob, where the device cannot answer so many questions at once.
         """
         start = time.perf_counter()
         metrics = self._loss(model)
-        samples = list(self._ask(answerer))
+        samples = list(self._ask())
         exact = with_interval("eval/exact_match", [float(s["exact"]) for s in samples], share=True)
         metrics.add("time/eval_s", time.perf_counter() - start)
         return Report({**metrics.result(), **exact}, samples)
@@ -105,9 +97,9 @@ class Evaluator:
             metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
         return metrics
 
-    def _ask(self, answerer: GreedyAnswerer) -> Iterator[Sample]:
+    def _ask(self) -> Iterator[Sample]:
         try:
-            answers = self._answers(answerer)
+            answers = self.collect([Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked])
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"the device's memory is exhausted by {min(self.batch_size, len(self.asked))} answers at once: "
@@ -115,25 +107,14 @@ class Evaluator:
                 f"  lower evaluation.batch_size (now {self.batch_size}) or evaluation.max_new_tokens "
                 f"(now {self.max_new_tokens})"
             ) from error
-        for question, (text, before) in zip(self.asked, answers, strict=True):
+        for question, answer in zip(self.asked, answers, strict=True):
             yield {
                 "prompt": question.prompt,
-                **({"turns": list(before)} if before else {}),
-                "answer": text,
+                **({"turns": list(answer.history)} if answer.history else {}),
+                "answer": answer.text,
                 "expected": question.answer,
-                "exact": text.strip() == question.answer.strip(),
+                "exact": answer.text.strip() == question.answer.strip(),
             }
-
-    def _answers(self, answerer: GreedyAnswerer) -> list[tuple[str, Sequence[Mapping[str, Any]]]]:
-        """The final answer to each question, and what was said before it."""
-        generate = partial(answerer.generate, max_new_tokens=self.max_new_tokens, rows=self.batch_size)
-        if self.finish is not None:
-            generate = partial(generate, finish=self.finish)
-        if self.converse is not None:
-            prompts = [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked]
-            return [(one.text, one.history) for one in self.converse(prompts, generate)]
-        found = generate([q.prompt_ids for q in self.asked])
-        return [(answerer.tokenizer.decode(one.ids, skip_special_tokens=True), ()) for one in found]
 
 
 def askable(

@@ -1,6 +1,6 @@
 """The learner: one trained model behind three methods that hide how it is sharded from algorithms.
 
-    mini-batch ──dealt out──▶ a rank's micro-batches ──forward·backward──▶ gradients
+    mini-batch ──partitioned──▶ a rank's micro-batches ──forward·backward──▶ gradients
                gradients ──summed over ranks──▶ ──optim_step──▶ weights, the same on every rank
 
 Legend: N rows, T tokens. Gradients are summed. The loss has been divided by the total it means;
@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, Footprint, footprints
+from runner.core.batch import Batch
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
+from runner.core.micro_batches import Footprint, footprints
 from runner.core.rng import derive_seed
 from runner.distributed.dtensor_utils import clip_grads_with_norm_, full_tensor
 from runner.distributed.work_partition import (
@@ -168,8 +169,8 @@ class LocalLearner:
         total = sum(done.total for done in ranks)
         if not math.isfinite(total):
             raise TrainingDiverged(
-                f"step {self._step + 1}: the loss is {total}; nothing was updated with it. "
-                "Lower optimizer.lr, or look at the data of this step"
+                f"step {self._step + 1}: the loss is {total}; the update was skipped. Lower optimizer.lr, or check "
+                "the data of this step"
             )
         metrics = Metrics()
         for done in ranks:
@@ -221,8 +222,8 @@ class LocalLearner:
             return
         self._said_oversized = True
         log.info(
-            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); "
-            "such an item runs alone, now and later; this is said once",
+            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); each of "
+            "them is a micro-batch of its own; this warning appears once",
             self._step + 1,
             len(oversized),
             self._budget,
@@ -235,8 +236,8 @@ class LocalLearner:
             return
         self._said_few = True
         log.info(
-            "step %d: fewer micro-batches (%d) than stages (parallelism.pp=%d), which mostly wait for one another: "
-            "lower algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size, to have more; this is said once",
+            "step %d: fewer micro-batches (%d) than stages (parallelism.pp=%d), so stages are mostly idle: lower "
+            "algorithm.micro_batch_tokens=%d, or raise algorithm.batch_size; this warning appears once",
             self._step + 1,
             micros,
             self._stage.num_stages,
@@ -270,8 +271,8 @@ class LocalLearner:
         """Raise TrainingDiverged for the norm of a gradient that is not finite."""
         if not torch.isfinite(norm):
             raise TrainingDiverged(
-                f"step {self._step + 1}: the gradient norm is {float(norm)}; nothing was updated with it. "
-                "Lower optimizer.lr, or look at the data of this step"
+                f"step {self._step + 1}: the gradient norm is {float(norm)}; the update was skipped. Lower "
+                "optimizer.lr, or check the data of this step"
             )
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

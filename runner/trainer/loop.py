@@ -118,8 +118,12 @@ class TrainingJob:
     closing: Sequence[Callable[[], None]] = ()  # what holds processes or connections, ended with the run
 
 
-def run_loop(job: TrainingJob, first: int) -> None:
-    """Run steps first … steps-1 (0-based). Raises Interrupted, after callbacks have saved, on a signal."""
+def run_loop(job: TrainingJob, first: int) -> int:
+    """Run steps first … steps-1 (0-based), or until a callback ends the run; returns the steps done.
+
+    Raises Interrupted, after callbacks have saved, on a signal.
+    """
+    done = first
     with ExitStack() as ends:
         ends.enter_context(job.feed)  # left last: what it still waits for may end only with what is closed
         for close in job.closing:
@@ -136,10 +140,14 @@ def run_loop(job: TrainingJob, first: int) -> None:
             end.stopping, end.saving = job.stop.is_requested, job.stop.checkpoint_requested
             for callback in job.callbacks:
                 callback.on_step(end)
+            done = end.step
+            if end.last:
+                break
             if end.stopping:  # a signal that came during the callbacks waits for the next step, which will be saved
                 job.stop.raise_if_requested(end.step, job.steps)
     for callback in job.callbacks:
         callback.on_end()
+    return done
 
 
 def _run_step(job: TrainingJob, step: int) -> StepResult:

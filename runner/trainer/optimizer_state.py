@@ -49,7 +49,7 @@ def restore_learner_state(parameters: Parameters, optimizer: torch.optim.Optimiz
     own, saved = optimizer.state_dict(), state["optimizer"]["groups"]
     names = _names_by_index(parameters, optimizer)
     if len(saved) != len(own["param_groups"]) or entries.keys() - set(names.values()):
-        raise CheckpointError("the checkpoint's optimizer groups its parameters in another way than this one")
+        raise CheckpointError("the checkpoint's optimizer has other parameter groups than this one")
     own["param_groups"] = [_restore_group(*pair) for pair in zip(own["param_groups"], saved, strict=True)]
     own["state"] = {index: entries[name] for index, name in names.items() if name in entries}
     optimizer.load_state_dict(own)

@@ -2,7 +2,7 @@
 
 Precomputed log-probabilities are kept on disk, by a unit's tokens and how they are connected.
 
-    before the first step   batches the run will ask for ──unknown ones──▶ the model ──▶ kept log-probabilities
+    before the first step   batches that the run needs ──unknown ones──▶ the model ──▶ kept log-probabilities
     in the run              batch ──▶ kept log-probabilities                     no second model, no second pass
 
     units of a batch ──sha256 of ids, positions, parents──▶ keys
@@ -68,7 +68,7 @@ class FrozenModel:
 
     @torch.no_grad()
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
-        """The outputs named in `needs`, [T] or [N], on the model's device; all ranks ask for the same."""
+        """The outputs named in `needs`, [T] or [N], on the model's device; all ranks pass the same."""
         return self._score(batch, needs, self._peers)
 
     @torch.no_grad()
@@ -111,7 +111,7 @@ def _copy_into(model: TrainableModel, values: Mapping[str, Tensor]) -> None:
 class PrecomputedReference(FrozenModel):
     """Knows the logprobs of the units given to `precompute`, and of those that were kept before.
 
-    The model may be the one that a run trains: it is asked only before the first step.
+    The model may be the one that a run trains: it is used only before the first step.
     """
 
     def __init__(
@@ -153,13 +153,13 @@ class PrecomputedReference(FrozenModel):
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs:
         """logprobs, float32 [T] on the CPU. Raises RunnerError for another output, and for an unknown unit."""
         if needs != LOGPROBS:
-            raise RunnerError(f"logprobs were computed beforehand, and nothing else: {', '.join(sorted(needs))}")
+            raise RunnerError(f"only log-probabilities were precomputed, not: {', '.join(sorted(needs))}")
         try:
             return {"logprobs": torch.cat([self.cache[key] for key in unit_keys(batch)])}
         except KeyError as error:
             raise RunnerError(
-                "a reference log-probability is asked for that was not computed beforehand; "
-                "type algorithm.reference=copy, and report this with the job's spec.yaml"
+                "a reference log-probability was not precomputed; type algorithm.reference=copy, and report this with "
+                "the job's spec.yaml"
             ) from error
 
 
@@ -168,9 +168,9 @@ TOKENS_PER_FILE = 2**24  # of float32: 64 MiB
 
 
 class LogprobCache:
-    """The log-probabilities of a folder; what is asked for is read from its files, which stay there.
+    """The log-probabilities of a folder; what is needed is read from its files, which stay there.
 
-    report: hears of each damaged file, which is removed.
+    report: receives each damaged file, which is removed.
     """
 
     def __init__(self, folder: Path, report: Callable[[str], None]) -> None:
@@ -188,7 +188,7 @@ class LogprobCache:
                     if _sha256(path.read_bytes()) == path.stem:
                         self._open(path)
                     else:
-                        report(f"{path} does not have the checksum that it is named by")
+                        report(f"the checksum of {path} does not match its name")
                         path.unlink()
 
     def __contains__(self, key: bytes) -> bool:
@@ -242,8 +242,8 @@ class LogprobCache:
             yield
         except OSError as error:
             raise StorageError(
-                f"cannot keep log-probabilities in {self.folder}: {error.strerror or error}; free space, set "
-                "RUNNER_CACHE to a folder elsewhere, or type algorithm.reference=copy"
+                f"cannot write log-probabilities to {self.folder}: {error.strerror or error}; free space, set "
+                "RUNNER_CACHE to another folder, or type algorithm.reference=copy"
             ) from error
 
 

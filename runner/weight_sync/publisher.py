@@ -1,4 +1,4 @@
-"""Hands the policy's weights to the sampler, by whatever route they go (`routes`).
+"""Sends the policy's weights to the sampler, by one of the transports (`transports`).
 
 version v = the weights after v steps;  step s is sampled with version max(s - lag, the first one of this attempt)
 """

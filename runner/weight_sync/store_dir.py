@@ -73,9 +73,9 @@ def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
     why = (
         f"{fsync_io.format_bytes(free)} free, {fsync_io.format_bytes(need)} needed"
         if free < need
-        else "a folder of another user"
+        else "it belongs to another user"
     )
-    log.warning("weights for samplers go through %s, on the disk: no room in %s (%s)", beside, memory, why)
+    log.warning("weights for samplers are stored in %s, on disk: not enough space in %s (%s)", beside, memory, why)
     _remove_stale(beside / socket.gethostname())
     made = _make_locked_dir(beside / socket.gethostname(), root)
     assert made is not None  # below the run's folder everything is the user's
@@ -91,7 +91,7 @@ def remove_stale_dirs(memory: Path = MEMORY) -> None:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove a folder that nobody holds; nothing happens where there is none."""
+    """Remove a folder that no process locks; nothing happens where there is none."""
     with suppress(FileNotFoundError):
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -101,7 +101,7 @@ def _remove_stale(path: Path) -> None:
             run = whose.read_text(encoding="utf-8", errors="replace") if whose.exists() else "unknown"
             shutil.rmtree(path)
             log.warning(
-                "removed the weights that a dead run left in %s (%s, of %s)", path, fsync_io.format_bytes(size), run
+                "removed weights that a dead run left in %s (%s, of %s)", path, fsync_io.format_bytes(size), run
             )
         except BlockingIOError:
             pass  # the run is alive
@@ -127,7 +127,7 @@ def _make_locked_dir(path: Path, root: Path) -> ReservedDir | None:
             _lock(handle)
         except BlockingIOError:
             os.close(handle)
-            text = f"{path}: another process publishes weights of this run; wait for its end, or stop it"
+            text = f"{path}: another process publishes weights of this run; wait until it ends, or stop it"
             raise EnvironmentProblem(text) from None
         if _is(path, handle):
             (path / RUN).write_bytes(os.fsencode(root.absolute()))

@@ -4,28 +4,140 @@
                                                           v7-0000.safetensors …      those of version 7
 
 While a file is written the tensors of the next one are made, and those of a version that was dropped are written over
-(`reusable_file`). A version is always complete, so that a sampler that restarts needs nothing else. Its digest
+(see below). A version is always complete, so that a sampler that restarts needs nothing else. Its digest
 (`weight_checksum`) identifies it.
+
+A file is written aside and renamed, over the memory of a file no longer in use.
+
+    new     .staging-v8-0000 ──written──▶ v8-0000.safetensors
+    spare   v7-0000 ──renamed when unused──▶ .staging-spare-… ──leased──▶ written over ──▶ v8-0000.safetensors
+
+To free memory and allocate other memory takes twice as long as to write it. But a process may still read the old
+file, so it is overwritten only if no process has it open: it has no other name (a hard link), and the kernel grants a
+write lease (fcntl(2), F_SETLEASE), which it does for a file that is open nowhere else; a mapped file counts as open.
+The lease is held during the write; a process that opens the file then waits until the lease ends.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import error_reason, format_bytes
-from runner.weight_sync.reusable_file import set_aside, supports_leases, write_file
+from runner.core.fsync_io import STAGED, error_reason, format_bytes
+from runner.core.safetensors_layout import TYPES, compute_layout
 from runner.weight_sync.store_dir import ReservedDir
-from runner.weight_sync.weight_checksum import TensorDigests, combine_digests, tensor_digests
+from runner.weight_sync.weight_checksum import (
+    TensorDigests,
+    byte_chunks,
+    chunk_digest,
+    combine_digests,
+    tensor_digest,
+    tensor_digests,
+)
+
+
+def supports_leases(folder: Path) -> bool:
+    """Whether this disk can report that no process has a file open; tests it. Raises OSError.
+
+    Some know no leases, and the layered one of a container grants them for what is mapped.
+    """
+    path = folder / f"{STAGED}trial"
+    write_file(path, {"trial": torch.zeros(1)}, {}, None)
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with safe_open(path, "pt") as file:
+            mapped = file.get_tensor("trial")
+        del file  # which has it open; the tensor has it mapped
+        refused = not _take_lease(handle)
+        del mapped
+        return refused and _take_lease(handle)
+    finally:
+        _release(handle)
+        path.unlink()
+
+
+def set_aside(path: Path) -> Path:
+    """Take its name from a file, so that no process opens it again; a spare."""
+    return path.rename(path.with_name(f"{STAGED}spare-{path.name}"))
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], spare: Path | None
+) -> dict[str, bytes]:
+    """Write a safetensors file of contiguous CPU tensors; returns their digests. Raises OSError.
+
+    `spare` is used up.
+    """
+    layout = compute_layout({name: (TYPES[one.dtype], tuple(one.shape)) for name, one in tensors.items()}, metadata)
+    staged = path.with_name(f"{STAGED}{path.name}")
+    digests: dict[str, bytes] = {}
+    try:
+        handle = _open_for_writing(staged, spare)
+        try:
+            _write(handle, memoryview(layout.head))
+            for name in sorted(tensors, key=lambda name: layout.byte_ranges[name]):
+                digests[name] = tensor_digest(
+                    name, tensors[name], [_write_and_digest(handle, one) for one in byte_chunks(tensors[name])]
+                )
+            os.ftruncate(handle, len(layout.head) + layout.num_bytes)
+        finally:
+            _release(handle)
+        os.replace(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
+    return digests
+
+
+def _open_for_writing(path: Path, spare: Path | None) -> int:
+    """A file to be written from its beginning: the spare one if no other process uses it, else a new one."""
+    if spare is not None:
+        handle = os.open(spare, os.O_RDWR)
+        if _take_lease(handle):
+            spare.rename(path)
+            return handle
+        _release(handle)
+        spare.unlink()
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+
+
+def _take_lease(handle: int) -> bool:
+    """Whether no other process uses a file: true = it stays so until `_release`."""
+    with suppress(OSError):  # somebody has it, or this disk knows no leases
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)  # which is ignored; the usual one would end this process
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        return os.fstat(handle).st_nlink == 1
+    return False
+
+
+def _release(handle: int) -> None:
+    """Close a file, and give up its lease: a process that was forked meanwhile would have that, too."""
+    with suppress(OSError):  # this disk knows no leases
+        fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+    os.close(handle)
+
+
+def _write_and_digest(handle: int, piece: memoryview) -> bytes:
+    _write(handle, piece)
+    return chunk_digest(piece)
+
+
+def _write(handle: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(handle, content) :]
+
 
 FILE_BYTES = 64 * 2**20  # of a file, unless one tensor is larger
 WRITERS = min(2, os.cpu_count() or 1)  # files that are written at once, beside the one whose tensors are being made
@@ -34,9 +146,9 @@ REMEMBERED = 4096  # files whose digests are
 
 
 class StoredWeights(Mapping[str, Tensor]):
-    """One version of the weights, all of it. A tensor is read when it is asked for, and then only mapped.
+    """One version of the weights, all of it. A tensor is read at its first use, and then only mapped.
 
-    digest: as it was made; None = to be computed from what the files hold, when it is first asked for
+    digest: as it was made; None = to be computed from what the files hold, at its first use
     changed: the names that may differ from version to version; the others are the same in all versions of an attempt
     """
 
@@ -99,7 +211,7 @@ class StoredWeights(Mapping[str, Tensor]):
 
 
 class WeightStore:
-    """The versions that samplers may still ask for.
+    """The versions that samplers may still request.
 
     `put` belongs to the thread that trains; `get` may be called from another one.
     """
@@ -130,7 +242,7 @@ class WeightStore:
         """
         files, digests = self._write_files(f"v{version}", tensors)
         if twice := digests.keys() & self._fixed_digests.keys():
-            raise ValueError(f"{len(twice)} tensors were to stay the same and are in version {version}: {min(twice)}")
+            raise ValueError(f"version {version} has {len(twice)} tensors that were declared constant: {min(twice)}")
         whole = combine_digests({**self._fixed_digests, **digests})
         made = StoredWeights([*self._fixed, *files], version, whole)
         with self._lock:
@@ -198,9 +310,8 @@ class WeightStore:
             else 0
         )
         return StorageError(
-            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} "
-            f"({room} left); make "
-            "room there (df -h /dev/shm; a container's is set by --shm-size), then: run resume"
+            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} ({room} "
+            "free); free space there (df -h /dev/shm; --shm-size sets it for a container), then type: run resume"
         )
 
 

@@ -60,7 +60,7 @@ def is_of_images(name: str) -> bool:
 def test_a_tower_is_frozen_and_every_weight_of_it_is_exported(gemma3: Path, tmp_path: Path) -> None:
     decide = Decisions(strict=True)
     model = lora.train_all(NoAdapterConfig(), built(gemma3), decide=decide)
-    assert "model.vision_tower frozen (text alone is trained" in str(decide.entries[-1])
+    assert "model.vision_tower frozen (only text is trained" in str(decide.entries[-1])
     assert not any(map(is_of_images, model.trainable()))
     data = batch()
     model.linear_loss(data, data.tokens["weight"])[0].backward()
@@ -82,8 +82,8 @@ def test_images_that_an_export_would_lack_are_refused_where_all_weights_are_writ
     model = built(qwen3_5)
     assert model.weights_source.image_tensors > 0
     model.outputs(batch(), LOGPROBS)  # it may be read
-    with pytest.raises(SpecError, match=r"model\.path: the folder has \d+ tensors for images .*; type adapter=lora"):
+    with pytest.raises(SpecError, match=r"model\.path: the folder has \d+ image or audio .*; type adapter=lora"):
         model.weights_source.refuse_lost_tensors("model.path")
     adapted = lora.attach(LoraConfig(rank=2), model, decide=Decisions())
-    with pytest.raises(SpecError, match="tensors for images"):
+    with pytest.raises(SpecError, match="image or audio tensors"):
         adapted.merge_on_save()

@@ -14,7 +14,7 @@ from runner.algorithm import loss_registry
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.preference.config import DpoConfig
 from runner.cli.job_builder import compose_job
-from runner.core import imports
+from runner.core import package
 from runner.core.errors import RunnerError
 from runner.interfaces.losses import INPUTS, PreferenceLosses, correction, policy_loss, preference_loss, registration_of
 
@@ -42,9 +42,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., loss_regi
             if isinstance(content, list):
                 monkeypatch.setitem(sys.modules, name, module)
             points.append(SimpleNamespace(name=name, value=name, dist=SimpleNamespace(name=f"run-{name}")))
-        monkeypatch.setattr(imports, "entry_points", lambda group: points)
-        monkeypatch.setattr(imports, "_FAILED", {})
-        monkeypatch.setattr(imports, "LEFT_OUT", {})
+        monkeypatch.setattr(package, "entry_points", lambda group: points)
+        monkeypatch.setattr(package, "_FAILED", {})
+        monkeypatch.setattr(package, "LEFT_OUT", {})
         loss_registry.plug_ins.cache_clear()
         loss_registry.functions.cache_clear()
         return loss_registry.plug_ins()
@@ -79,7 +79,7 @@ def test_a_function_that_does_not_fit_is_refused_by_name(function: Any, said: st
 
 def test_a_plug_in_adds_a_value_and_its_options(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp)])
-    assert list(found["policy_loss"]) == ["sharp"] and imports.plugin_warnings() == []
+    assert list(found["policy_loss"]) == ["sharp"] and package.plugin_warnings() == []
     cls = GrpoConfig.with_plugin_options()
     names = list(cls.model_fields)
     assert names[names.index("policy_loss") + 1 :][:4] == ["clip_low", "clip_high", "dual_clip", "tau_positive"]
@@ -113,7 +113,7 @@ def test_a_plug_in_may_import_what_it_builds_upon(install: Any) -> None:
     ours = loss_registry.built_in()["policy_loss"]["clip"].function
     theirs = loss("sharp", sharp)
     found = install(theirs=[ours, theirs, theirs], more=[theirs])
-    assert list(found["policy_loss"]) == ["sharp"] and not imports.plugin_warnings()
+    assert list(found["policy_loss"]) == ["sharp"] and not package.plugin_warnings()
 
 
 def flatter(
@@ -155,20 +155,19 @@ def other_range(advantages: Any, *, clip_low: Annotated[float, Field(gt=5, descr
 def test_a_plug_in_that_takes_a_name_is_left_out_and_named(name: str, function: Any, said: str, install: Any) -> None:
     found = install(theirs=[loss(name, function)], good=[loss("good", lambda advantages: (advantages, {}))])
     assert list(found["policy_loss"]) == ["good"]
-    [warning] = imports.plugin_warnings()
+    [warning] = package.plugin_warnings()
     assert said in warning and "plug-in run-theirs" in warning and "pip uninstall run-theirs" in warning
 
 
 def test_two_functions_of_one_plug_in_may_not_share_a_name(install: Any) -> None:
     found = install(theirs=[loss("sharp", sharp), loss("sharp", lambda advantages: (advantages, {}))])
-    assert not found["policy_loss"] and "'sharp' exists already" in imports.plugin_warnings()[0]
+    assert not found["policy_loss"] and "'sharp' exists already" in package.plugin_warnings()[0]
 
 
 def test_a_plug_in_that_cannot_be_imported_is_named(install: Any) -> None:
     found = install(gone=ModuleNotFoundError(), good=[loss("good", sharp)])
-    assert (
-        list(found["policy_loss"]) == ["good"] and "left out: gone (ModuleNotFoundError" in imports.plugin_warnings()[0]
-    )
+    assert list(found["policy_loss"]) == ["good"]
+    assert "not loaded: gone (ModuleNotFoundError" in package.plugin_warnings()[0]
 
 
 def test_every_built_in_function_names_its_source_and_its_formula() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm import distillation, divergences
-from runner.algorithm.policy import importance, losses
+from runner.algorithm import distillation, kl_divergence
+from runner.algorithm.policy import losses
 from runner.algorithm.policy import losses as policy_losses
 from runner.algorithm.policy.advantages import (
     batch_std,
@@ -60,11 +60,11 @@ CALLS: dict[str, Callable[[], Any]] = {
     ],
     "ratios": lambda: [token_ratio(x, x), sequence_ratio(x, x, mask, ids)],
     "kl": lambda: [
-        importance.k1(x, x),
-        importance.k2(x, x),
-        importance.k3(x, x),
-        importance.k3_ratio(x, x, x),
-        importance.k3_plus(x, x),
+        kl_divergence.k1(x, x),
+        kl_divergence.k2(x, x),
+        kl_divergence.k3(x, x),
+        kl_divergence.k3_ratio(x, x, x),
+        kl_divergence.k3_plus(x, x),
     ],
     "policy": lambda: [
         policy_losses.ppo_clip(x, x, clip_low=0.2, clip_high=0.28, dual_clip=3.0),
@@ -75,9 +75,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     ],
     "distillation": lambda: [
         distillation.scaled_log_softmax(x[:, None], 2.0),
-        divergences.forward_kl(x[:, None], x[:, None]),
-        divergences.reverse_kl(x[:, None], x[:, None]),
-        divergences.jsd(x[:, None], x[:, None], beta=0.3),
+        kl_divergence.forward_kl(x[:, None], x[:, None]),
+        kl_divergence.reverse_kl(x[:, None], x[:, None]),
+        kl_divergence.jsd(x[:, None], x[:, None], beta=0.3),
         distillation.top_k_with_rest(x.view(2, 3), x.view(2, 3), 2),
     ],
     "aggregation": lambda: [

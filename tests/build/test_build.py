@@ -14,13 +14,13 @@ import torch
 
 from runner.build import components
 from runner.build.components import (
-    build_data,
     build_device,
     build_learner,
     build_model,
     build_tokenizer,
     report_float32,
 )
+from runner.build.data import build_data
 from runner.build.job import _experience_queue
 from runner.build.rewards import refuse_missing_columns
 from runner.cli.job_builder import compose_job
@@ -111,10 +111,29 @@ def test_what_is_compared_is_learnt_without_the_models_own_dropout_unless_it_is_
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "lr", "said"),
+    [
+        ("adapter=none", 1e-5, ["optimizer.lr: 1e-05 (the default with adapter=none)"]),
+        ("adapter=lora", 1e-4, ["optimizer.lr: 0.0001 (the default with adapter=lora)"]),
+        ("adapter=lora optimizer.lr=3e-5", 3e-5, []),
+    ],
+)
+def test_the_default_learning_rate_is_the_adapters_and_is_reported(
+    words: str, lr: float, said: list[str], workdir: Path
+) -> None:
+    job = ["model=tiny", "data=demo", "algorithm=sft", "schedule=constant", "schedule.warmup_steps=0", *words.split()]
+    spec, decide = compose_job(job).spec, Decisions(strict=True)
+    learner = build_learner(spec, "policy", causal("qwen2"), build_device(spec, decide), alone(), decide)
+    learner.begin_step(0)
+    assert {group["lr"] for group in learner.optimizer.param_groups} == {lr}
+    assert [str(d) for d in decide.entries if d.feature == "optimizer.lr"] == said
+
+
 def test_dropout_that_nothing_has_cannot_be_kept(workdir: Path) -> None:
     words = ["model=tiny", "data=demo", "algorithm=dpo", "algorithm.dropout=true"]
     spec, decide = compose_job(words).spec, Decisions(strict=True)
-    with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout to keep"):
+    with pytest.raises(SpecError, match=r"algorithm\.dropout: GPT2LMHeadModel has no dropout, and"):
         build_learner(spec, "policy", causal("gpt2"), build_device(spec, decide), alone(), decide)
 
 
@@ -123,7 +142,7 @@ def test_a_critic_that_the_model_cannot_share_is_refused_with_the_way_out(workdi
     made.save(Path("model"))
     words = ["model=hf", "model.path=model", "data=demo", "algorithm=ppo", *REWARDED.split()]
     spec, decide = compose_job([*words, "algorithm.critic=shared"]).spec, Decisions()
-    wanted = r"algorithm\.critic: .* shows its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
+    wanted = r"algorithm\.critic: .* exposes its backbone: Llama4ForCausalLM does not; type algorithm\.critic=separate"
     with pytest.raises(SpecError, match=wanted):
         build_model(spec, made.tokenizer, build_device(spec, decide), decide, spec.algorithm.trained_models()["policy"])
 
@@ -151,7 +170,7 @@ def test_a_teacher_in_pieces_has_rows_as_the_model_has_them(mesh: Mesh) -> None:
     world = replace(alone(), mesh=mesh)
     components._check_equal_layouts(packed, packed, world, "teacher")
     components._check_equal_layouts(padded, packed, alone(), "teacher")
-    with pytest.raises(SpecError, match=r"algorithm\.teacher takes padded rows and the model packed ones"):
+    with pytest.raises(SpecError, match=r"algorithm\.teacher uses the padded layout and the model the packed one"):
         components._check_equal_layouts(padded, packed, world, "teacher")
 
 

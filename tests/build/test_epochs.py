@@ -28,14 +28,14 @@ def test_a_schedule_is_checked_against_the_steps_that_the_epochs_come_to() -> No
     words = ["epochs=2", "algorithm.batch_size=8", "schedule=wsd", "schedule.warmup_steps=0", "schedule.decay_steps=30"]
     spec = compose_job(words).spec
     assert resolve_epochs(spec, 160, Decisions()).steps == 40
-    with pytest.raises(SpecError, match=r"schedule\.decay_steps: 30 and .* are more than steps=10"):
+    with pytest.raises(SpecError, match=r"schedule\.decay_steps: the sum of 30 and .* is above steps=10"):
         resolve_epochs(spec, 40, Decisions())
 
 
 def test_epochs_and_steps_together_and_epochs_of_a_weighted_mixture_are_refused() -> None:
-    with pytest.raises(SpecError, match="epochs: 2, and steps=5 is typed too; leave one of them out"):
+    with pytest.raises(SpecError, match="epochs: 2, but steps=5 is set too; leave one of them out"):
         compose_job(["epochs=2", "steps=5"])
     compose_job(["+recipe=sft_demo", "epochs=2"])  # whose steps are its file's
     mixture = ["data=file", "data.path=[a,b]", "data.mixture_weights=[1,1]"]
-    with pytest.raises(SpecError, match=r"each source of data\.mixture_weights has epochs of its own; give steps"):
+    with pytest.raises(SpecError, match=r"with data\.mixture_weights each source has its own epochs; set steps"):
         compose_job([*mixture, "epochs=2"])

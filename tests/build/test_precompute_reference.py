@@ -26,7 +26,7 @@ from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
-from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import MACHINE_METRICS
 from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from runner.trainer.reference_model import PrecomputedReference
@@ -121,21 +121,21 @@ def test_the_numbers_are_those_of_a_reference_that_is_asked_in_each_step(algorit
 
 
 def test_a_second_run_computes_nothing_and_more_epochs_use_the_same(cache: Path) -> None:
-    assert Attempt("one", "algorithm=dpo", "steps=5", CACHED).words[0].startswith("cached: 46 items scored in ")
+    assert Attempt("one", "algorithm=dpo", "steps=5", CACHED).words[0].startswith("cached: 46 items computed in ")
     for number, words in enumerate((["steps=5"], ["steps=50"], ["seed=0", "steps=2", "evaluation.every=1"])):
         [said] = Attempt(f"again{number}", "algorithm=dpo", CACHED, *words).words
-        assert said.startswith("cached: all known, nothing was computed; ")
+        assert said.startswith("cached: all items were in the cache; ")
     [folder] = (cache / "reference").iterdir()
     assert len(list(folder.iterdir())) == 1
     [more] = Attempt("fewer", "algorithm=dpo", "steps=1", "algorithm.share_prompts=false", CACHED).words
-    assert more.startswith("cached: 14 items scored"), "another structure is another unit"
+    assert more.startswith("cached: 14 items computed"), "another structure is another unit"
 
 
 @pytest.mark.parametrize("words", [["seed=1"], ["model.batch_layout=padded"], ["model.dtype=bfloat16"]])
 def test_a_model_that_computes_otherwise_has_a_cache_of_its_own(words: list[str], cache: Path) -> None:
     for where, more in (("one", []), ("two", words)):
         [said] = Attempt(where, "algorithm=dpo", "steps=1", "evaluation.every=0", CACHED, *more).words
-        assert said.startswith("cached: 8 items scored")
+        assert said.startswith("cached: 8 items computed")
     assert len(list((cache / "reference").iterdir())) == 2
 
 
@@ -191,7 +191,7 @@ def test_what_was_computed_before_an_interruption_is_kept(monkeypatch: pytest.Mo
         Attempt("one", *words)
     monkeypatch.setattr(PrecomputedReference, "precompute", learn)
     [said] = Attempt("two", *words).words
-    assert said.startswith("cached: 16 items scored")
+    assert said.startswith("cached: 16 items computed")
 
 
 def test_what_was_computed_reaches_the_disk_before_the_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_the_cache_may_be_deleted_while_a_run_computes(cache: Path, monkeypatch:
 def test_an_adapter_shares_the_cache_of_its_base() -> None:
     Attempt("one", "algorithm=dpo", "steps=2", CACHED)
     [said] = Attempt("two", "algorithm=dpo", "steps=2", CACHED, "adapter=lora").words
-    assert said.startswith("cached: all known")
+    assert said.startswith("cached: all items were in the cache")
 
 
 def test_a_damaged_file_is_computed_again_and_said(cache: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_damaged_file_is_computed_again_and_said(cache: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
     again = Attempt("two", *words)
     assert [line.partition(":")[0] for line in again.words] == ["computed again", "cached"]
-    assert path.name in again.words[0] and again.words[1].startswith("cached: 22 items scored")
+    assert path.name in again.words[0] and again.words[1].startswith("cached: 22 items computed")
     assert again.run() == wanted and path.exists()
 
 
@@ -269,7 +269,7 @@ def test_a_run_does_not_go_on_with_the_reference_of_another_model() -> None:
     one, other = (Attempt(name, "algorithm=dpo", "steps=1", CACHED, f"seed={n}") for n, name in enumerate(("a", "b")))
     assert isinstance(one.reference, PrecomputedReference) and torch.is_tensor(one.built.model.module.lm_head.weight)
     state = {"identity": {**other.built.identity, "data": one.built.identity["data"]}}
-    with pytest.raises(CheckpointError, match="another drawn"):
+    with pytest.raises(CheckpointError, match="different drawn"):
         one.built.restore(state)
 
 

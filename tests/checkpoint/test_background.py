@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint import manifest
+from runner.checkpoint import format
 from runner.checkpoint.config import CheckpointConfig, SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import RunnerError, StorageError, TrainingDiverged
@@ -33,14 +33,14 @@ def contents(root: Path, step: int) -> dict[str, bytes]:
 @contextmanager
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Within, no manifest is made before the event is set."""
-    go_on, describe = threading.Event(), manifest.build_manifest
+    go_on, describe = threading.Event(), format.build_manifest
 
     def slowly(*arguments: Any) -> Any:
         assert go_on.wait(TIMEOUT_S)
         return describe(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr("runner.checkpoint.manifest.build_manifest", slowly)
+        patched.setattr("runner.checkpoint.format.build_manifest", slowly)
         yield go_on
 
 
@@ -66,7 +66,7 @@ def test_it_is_of_the_step_it_was_started_at_whatever_changes_meanwhile(
     at_once = CheckpointStore(SafetensorsConfig(), root=tmp_path / "at once", report=pytest.fail)
     at_once.save(1, {**fresh, "policy": {"tensors": tied, "step": 1}}, {"loss": 1.0})
     assert contents(root, 1) == contents(tmp_path / "at once", 1)
-    assert manifest.read(root / "step-00000001").metrics == {"loss": 1.0}
+    assert format.read_manifest(root / "step-00000001").metrics == {"loss": 1.0}
 
 
 def test_the_next_save_waits_and_says_so(
@@ -223,7 +223,7 @@ def test_a_rank_that_is_killed_while_its_thread_writes_leaves_the_earlier_checkp
         store._finish_write()
         return "saved"
 
-    with pytest.raises(AssertionError, match=r"rank 0 died without an answer|another rank ended"):
+    with pytest.raises(AssertionError, match=r"rank 0 died without an answer|another rank exited"):
         ranks(2, work)
     store = CheckpointStore(SafetensorsConfig(), root=tmp_path, report=lambda _: None)
     loaded = store.load()
@@ -239,13 +239,13 @@ def test_a_copy_that_one_rank_has_no_memory_for_starts_nothing(tmp_path: Path) -
             state["policy"]["tensors"]["large"] = torch.empty(2**28, dtype=torch.uint8)
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**27, resource.RLIM_INFINITY))
-        with pytest.raises(RunnerError, match="no host memory for a copy of what is saved: ") as caught:
+        with pytest.raises(RunnerError, match="not enough host memory for a copy of the checkpoint: ") as caught:
             store.start(1, state, {})
         assert caught.value.exit_code == 75
         store.check()
         return str(caught.value)
 
-    assert all("checkpoint.asynchronous=false writes without one" in said for said in ranks(2, work))
+    assert all("type checkpoint.asynchronous=false" in said for said in ranks(2, work))
     assert not list(tmp_path.iterdir())
 
 

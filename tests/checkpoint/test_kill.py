@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint import reader, writer
+from runner.checkpoint import step_folders
 
-FAILPOINTS = re.findall(r'failpoint\("([\w.]+)"\)', Path(writer.__file__).read_text())
+FAILPOINTS = re.findall(r'failpoint\("([\w.]+)"\)', Path(step_folders.__file__).read_text())
 assert len(FAILPOINTS) >= 8
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,7 +70,7 @@ def victim() -> Iterator[Victim]:
 def newest(root: Path) -> int:
     """The newest checkpoint's step; fails unless it is whole at once, without any fall-back, and right."""
     words: list[str] = []
-    loaded = reader.load(root, report=words.append)
+    loaded = step_folders.load(root, report=words.append)
     assert words == []
     if loaded is None:
         return 0
@@ -100,7 +100,7 @@ def test_killed_at_a_named_instant(victim: Victim, tmp_path: Path, point: str, b
 def test_killed_in_the_middle_of_its_first_save(victim: Victim, tmp_path: Path) -> None:
     victim.start(tmp_path, 1, 1, failpoint="checkpoint.before_rename:kill")
     assert victim.end() == -signal.SIGKILL
-    assert reader.load(tmp_path, report=pytest.fail) is None, "nothing was committed: a fresh start, not an error"
+    assert step_folders.load(tmp_path, report=pytest.fail) is None, "nothing was committed: a fresh start, not an error"
 
 
 @pytest.mark.parametrize(

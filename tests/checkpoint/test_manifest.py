@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.checkpoint import manifest
-from runner.checkpoint.manifest import DamagedCheckpoint, FileRecord, Manifest
+from runner.checkpoint import format
+from runner.checkpoint.format import DamagedCheckpoint, FileRecord, Manifest
 from runner.core.errors import CheckpointError
 
 EXAMPLE = Manifest(100, "2030-01-02T03:04:05+00:00", {"eval/x": 0.25}, {"state.json": FileRecord(3, "ab" * 32)})
 
 
 def put(folder: Path, content: bytes) -> None:
-    (folder / manifest.FILE).write_bytes(content)
+    (folder / format.MANIFEST_FILE).write_bytes(content)
 
 
 @given(st.dictionaries(st.text(), st.floats(), max_size=4), st.integers(0, 10**9))
@@ -26,56 +26,56 @@ def test_it_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory, metrics: dict[str, float], step: int
 ) -> None:
     folder = tmp_path_factory.mktemp("m")
-    put(folder, manifest.encode(Manifest(step, "now", metrics, EXAMPLE.files)))
-    back = manifest.read(folder)
+    put(folder, format.encode_manifest(Manifest(step, "now", metrics, EXAMPLE.files)))
+    back = format.read_manifest(folder)
     assert (back.step, back.files, back.metrics.keys()) == (step, EXAMPLE.files, metrics.keys())
     assert all(repr(back.metrics[k]) == repr(v) for k, v in metrics.items())  # NaN, infinity and -0.0 too
 
 
 def test_it_is_strict_json(tmp_path: Path) -> None:
-    content = manifest.encode(Manifest(1, "now", {"a": math.nan, "b": -math.inf}, {}))
+    content = format.encode_manifest(Manifest(1, "now", {"a": math.nan, "b": -math.inf}, {}))
     text = json.loads(content, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert text["metrics"] == {"a": "nan", "b": "-inf"}
 
 
 def test_every_flipped_bit_is_noticed_or_changes_nothing(tmp_path: Path) -> None:
-    content = manifest.encode(EXAMPLE)
+    content = format.encode_manifest(EXAMPLE)
     for position in range(len(content) * 8):
         damaged = bytearray(content)
         damaged[position // 8] ^= 1 << position % 8
         put(tmp_path, bytes(damaged))
         try:
-            assert manifest.read(tmp_path) == EXAMPLE, position  # white space only
+            assert format.read_manifest(tmp_path) == EXAMPLE, position  # white space only
         except DamagedCheckpoint:
             continue
 
 
 @pytest.mark.parametrize("length", [0, 1, 50, -2])
 def test_a_cut_manifest_is_damaged(tmp_path: Path, length: int) -> None:
-    put(tmp_path, manifest.encode(EXAMPLE)[:length])
+    put(tmp_path, format.encode_manifest(EXAMPLE)[:length])
     with pytest.raises(DamagedCheckpoint, match=r"MANIFEST\.json"):
-        manifest.read(tmp_path)
+        format.read_manifest(tmp_path)
 
 
 @pytest.mark.parametrize("content", [b"[]", b"null", b"{}", b"\xff\xfe", b"3", b'"x"'])
 def test_json_that_is_no_manifest_is_damaged(tmp_path: Path, content: bytes) -> None:
     put(tmp_path, content)
     with pytest.raises(DamagedCheckpoint, match=r"MANIFEST\.json"):
-        manifest.read(tmp_path)
+        format.read_manifest(tmp_path)
 
 
 def resealed(**changes: object) -> bytes:
     """A manifest with other fields and a right digest, as another program could write it."""
-    body = json.loads(manifest.encode(EXAMPLE))
+    body = json.loads(format.encode_manifest(EXAMPLE))
     del body["digest"]
     body |= changes
-    return json.dumps(body | {"digest": manifest._digest(body)}).encode()
+    return json.dumps(body | {"digest": format._manifest_digest(body)}).encode()
 
 
 def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
     put(tmp_path, resealed(schema=2, anything={"new": 1}))
     with pytest.raises(CheckpointError, match="checkpoint schema 2; this runner reads up to 1") as caught:
-        manifest.read(tmp_path)
+        format.read_manifest(tmp_path)
     assert not isinstance(caught.value, DamagedCheckpoint)
 
 
@@ -83,7 +83,7 @@ def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"step": "one"}, "step"),
-        ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}}, "not the name of a file beside it"),
+        ({"files": {"../../etc/passwd": {"bytes": 1, "sha256": ""}}}, "not the name of a file in its folder"),
         ({"files": {"a": {"bytes": 1}}}, "sha256"),
         ({"metrics": {"a": "much"}}, "metrics"),
     ],
@@ -91,4 +91,4 @@ def test_a_newer_schema_says_what_is_needed(tmp_path: Path) -> None:
 def test_fields_are_checked(tmp_path: Path, changes: dict[str, object], says: str) -> None:
     put(tmp_path, resealed(**changes))
     with pytest.raises(DamagedCheckpoint, match=says):
-        manifest.read(tmp_path)
+        format.read_manifest(tmp_path)

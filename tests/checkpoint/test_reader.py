@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint import reader
+from runner.checkpoint import step_folders
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError
 
@@ -53,47 +53,47 @@ def whole(open_store: Callable[..., CheckpointStore], state_of: Callable[[int], 
 @pytest.mark.parametrize("name", FILES)
 def test_the_one_before_a_damaged_newest_is_used(whole: Path, words: list[str], name: str, damage: str) -> None:
     DAMAGE[damage](whole / "step-00000003" / name)
-    loaded = reader.load(whole, report=words.append)
+    loaded = step_folders.load(whole, report=words.append)
     assert loaded is not None and loaded.step == 2
     assert int(loaded.state["policy"]["tensors"]["count"]) == 2
     assert len(words) == 1
     assert words[0].startswith(f"checkpoint step-00000003: {name}: ")
-    assert words[0].endswith("; trying the one before")
+    assert words[0].endswith("; trying the previous one")
 
 
 @pytest.mark.parametrize("name", FILES)
 def test_none_whole_is_an_error_that_lists_them(whole: Path, words: list[str], name: str) -> None:
     for step, damage in {1: "removed", 2: "cut short", 3: "first byte"}.items():
-        DAMAGE[damage](whole / reader.folder_name(step) / name)
-    with pytest.raises(CheckpointError, match="none of the 3 checkpoints is whole") as caught:
-        reader.load(whole, report=words.append)
+        DAMAGE[damage](whole / step_folders.folder_name(step) / name)
+    with pytest.raises(CheckpointError, match="all 3 checkpoints are damaged or incomplete") as caught:
+        step_folders.load(whole, report=words.append)
     assert caught.value.exit_code == 4
-    assert all(f"{reader.folder_name(step)}: {name}: " in str(caught.value) for step in (1, 2, 3))
+    assert all(f"{step_folders.folder_name(step)}: {name}: " in str(caught.value) for step in (1, 2, 3))
 
 
 def test_a_chosen_step_that_is_damaged_is_not_replaced_by_another(whole: Path, words: list[str]) -> None:
     (whole / "step-00000002" / "state.json").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000002: state\.json: No such file .*; other steps: 1, 3"):
-        reader.load(whole, 2, report=words.append)
+        step_folders.load(whole, 2, report=words.append)
 
 
 def test_an_empty_folder_counts_as_a_damaged_checkpoint(tmp_path: Path, words: list[str]) -> None:
     """It is never the start of a new run: somebody's state was there."""
     (tmp_path / "step-00000001").mkdir()
     with pytest.raises(CheckpointError, match=r"MANIFEST\.json: No such file"):
-        reader.load(tmp_path, report=words.append)
+        step_folders.load(tmp_path, report=words.append)
 
 
 def test_a_copied_folder_is_not_another_step(whole: Path, words: list[str]) -> None:
     (whole / "step-00000003").rename(whole / "step-00000004")
-    loaded = reader.load(whole, report=words.append)
+    loaded = step_folders.load(whole, report=words.append)
     assert loaded is not None and loaded.step == 2
-    assert "it is of step 3, the folder says 4" in words[0]
+    assert "says step 3, but the folder says 4" in words[0]
 
 
 def test_an_extra_file_is_ignored_with_notice(whole: Path, words: list[str]) -> None:
     (whole / "step-00000003" / "notes.txt").write_text("mine")
-    loaded = reader.load(whole, report=words.append)
+    loaded = step_folders.load(whole, report=words.append)
     assert loaded is not None and loaded.step == 3
     assert words == ["checkpoint step-00000003: ignoring notes.txt, which its manifest does not list"]
 
@@ -108,14 +108,14 @@ def test_no_bit_of_a_small_checkpoint_can_change_unnoticed(whole: Path) -> None:
             damaged[position // 8] ^= 1 << position % 8
             path.write_bytes(damaged)
             with pytest.raises(CheckpointError, match="do not match their checksum"):
-                reader.verify(whole, 3)
+                step_folders.verify(whole, 3)
         path.write_bytes(content)
-    assert reader.verify(whole, 3).step == 3
+    assert step_folders.verify(whole, 3).step == 3
 
 
 def test_reading_changes_nothing(whole: Path, words: list[str]) -> None:
     before = {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in whole.rglob("*")}
-    loaded = reader.load(whole, report=words.append)
+    loaded = step_folders.load(whole, report=words.append)
     assert {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in whole.rglob("*")} == before
     assert loaded is not None and torch.equal(loaded.state["policy"]["tensors"]["count"], torch.tensor(3))
     assert words == []

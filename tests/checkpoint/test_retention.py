@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.checkpoint.config import CheckpointConfig, direction
-from runner.checkpoint.writer import best_step, steps_to_keep
+from runner.checkpoint.step_folders import best_step, steps_to_keep
 from runner.core.errors import SpecError
 
 VALUES = st.dictionaries(st.integers(1, 50), st.floats(), max_size=10)
@@ -51,9 +51,9 @@ def test_problems() -> None:
         return dict(CheckpointConfig(name="c", **options).problems(JOB))
 
     assert said() == said(best="eval/loss") == said(best="mine/x", best_mode="min") == {}
-    assert said(best_mode="min") == {"checkpoint.best_mode": "is for checkpoint.best; leave it out"}
-    assert "must be given, max or min" in said(best="mine/x")["checkpoint.best_mode"]
-    assert "must be given" in said(best="reward/std")["checkpoint.best_mode"]
+    assert said(best_mode="min") == {"checkpoint.best_mode": "needs checkpoint.best; leave it out"}
+    assert "must be set to max or min" in said(best="mine/x")["checkpoint.best_mode"]
+    assert "must be set" in said(best="reward/std")["checkpoint.best_mode"]
 
 
 @given(VALUES)

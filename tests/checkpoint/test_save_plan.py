@@ -146,7 +146,7 @@ def test_copies_on_several_ranks_are_the_first_ones(tmp_path: Path) -> None:
 CONTRADICTIONS: dict[str, tuple[list[dict[str, Any]], str]] = {
     "shape": (
         [{"tensors": {"w": torch.zeros(2)}}, {"tensors": {"w": torch.zeros(3)}}],
-        r"ranks 0 and 1 have different tensors in their state of policy: w is F32\[2\] and F32\[3\]",
+        r"ranks 0 and 1 have different tensors in section policy: w is F32\[2\] and F32\[3\]",
     ),
     "type": (
         [{"tensors": {"w": torch.zeros(2)}}, {"tensors": {"w": torch.zeros(2).half()}}],
@@ -154,13 +154,13 @@ CONTRADICTIONS: dict[str, tuple[list[dict[str, Any]], str]] = {
     ),
     "optimizer": (
         [{"optimizer": {"groups": [{"lr": 0.1}]}}, {"optimizer": {"groups": [{"lr": 0.2}]}}],
-        r"ranks 0 and 1 have different values of policy\.optimizer\.groups\[0\]\.lr in their state, 0\.1 and 0\.2",
+        r"ranks 0 and 1 have different values of policy\.optimizer\.groups\[0\]\.lr: 0\.1 and 0\.2",
     ),
     "groups": (
         [{"optimizer": {"groups": [{"lr": 0.1}]}}, {"optimizer": {"groups": []}}],
         r"different values of policy\.optimizer\.groups",
     ),
-    "section": ([{"tensors": {}}, {}], r"ranks 0 and 1 have different sections of state \(policy\)"),
+    "section": ([{"tensors": {}}, {}], r"ranks 0 and 1 have different state sections \(policy\)"),
 }
 
 
@@ -169,7 +169,7 @@ def test_ranks_that_contradict_each_other_write_nothing(tmp_path: Path) -> None:
         for states, says in CONTRADICTIONS.values():
             with pytest.raises(RunnerError, match=says) as caught:
                 store(tmp_path, True).save(1, {"policy": states[rank]}, {})
-            assert "no checkpoint was written; the ones before are untouched" in str(caught.value)
+            assert "no checkpoint was written; earlier ones are unchanged" in str(caught.value)
 
     ranks(2, work)
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.checkpoint import sections
+from runner.checkpoint import format
 from runner.checkpoint.save_plan import SavePlan, make_save_plan
 from runner.core import safetensors_layout
 from runner.core.errors import RunnerError, TrainingDiverged
@@ -67,21 +67,21 @@ SECTIONS = st.builds(
 
 def agreed(state: dict[str, Any]) -> SavePlan:
     """What a single process writes."""
-    return make_save_plan(lambda: sections.split_state(state), SINGLE_PROCESS)
+    return make_save_plan(lambda: format.split_state(state), SINGLE_PROCESS)
 
 
 def round_trip(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     held = agreed(state)
-    (folder / sections.VALUES).write_bytes(held.values)
+    (folder / format.VALUES).write_bytes(held.values)
     for name, layout in held.layouts.items():
         safetensors_layout.create_file(folder / f"{name}.safetensors", layout)
-        sections.write_pieces(folder / f"{name}.safetensors", layout, held.pieces[name])
-    return sections.read_state(folder, {f"{name}.safetensors": None for name in held.layouts})
+        format.write_pieces(folder / f"{name}.safetensors", layout, held.pieces[name])
+    return format.read_state(folder, {f"{name}.safetensors": None for name in held.layouts})
 
 
 def refuse_infinite(state: dict[str, Any]) -> None:
     for name, pieces in agreed(state).pieces.items():
-        sections.refuse_infinite(name, pieces)
+        format.refuse_infinite(name, pieces)
 
 
 def bits(tensor: Tensor) -> bytes:
@@ -162,7 +162,7 @@ def test_a_tensor_that_is_not_finite_is_refused(bad: float, dtype: torch.dtype) 
 )
 def test_a_value_that_json_would_change_is_refused_by_name(section: dict[str, Any], where: str) -> None:
     with pytest.raises(RunnerError, match=f"the state {where} = .* has no exact JSON form"):
-        sections.split_state({"callbacks": section})
+        format.split_state({"callbacks": section})
 
 
 def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written() -> None:
@@ -174,13 +174,13 @@ def test_what_safetensors_cannot_hold_is_refused_before_anything_is_written() ->
     }
     for name, value in unfit.items():
         with pytest.raises(RunnerError, match="cannot be stored"):
-            sections.split_state({"policy": {"tensors": {name: value}}})
+            format.split_state({"policy": {"tensors": {name: value}}})
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "a\0b"])
 def test_a_section_name_must_be_a_file_name(name: str) -> None:
-    with pytest.raises(RunnerError, match="file's name"):
-        sections.split_state({name: {}})
+    with pytest.raises(RunnerError, match="valid file name"):
+        format.split_state({name: {}})
 
 
 def test_tuples_become_lists(tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ def test_pieces_are_written_without_reading_what_others_write(tmp_path: Path) ->
     safetensors_layout.create_file(path, layout)
     whole = path.stat().st_size
     path.write_bytes(b"?" * whole)  # as a page that another machine has not sent yet
-    sections.write_pieces(path, layout, one.pieces["policy"])
+    format.write_pieces(path, layout, one.pieces["policy"])
     begin, end = (len(layout.head) + at for at in layout.byte_ranges["weight"])
     content = path.read_bytes()
     assert content[: len(layout.head)] == b"?" * len(layout.head) and len(content) == whole

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from runner.checkpoint import reader
-from runner.checkpoint import writer as writing
+from runner.checkpoint import format, step_folders
+from runner.checkpoint import step_folders as writing
 from runner.checkpoint.config import SafetensorsConfig
 from runner.checkpoint.store import CheckpointStore
 from runner.core.errors import CheckpointError, SpecError, StorageError, TrainingDiverged
@@ -30,7 +30,7 @@ def digests(root: Path) -> dict[str, str]:
     }
 
 
-def assert_is(loaded: reader.LoadedCheckpoint | None, step: int) -> None:
+def assert_is(loaded: step_folders.LoadedCheckpoint | None, step: int) -> None:
     assert loaded is not None and loaded.step == step
     assert torch.equal(loaded.state["policy"]["tensors"]["weight"], torch.arange(12.0).reshape(3, 4) + step)
     assert loaded.state["algorithm"] == {"seen": [step, "items"]}
@@ -76,7 +76,7 @@ def test_the_lines_of_its_steps_are_on_the_disk_before_a_checkpoint_is(
     monkeypatch.setattr(os, "rename", noted_rename)
     lines = tmp_path / "metrics.jsonl"
     lines.write_text("{}\n")
-    beside = (lines, tmp_path / "not there yet")
+    beside = (lines, tmp_path / "not exist yet")
     CheckpointStore(SafetensorsConfig(), root=root, report=print, beside=beside).save(1, state_of(1), {})
     assert events.index("metrics.jsonl") < events.index("rename to step-00000001")
 
@@ -165,7 +165,7 @@ def test_a_damaged_one_of_the_same_step_is_set_aside(
     assert_is(resumed.load(), 3)
     resumed.save(6, state_of(6), {})
     assert_is(open_store().load(), 6)
-    assert any("the damaged step-00000006 is now damaged-step-00000006-" in w for w in words)
+    assert any("the damaged step-00000006 was renamed to damaged-step-00000006-" in w for w in words)
     assert len(list(root.glob("damaged-*"))) == 1
 
 
@@ -174,10 +174,10 @@ def test_damaged_ones_never_push_the_last_whole_one_out(open_store: Open, state_
     for step in (1, 2, 3):
         writer.save(step, state_of(step), {})
     for step in (2, 3):
-        (writer._root / reader.folder_name(step) / "policy.safetensors").write_bytes(b"")
+        (writer._root / step_folders.folder_name(step) / "policy.safetensors").write_bytes(b"")
     open_store(keep=2).save(4, state_of(4), {})
     assert open_store().steps() == [1, 2, 3, 4], "two whole ones stay: 1 and 4; what is damaged is left alone"
-    assert sum("left alone" in w for w in words) == 2
+    assert sum("not removed" in w for w in words) == 2
 
 
 def test_what_is_not_finite_is_not_committed(open_store: Open, state_of: StateOf, root: Path) -> None:
@@ -255,13 +255,13 @@ def test_a_newer_schema_is_neither_used_nor_skipped_nor_deleted(
 ) -> None:
     writer = open_store(keep=1)
     writer.save(1, state_of(1), {})
-    monkeypatch.setattr("runner.checkpoint.manifest.SCHEMA", 2)
+    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 2)
     newer = root / "step-00000002"
-    described = reader.manifest.read(root / "step-00000001")
+    described = format.read_manifest(root / "step-00000001")
     (root / "step-00000001").rename(newer)
-    changed = reader.manifest.Manifest(2, described.written, {}, described.files, schema=2)
-    (newer / "MANIFEST.json").write_bytes(reader.manifest.encode(changed))
-    monkeypatch.setattr("runner.checkpoint.manifest.SCHEMA", 1)
+    changed = format.Manifest(2, described.written, {}, described.files, schema=2)
+    (newer / "MANIFEST.json").write_bytes(format.encode_manifest(changed))
+    monkeypatch.setattr("runner.checkpoint.format.SCHEMA", 1)
     with pytest.raises(CheckpointError, match="schema 2; this runner reads up to 1: install the newer version"):
         open_store().load()
     open_store(keep=1).save(3, state_of(3), {})

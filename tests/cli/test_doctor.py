@@ -27,9 +27,9 @@ HEAVY = {"torch", "transformers", "datasets", "peft", "wandb", "numpy", "hydra",
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["npu"], "not an override; write npu=VALUE"),
-        (["device=cpu", "x"], "not an override; write x=VALUE"),
-        (["device=npu", "device=cpu"], "given twice"),
+        (["npu"], "not an override; type npu=VALUE"),
+        (["device=cpu", "x"], "not an override; type x=VALUE"),
+        (["device=npu", "device=cpu"], "set twice"),
         (["device="], "no device named ''"),
         (["+recipe=sft_npuu"], "no recipe named 'sft_npuu'; did you mean 'sft_npu'?"),
     ],
@@ -43,7 +43,7 @@ def test_words_that_are_neither_a_device_nor_a_job(
 
 def steps(text: str) -> list[str]:
     """The numbered steps of an error or of a report, each with the line to type below it."""
-    lines = text.partition("in this order")[2].splitlines()[1:]
+    lines = text.partition("do this, in order")[2].splitlines()[1:]
     return list(itertools.takewhile(lambda line: re.match(r"  (\d+\.|   )", line), lines))
 
 
@@ -80,7 +80,7 @@ def test_a_job_and_the_doctor_list_the_same_steps_in_the_same_order(
     found = steps(said)
     places = [next((i for i, line in enumerate(found) if part in line), -1) for part in parts]
     assert places == sorted(places) and -1 not in places, said
-    doctor = shlex.split(said.partition("with evidence: run ")[2].splitlines()[0])
+    doctor = shlex.split(said.partition("for details: run ")[2].splitlines()[0])
     assert main([*doctor, "--no-trial"]) == 2
     report = capsys.readouterr().out
     assert steps(report) == found and found, report

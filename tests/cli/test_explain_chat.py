@@ -21,7 +21,9 @@ def test_a_row_is_shown_with_what_is_trained_on(workdir: Path, capsys: pytest.Ca
     (workdir / "own.jinja").write_text(REWRITES)
     assert main(["explain", "chat", "data=file", "data.path=rows.jsonl", "chat.template=own.jinja"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("first row of data=file for algorithm=sft: ") and lines[0].endswith(" 6 trained on")
+    assert lines[0].startswith("first row in the order of training (data=file, algorithm=sft): ") and lines[0].endswith(
+        " 6 trained on"
+    )
     assert [line for line in lines if line.startswith("trained")] == [
         "trained  T · b · <|im_end|>",
         "trained  T · d · <|im_end|>",

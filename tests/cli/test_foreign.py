@@ -44,7 +44,7 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
         ("-cn x", ["+recipe=NAME"]),
         ("-p model", ["run --cfg job"]),
         ("--resolve", ["leave it out"]),
-        ("--cfg hydra", ["the job is printed by: run --cfg job"]),
+        ("--cfg hydra", ["to print the job: run --cfg job"]),
         ("--info all", ["--info searchpath"]),
         ("hydra.run.dir=x", ["--folder FOLDER"]),
         ("hydra/launcher=submitit_slurm", ["type sweep.on=slurm"]),

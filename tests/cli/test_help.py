@@ -52,7 +52,7 @@ def test_help_topics_have_all_recipes_options_and_flags(workdir: Path, capsys: p
 @pytest.mark.parametrize("words", [["infer", "--help"], ["help", "infer"]])
 def test_a_verb_has_a_help_of_its_own(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(words, capsys)
-    assert "usage: run infer" in out and "longest answer (256)" in out and "--spec" not in out
+    assert "usage: run infer" in out and "maximum tokens of a completion (256)" in out and "--spec" not in out
 
 
 def test_run_is_a_verb_with_help_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,7 +61,7 @@ def test_run_is_a_verb_with_help_too(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no help on 'recipe'" in (err := refused(["help", "recipe"], capsys)) and "run help recipes" in err
+    assert "no help topic 'recipe'" in (err := refused(["help", "recipe"], capsys)) and "run help recipes" in err
     assert "'optimizer' is a group; its options: run list optimizer" in refused(["help", "optimizer"], capsys)
     assert "there are recipes, options, verbs" in refused(["help", "zzz"], capsys)
 
@@ -70,8 +70,8 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
     ("word", "answer"),
     [
         ("shema", "did you mean 'schema'? e.g. run schema recipe"),
-        ("deploy", "to answer over HTTP, as OpenAI's API does: run serve latest"),
-        ("talk", "to talk to a model in the terminal: run chat latest"),
+        ("deploy", "to serve a model over HTTP, with OpenAI's API: run serve latest"),
+        ("talk", "to chat with a model in the terminal: run chat latest"),
         ("merge_lora", "run export latest --merge"),
         ("Compare", "run diff A B"),
         ("finetun", "if you mean 'finetune': training has no verb of its own: run +recipe=NAME"),

@@ -63,9 +63,9 @@ def test_they_are_listed(site: Path, workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "a kind and a name are expected"),
+        ([], "a kind and a name"),
         (["rewrad", "mine"], "did you mean 'reward'?"),
-        (["reward", "2nd"], "'2nd' is no name"),
+        (["reward", "2nd"], "'2nd' is not a valid name"),
         (["reward", "taken"], "taken exists"),
     ],
 )

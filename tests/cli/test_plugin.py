@@ -127,13 +127,13 @@ def test_a_broken_package_is_named_once_and_left_out(site: Path, workdir: Path) 
     listed = started("list", "optimizer")
     assert (listed.returncode, "adamw" in listed.stdout) == (0, True)
     assert listed.stderr == (
-        "warning: the plug-in theirs is not used in full\n"
-        "  left out: theirs (SystemExit: broken)\n"
-        "  left out: theirs (there is no package 'theirs' to take conf/ from)\n"
-        "  fix it, or: pip uninstall theirs\n"
+        "warning: the plug-in theirs is only partly loaded\n"
+        "  not loaded: theirs (SystemExit: broken)\n"
+        "  not loaded: theirs (there is no package 'theirs' to take conf/ from)\n"
+        "  fix it, or type: pip uninstall theirs\n"
     )
     chosen = started("--cfg", "job", "algorithm=theirs")
-    why = "no algorithm named 'theirs'; that of the plug-in theirs is left out: SystemExit: broken"
+    why = "no algorithm named 'theirs'; the one of plug-in theirs is not loaded: SystemExit: broken"
     assert (chosen.returncode, why in chosen.stderr) == (2, True)
 
 
@@ -176,13 +176,13 @@ def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
     result = run(site, workdir, "help", "options")
     assert result.returncode == 0 and "adamw," in result.stdout
     [head, *lines] = result.stderr.splitlines()
-    assert head == "warning: the plug-in taken is not used in full"
+    assert head == "warning: the plug-in taken is only partly loaded"
     assert sorted(lines) == [
-        "  fix it, or: pip uninstall taken",
-        "  left out: adamw (two components are registered as optimizer=adamw: "
+        "  fix it, or type: pip uninstall taken",
+        "  not loaded: adamw (two components are registered as optimizer=adamw: "
         "runner.optimizer.config.AdamWConfig, taken.Mine)",
-        "  left out: explain (there is a verb 'explain' already)",
-        "  left out: mine (there is no group 'optimiser' (" + ", ".join(GROUPS) + "))",
-        "  left out: taken (there is no package 'nowhere' to take conf/ from)",
-        "  left out: word (it is no ComponentConfig)",
+        "  not loaded: explain (the verb 'explain' exists already)",
+        "  not loaded: mine (there is no group 'optimiser' (" + ", ".join(GROUPS) + "))",
+        "  not loaded: taken (there is no package 'nowhere' to take conf/ from)",
+        "  not loaded: word (it is not a ComponentConfig)",
     ]

@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli import sources
+from runner.cli import config_sources
 from runner.cli.main import main
-from runner.core import imports
+from runner.core import package
 from runner.spec import registry
 
 
 @pytest.fixture
 def without_plugins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No package with entry points is installed."""
-    monkeypatch.setattr(imports, "entry_points", lambda group: ())
+    monkeypatch.setattr(package, "entry_points", lambda group: ())
     registry.default_registry.cache_clear()
-    sources.plugin_folders.cache_clear()
+    config_sources.plugin_folders.cache_clear()
     yield
     registry.default_registry.cache_clear()
-    sources.plugin_folders.cache_clear()
+    config_sources.plugin_folders.cache_clear()
 
 
 @pytest.mark.parametrize(

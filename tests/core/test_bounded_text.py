@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from runner.checkpoint.manifest import FILE, DamagedCheckpoint, read
+from runner.checkpoint.format import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 from runner.cli.main import main
-from runner.core.bounded_text import check_yaml, parse_json
 from runner.core.errors import EnvironmentProblem
+from runner.core.untrusted_text import check_yaml, parse_json
 from runner.run_dir.folder import read_mapping
 
 BOMB = "\n".join(
@@ -50,9 +50,9 @@ def test_a_recipe_that_is_a_bomb_ends_at_once(text: str, workdir: Path, capsys: 
 def test_json_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(BRACKETS)
-    (tmp_path / FILE).write_text(BRACKETS)
+    (tmp_path / MANIFEST_FILE).write_text(BRACKETS)
     with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
-        read(tmp_path)
+        read_manifest(tmp_path)
     (tmp_path / "status.json").write_text(BRACKETS)
     with pytest.raises(EnvironmentProblem, match="nested too deeply"):
         read_mapping(tmp_path / "status.json")

@@ -38,12 +38,12 @@ def test_some_of_the_variables_are_too_few(missing: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(2, 2, 0, 1), (-1, 2, 0, 1), (0, 2, 1, 2), (0, 1, 0, 2), (1, 2, 1, 1)])
 def test_numbers_that_are_no_place_are_refused(numbers: tuple[int, int, int, int]) -> None:
-    with pytest.raises(EnvironmentProblem, match="no place in a job"):
+    with pytest.raises(EnvironmentProblem, match="not a valid rank"):
         RankInfo(*numbers)
 
 
 def test_a_word_is_no_number() -> None:
-    with pytest.raises(EnvironmentProblem, match="whole numbers are expected"):
+    with pytest.raises(EnvironmentProblem, match="expected integers"):
         RankInfo.from_environment(RankInfo(1, 2, 1, 2).to_environment() | {"RANK": "first"})
 
 

@@ -35,7 +35,7 @@ def stop() -> Iterator[StopSignal]:
 def test_where_nothing_can_be_saved_it_ends_at_once(stop: StopSignal, number: int, code: int) -> None:
     reached = []
     with (
-        pytest.raises(Interrupted, match="before a step was made; no checkpoint") as caught,
+        pytest.raises(Interrupted, match="before the first step ended; no checkpoint was written") as caught,
         stop.interrupt_immediately(),
     ):
         try:

@@ -129,7 +129,7 @@ def download(wanted: Requirement, folder: Path) -> Path:
 
 
 def pip(*words: str) -> str:
-    """What went wrong in a command of pip; empty where nothing did."""
+    """Error in a command of pip; empty where nothing did."""
     done = subprocess.run([sys.executable, "-m", "pip", *words], capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
 

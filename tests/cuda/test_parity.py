@@ -9,7 +9,7 @@ from torch import Tensor
 from runner.core.auto_choices import Decisions
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
-from runner.device.cuda_attention import varlen_kernel
+from runner.device.cuda import varlen_kernel
 from runner.interfaces import Device
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig

@@ -182,7 +182,7 @@ def cell(family: Family, kind: str) -> str:
     tokenizer = family_tokenizer(template, family.bos, family.eos)
     rows = encode_chat(tokenizer, messages, tools, family.options)
     if isinstance(rows, str):
-        lost = re.search(r"does not write the (reasoning|tool call|tool|content)\b", rows)
+        lost = re.search(r"does not render the (reasoning|tool call|tool|content)\b", rows)
         if lost:
             return f"refused: {lost.group(1)}"
         return "refused: `chat.template`" if "type chat.template=" in rows else "refused: the template's words"

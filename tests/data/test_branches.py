@@ -96,6 +96,8 @@ def test_an_answer_of_several_turns_is_all_that_follows_the_prompt(tokenizer: An
     assert row.prompt == seen_by_generation(tokenizer, chat("a"))
     text = "b<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\nd<|im_end|>"
     assert tokenizer.decode(row.answers[0]) == text
+    whole = tokenizer.apply_chat_template(chat("a", "b", "c", "d"), tokenize=True, return_dict=False)
+    assert [*row.answers[0], *tokenizer("\n").input_ids] == whole[len(row.prompt) :]  # TRL's DPOTrainer, KTOTrainer
 
 
 def test_a_batch_is_its_rows_one_by_one(tokenizer: Any) -> None:
@@ -127,8 +129,8 @@ def test_a_template_that_opens_answers_it_does_not_write_is_refused_and_can_be_a
     )
     assert [row.place for row in rows] == [HERE]
     assert problems.count == 1  # one row, although neither answer can be told from its prompt
-    assert "a.jsonl:3: the chat template opens an answer" in str(problems.error())
-    assert "as plain text" in str(problems.error())
+    assert "a.jsonl:3: the chat template's generation prompt differs" in str(problems.error())
+    assert "plain text prompt" in str(problems.error())
     assert tokenizer.decode(tree(tokenizer, PromptExample(HERE, tuple(chat("a")))).prompt).endswith(
         "assistant\n<think>\n"
     )

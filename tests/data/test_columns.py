@@ -33,9 +33,7 @@ def test_names_can_be_exchanged() -> None:
 def test_a_name_that_is_taken_is_a_problem_of_that_row() -> None:
     found, _, message = rename({"question": "prompt"}, {"question": "a", "prompt": "b"}, {"question": "c"})
     assert found == [{"prompt": "c"}]
-    assert (
-        "a.jsonl:1: data.rename_columns renames `question` to `prompt`, and the row has a `prompt` already" in message
-    )
+    assert "a.jsonl:1: data.rename_columns renames `question` to `prompt`, but the row already has `prompt`" in message
     assert "a.jsonl:1: " in rename({"a": "b", "b": "c"}, {"a": 1, "b": 2, "c": 3})[2]
 
 

@@ -118,7 +118,7 @@ def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
         ),
         (
             {"conversations": [{"from": "function_call", "value": "add"}]},
-            "conversations[0].value: text that is no JSON",
+            "conversations[0].value: text that is not JSON",
         ),
         (
             {"conversations": [{"from": "function_call", "value": '{"tool": "add"}'}]},
@@ -161,7 +161,7 @@ def test_a_file_trains_on_the_same_tokens_in_each_format(
 
 
 def test_an_answer_that_would_be_lost_is_refused() -> None:
-    assert "the last turn and the column answer are two answers" in check("prompts", {**ALPACA, "answer": "5"})[2]
+    assert "the last turn and the column answer are two completions" in check("prompts", {**ALPACA, "answer": "5"})[2]
     call = {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}
     row = {"conversations": [SHAREGPT["conversations"][1], call]}
-    assert "the last turn is a tool call; give the prompt as `prompt`" in check("prompts", row)[2]
+    assert "the last turn is a tool call; use a column `prompt`" in check("prompts", row)[2]

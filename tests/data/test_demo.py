@@ -175,7 +175,7 @@ def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
 def test_faults_of_the_template_are_found_at_the_start() -> None:
     with pytest.raises(DataError, match="no chat template"):
         demo(byte_tokenizer(template=None))
-    with pytest.raises(Exception, match="where it ends is not trained on"):
+    with pytest.raises(Exception, match="so its end is not trained"):
         demo(byte_tokenizer(template=CHATML.replace("<|im_end|>", "##")))
 
 
@@ -241,7 +241,7 @@ def test_every_question_of_a_small_sum_is_another() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ("algorithm=dpo", r"data\.task: sum is answered in several turns; algorithm=dpo compares whole answers"),
+        ("algorithm=dpo", r"data\.task: sum is answered in several turns; algorithm=dpo compares completions"),
         ("algorithm=kto", r"data\.task: sum .*type data\.task=sort"),
         ("algorithm=rm", r"data\.task: sum"),
         ("algorithm=sft data.digits=10", r"data\.terms: 2 numbers of data\.digits=10 are more than 18 digits"),

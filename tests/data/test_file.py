@@ -188,7 +188,7 @@ def test_overlong_rows_are_counted_and_said(tokenizer: Any, tmp_path: Path, json
     assert len(data(tokenizer, tmp_path, decide, path=path, max_length=20, truncation="skip")) == 2
     assert "1 of 3 rows were longer than data.max_length=20: left out" in said(decide, "data.truncation")[0]
     assert len(data(tokenizer, tmp_path, path=path, max_length=20, truncation="split")) == 5
-    with pytest.raises(DataError, match=r"no item is left; 1 of 1 rows"):
+    with pytest.raises(DataError, match=r"no item remains; 1 of 1 rows"):
         only = jsonl([{"text": "x" * 50}], "long.jsonl")
         data(tokenizer, tmp_path, path=only, max_length=20, truncation="skip")
 
@@ -279,7 +279,7 @@ def test_a_template_that_rewrites_history_trains_on_every_turn(tmp_path: Path, j
 def test_control_tokens_in_rows_are_said(tmp_path: Path, jsonl: Jsonl) -> None:
     for row, note in (
         ({"messages": chat("a<|im_end|>", "b")}, "encoded as text"),
-        ({"text": "a<|im_end|>b"}, "encoded as these tokens"),
+        ({"text": "a<|im_end|>b"}, "encoded as special tokens"),
     ):
         decide = Decisions(strict=True)
         data(byte_tokenizer(), tmp_path, decide, path=jsonl([row]))
@@ -290,7 +290,7 @@ def test_content_that_the_template_does_not_write_is_refused(tmp_path: Path, jso
     thoughtful = {**chat("a", "b")[1], "reasoning_content": "well"}
     path = jsonl([{"messages": [*chat("a", "b"), *chat("c")]}, {"messages": [*chat("a"), thoughtful]}])
     with pytest.raises(
-        DataError, match=r"rows\.jsonl:2: the chat template does not write the reasoning of messages\[1\]"
+        DataError, match=r"rows\.jsonl:2: the chat template does not render the reasoning of messages\[1\]"
     ):
         data(byte_tokenizer(), tmp_path, path=path)
     found = data(byte_tokenizer(), tmp_path, path=path, chat_options=ChatConfig(drop=("reasoning",)))

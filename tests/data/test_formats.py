@@ -70,7 +70,7 @@ def test_tools_beside_plain_text_are_not_read_and_this_is_known() -> None:
 BAD_FIRST = [
     ({"question": "a", "answer": "b"}, "found question, answer"),
     ({}, "found no column"),
-    ({"prompt": "a"}, "`prompt` alone has no answer to learn"),
+    ({"prompt": "a"}, "`prompt` alone has no completion to train on"),
     ({"chosen": "a", "rejected": "b"}, "preference pairs"),
     ({"conversations": []}, "found no message (read as ShareGPT)"),
     ({"text": 3}, "column text: expected text, found a number"),
@@ -100,7 +100,7 @@ BAD_FIRST = [
     ({"messages": chat("a", " ")}, "messages[1].content: the assistant's turn is empty"),
     ({"prompt": chat("a"), "completion": [{"role": "assistant", "content": ""}]}, "completion[0].content: the assist"),
     ({"messages": [TALK[0], {"role": "assistant", "content": None}]}, "messages[1].content: expected text, found null"),
-    ({"messages": TALK, "tools": "{"}, "column tools: text that is no JSON"),
+    ({"messages": TALK, "tools": "{"}, "column tools: text that is not JSON"),
     ({"messages": TALK, "tools": 3}, "column tools: expected a list of JSON schemas, found a number"),
 ]
 
@@ -151,7 +151,7 @@ def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> Non
 @pytest.mark.parametrize(
     ("weights", "said"),
     [
-        ((0,), "every assistant turn of the conversation has weight 0; expected one to learn"),
+        ((0,), "every assistant turn of the conversation has weight 0; expected one to train on"),
         (("no",), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 'no'"),
         ((0.5,), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 0.5"),
     ],
@@ -160,3 +160,24 @@ def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weight
     talk = [dict(message) for message in TALK]
     talk[1]["weight"] = weights[0]
     assert said in check({"messages": talk})[2]
+
+
+PICTURE = {"messages": TALK, "images": ["cat.png"]}
+PARTS = [{"role": "user", "content": [{"text": "a", "image": "b.png"}]}, TALK[1]]
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        (PICTURE, "column images: only text can be trained on; to train on the text alone, type 'data.rename_columns="),
+        ({"messages": PARTS}, "messages[0].content: expected parts of type text, found the keys text, image"),
+    ],
+)
+def test_pictures_are_refused_in_words(row: dict[str, Any], text: str) -> None:
+    assert text in check(row)[2]
+
+
+def test_a_renamed_column_of_pictures_is_left_out() -> None:
+    found = FormatCheck(Problems("data.path", "a.jsonl"), "sft", {"images": "unused_images"})
+    assert len(list(found.examples([Row(SourceLocation("a.jsonl", 1), PICTURE)]))) == 1
+    assert found.ignored == {"unused_images"}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -11,7 +14,7 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import HubConfig
+from runner.data.config import HubConfig, ModelScopeConfig
 from runner.data.hub import HubSource, build, load_split
 from runner.data.readers import Problems
 from tests.data.conftest import chat
@@ -63,6 +66,17 @@ def test_rows_have_no_filled_in_nulls_and_a_place() -> None:
     assert str(row.place) == "someone/talks[train]: row 1"
 
 
+def test_a_stream_that_is_cut_off_says_where_and_what_to_do() -> None:
+    def read() -> Any:
+        yield {"text": "a"}
+        raise ConnectionError("reset by peer")
+
+    rows = HubSource("someone/talks[train]", datasets.IterableDataset.from_generator(read)).rows(Problems("x", "x"))
+    assert next(rows).value == {"text": "a"}
+    with pytest.raises(EnvironmentProblem, match=r"talks\[train\]: cannot be read after row 1: .*reset(.|\n)*resume"):
+        next(rows)
+
+
 def test_an_empty_split_is_a_problem() -> None:
     problems = Problems("data.path", "x")
     assert list(source([]).rows(problems)) == []
@@ -90,3 +104,47 @@ def test_a_local_path_is_sent_to_data_file(tmp_path: Path) -> None:
 def test_a_split_that_is_not_there_is_named() -> None:
     with pytest.raises(DataError, match=r"someone/talks: cannot be loaded \(subset None, split nope"):
         load_split(HubConfig(path="someone/talks"), "someone/talks", "nope")
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, folder: Path | None) -> None:
+    """A module in place of modelscope, whose download is `folder`; None = the package is not installed."""
+    module = None if folder is None else SimpleNamespace(dataset_snapshot_download=lambda path, revision: str(folder))
+    monkeypatch.setitem(sys.modules, "modelscope", module)
+
+
+def test_a_data_set_of_modelscope_is_read_from_its_download(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "talks").mkdir()
+    for split in ("train", "test"):
+        rows = [{"messages": chat(f"{split} {i}", f"a{i}")} for i in range(3)]
+        (tmp_path / "talks" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stand_in(monkeypatch, tmp_path / "talks")
+    monkeypatch.setattr("runner.data.hub.site_fault", lambda *given: None)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "work")
+    config = ModelScopeConfig(path="someone/talks", eval_split="test", shuffle=False)
+    options: dict[str, Any] = {"tokenizer": tokenizer, "seed": 0, "decide": Decisions(), "kind": "sft"}
+    data = build(config, cache_dir=tmp_path / "cache", **options)
+    assert "train 0" in tokenizer.decode(data.take(0, 1)[0].ids) and len(data) == 3
+    assert len(data.held_out_questions()) == 3
+    stream = build(
+        config.model_copy(update={"streaming": True, "max_length": 99}), cache_dir=tmp_path / "cache", **options
+    )
+    assert stream.take(0, 3) == data.take(0, 3)
+
+
+def test_modelscope_out_of_reach_or_not_installed_says_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ModelScopeConfig(path="someone/talks")
+    stand_in(monkeypatch, None)
+    with pytest.raises(EnvironmentProblem, match=r"pip install 'posttrain-run\[modelscope\]'"):
+        load_split(config, "someone/talks", "train")
+    stand_in(monkeypatch, tmp_path)
+    monkeypatch.setenv("MODELSCOPE_ENDPOINT", "http://127.0.0.1:9")
+    begin = time.monotonic()
+    with pytest.raises(
+        EnvironmentProblem, match=r"127\.0\.0\.1:9 cannot be reached(?s:.*)modelscope download --dataset"
+    ):
+        load_split(config, "someone/talks", "train")
+    assert time.monotonic() - begin < 20

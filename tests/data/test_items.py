@@ -34,6 +34,19 @@ def test_what_fits_stays_as_it_is(rule: OverlongRule) -> None:
     assert (tally.items, tally.tokens, tally.trained_tokens, tally.overlong, problems.count) == (1, 8, 5, 0, 0)
 
 
+def test_without_max_length_the_model_is_the_limit() -> None:
+    limit = LengthLimit(None, "error", "sft", (8, "the model has 8 positions"))
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    assert list(limit.apply(row(8), tally, problems)) == [row(8)]
+    assert list(limit.apply(row(9), tally, problems)) == []
+    assert "a.jsonl:7: 9 tokens, above 8 (data.max_length: the model has 8 positions)" in str(problems.error())
+    assert limit.way_out(tally) == (
+        "1 row is too long; type data.truncation=skip, truncate_left or truncate_right (split: of plain text)"
+    )
+    assert list(LengthLimit(None, "error").apply(row(99), tally, problems)) == [row(99)]
+    assert (tally.longest_item, tally.longest) == (99, 99)
+
+
 def test_error_names_row_and_length_and_what_to_do() -> None:
     items, tally, problems = apply("error", row(9), 8)
     assert items == []
@@ -77,7 +90,7 @@ def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context
 def test_a_row_whose_answer_is_cut_off_entirely_is_left_out_and_said() -> None:
     items, tally, _ = apply("truncate_right", row(9, 8), 8)
     assert items == []
-    assert "1 of them left out, as nothing to learn remained" in LengthLimit(8, "truncate_right").report(tally)
+    assert "1 of them skipped, as no token to train on remained" in LengthLimit(8, "truncate_right").report(tally)
 
 
 @given(st.integers(2, 200), st.integers(2, 20))
@@ -92,7 +105,7 @@ def test_split_learns_every_token_but_the_first_exactly_once(length: int, most: 
 
 def test_a_row_without_a_token_to_learn_is_an_error() -> None:
     problems = apply("error", EncodedExample(HERE, [5], [0]), 8)[2]
-    assert "a.jsonl:7: no token to learn in the 1 tokens of this row" in str(problems.error())
+    assert "a.jsonl:7: no token to train on in the 1 tokens of this row" in str(problems.error())
 
 
 def tree(prompt: int, *answers: int) -> EncodedAnswers:
@@ -129,9 +142,9 @@ def test_only_the_beginning_of_a_prompt_is_cut(prompt: int, answers: list[int], 
     assert (tally.overlong, tally.left_out) == (excess > 0, excess >= prompt)
     if excess >= prompt:
         assert items == []
-        assert "1 of them left out, as nothing of the prompt remained" in LengthLimit(
-            most, "truncate_left", "pairs"
-        ).report(tally)
+        assert "1 of them skipped, as no prompt token remained" in LengthLimit(most, "truncate_left", "pairs").report(
+            tally
+        )
     else:
         assert items == [EncodedAnswers(HERE, given_row.prompt[max(excess, 0) :], given_row.answers, {"k": 1})]
         assert tally.cut_tokens == max(excess, 0)

@@ -102,11 +102,11 @@ def test_a_completion_is_not_learnt_from_a_prompt_and_this_is_said(
 
 def test_columns_that_are_no_json_are_left_out_and_said(tokenizer: Any, tmp_path: Path, decide: Decisions) -> None:
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "image": b"\x00", "answer": "b"}]), path)
+    pq.write_table(pa.Table.from_pylist([{"prompt": "a", "blob": b"\x00", "answer": "b"}]), path)
     [item] = data(tokenizer, tmp_path, "prompts", decide, path=str(path)).take(0, 1)
     assert item.columns == {"answer": "b"}
-    assert "not read: image instead of given to rewards" in said(decide, "data.rename_columns")[0]
-    with pytest.raises(EnvironmentProblem, match="image"):
+    assert "not read: blob instead of given to rewards" in said(decide, "data.rename_columns")[0]
+    with pytest.raises(EnvironmentProblem, match="blob"):
         data(tokenizer, tmp_path, "prompts", Decisions(strict=True), path=str(path))
 
 
@@ -213,7 +213,7 @@ def test_max_length_bounds_prompt_and_longer_answer(tokenizer: Any, tmp_path: Pa
     decide = Decisions()
     cut = data(tokenizer, tmp_path, "pairs", decide, path=path, max_length=7, truncation="truncate_left", shuffle=False)
     assert tokenizer.decode(cut.take(0, 1)[0].prompt) == "bcd"
-    assert "1 of 2 rows were longer than data.max_length=7: cut by 1 tokens" in said(decide, "data.truncation")[0]
+    assert "1 of 2 rows were longer than data.max_length=7: truncated by 1 tokens" in said(decide, "data.truncation")[0]
 
 
 def test_max_length_bounds_a_prompt_and_its_text_is_what_is_left(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -231,8 +231,8 @@ def test_pairs_that_are_the_same_are_left_out_and_said(
 ) -> None:
     same = {"prompt": "a", "chosen": "b", "rejected": "b"}
     assert len(data(tokenizer, tmp_path, "pairs", decide, path=jsonl([same, PAIRS[0], same]))) == 1
-    assert "2 left out instead of all" in said(decide, "data.pairs")[0]
-    with pytest.raises(DataError, match="no item is left; 1 pairs with equal answers"):
+    assert "2 skipped instead of all" in said(decide, "data.pairs")[0]
+    with pytest.raises(DataError, match="no item remains; 1 pairs with equal completions"):
         data(tokenizer, tmp_path, "pairs", path=jsonl([same], "same.jsonl"))
 
 
@@ -240,7 +240,7 @@ def test_answers_of_several_turns_are_said(tokenizer: Any, tmp_path: Path, jsonl
     path = jsonl([{"chosen": chat("a", "b", "c", "d"), "rejected": chat("a", "x", "y", "z")}])
     [item] = data(tokenizer, tmp_path, "pairs", decide, path=path).take(0, 1)
     assert tokenizer.decode(item.rejected).count(END) == 3
-    assert "in 1 rows an answer has several turns" in said(decide, "data.turns")[0]
+    assert "in 1 rows a completion has several turns" in said(decide, "data.turns")[0]
 
 
 def test_columns_are_renamed_before_anything_else(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
@@ -264,7 +264,7 @@ def test_a_name_that_no_row_has_is_an_error(tokenizer: Any, tmp_path: Path, json
 
 def test_data_of_another_kind_names_file_line_and_format(jsonl: Jsonl) -> None:
     path = jsonl([{"messages": chat("a", "b")}])
-    expected = r"rows\.jsonl:1: this algorithm learns from preference pairs: expected the columns `prompt`, `chosen`"
+    expected = r"rows\.jsonl:1: this algorithm trains on preference pairs: expected the columns `prompt`, `chosen`"
     with pytest.raises(DataError, match=expected):
         FileConfig(path=path).preflight("pairs")
 
@@ -304,7 +304,7 @@ def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
     options = {"path": path, "cache": False, "holdout": fraction, "max_eval_examples": None}
     wanted = max(1, round(fraction * distinct))
     if wanted >= distinct:
-        with pytest.raises(DataError, match=r"data\.holdout=.* distinct rows or prompts leave nothing to train on"):
+        with pytest.raises(DataError, match=r"data\.holdout=.* distinct rows or prompts leave no training data"):
             data(tokenizer, tmp_path, kind, **options)
         return
     found = data(tokenizer, tmp_path, kind, **options)
@@ -338,4 +338,7 @@ def test_holdout_of_several_sources_takes_from_each(tokenizer: Any, tmp_path: Pa
 
 def test_holdout_and_held_out_rows_of_their_own_contradict_each_other() -> None:
     [(key, text)] = FileConfig(path="a", holdout=0.1, eval_path="b")._holdout_problems()
-    assert (key, text) == ("data.holdout", "0.1, and data.eval_path=b names the held-out rows; leave one of them out")
+    assert (key, text) == (
+        "data.holdout",
+        "0.1, but data.eval_path=b sets the held-out rows too; leave one of them out",
+    )

@@ -38,13 +38,13 @@ FAULTS = [
     ("a.jsonl", GOOD + b'{"text": b}\n', "a.jsonl:2: broken JSON at column 10"),
     ("a.jsonl", GOOD * 560 + b'{"text"\n' + GOOD, "a.jsonl:561: broken JSON at column 8"),
     ("a.jsonl", GOOD + b'{"text": "b', "a.jsonl:2: broken JSON at column 10: Unterminated string"),
-    ("a.jsonl", GOOD + b'{"text": "b', "the last line has no line end: the file may be cut off"),
+    ("a.jsonl", GOOD + b'{"text": "b', "the last line has no newline: the file may be incomplete"),
     ("a.jsonl", GOOD + b"[1]\n", "a.jsonl:2: expected an object with columns, {...}, found a list"),
     ("a.jsonl", GOOD + b"null\n", "a.jsonl:2: expected an object with columns, {...}, found null"),
     ("a.jsonl", GOOD + b'{"text": NaN}\n', "a.jsonl:2: NaN is not JSON"),
     ("a.jsonl", GOOD + b'{"text": -Infinity}\n', "a.jsonl:2: -Infinity is not JSON"),
-    ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl:1: the key 'text' stands twice in one object"),
-    ("a.jsonl", b'{"m": [{"k": 1, "k": 1}]}\n', "a.jsonl:1: the key 'k' stands twice"),
+    ("a.jsonl", b'{"text": "a", "text": "b"}\n', "a.jsonl:1: the key 'text' appears twice in one object"),
+    ("a.jsonl", b'{"m": [{"k": 1, "k": 1}]}\n', "a.jsonl:1: the key 'k' appears twice"),
     ("a.jsonl", GOOD + b'{"text": "\xff"}\n', "a.jsonl:2: not UTF-8 at byte offset 24 (0xff)"),
     ("a.jsonl", b"\xef\xbb\xbf" + b'{"text": "\xff"}\n', "a.jsonl:1: not UTF-8 at byte offset 13 (0xff)"),
     (
@@ -63,9 +63,9 @@ FAULTS = [
     ("a.json", b'[{"text": "a"}]\nx', "a.json:2: broken JSON: more text after the list"),
     ("a.json", b'[{"text": "a"},\n{"text": NaN}]', "a.json:2: NaN is not JSON"),
     ("a.csv", b"text\n", "a.csv: a header and no rows"),
-    ("a.csv", b"text,text\na,b\n", "a.csv:1: the header's names are not distinct or empty: ['text']"),
+    ("a.csv", b"text,text\na,b\n", "a.csv:1: column names in the header are empty or repeated: ['text']"),
     ("a.csv", b'prompt,completion\n"a\nb",c\nd\n', "a.csv:4: 1 fields; expected 2"),
-    ("a.csv", b'text\na\n"b\n', "a.csv:3: broken CSV in the row that begins here"),
+    ("a.csv", b'text\na\n"b\n', "a.csv:3: broken CSV in the row that starts here"),
     ("a.csv", b"text\na\nb\xe9\n", "a.csv:3: not UTF-8 at byte offset 8 (0xe9)"),
     ("a.parquet", b"PAR1 no PAR1", "a.parquet: broken Parquet after row 0"),
 ]
@@ -184,7 +184,7 @@ def test_a_path_where_nothing_is_says_what_is_near(tmp_path: Path) -> None:
         find_files(str(tmp_path / "trian.jsonl"))
     with pytest.raises(DataError, match=r"unsupported file type; expected \.jsonl"):
         find_files(str(tmp_path / "notes.pdf"))
-    with pytest.raises(DataError, match="the folder holds no data file"):
+    with pytest.raises(DataError, match="the folder has no data file"):
         find_files(str(tmp_path / "empty"))
 
 
@@ -233,11 +233,11 @@ def test_tabs_text_and_gzip_are_read_as_strictly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
-        ("a.jsonl.gz", gzip.compress(GOOD * 9)[:-9], "cannot be read: Compressed file ended"),
+        ("a.jsonl.gz", gzip.compress(GOOD * 9, mtime=0)[:-9], "cannot be read: Compressed file ended"),
         ("a.jsonl.gz", GOOD, "cannot be read: Not a gzipped file"),
-        ("a.jsonl.gz", gzip.compress(GOOD + b'{"text"\n'), "a.jsonl.gz:2: broken JSON at column 8"),
+        ("a.jsonl.gz", gzip.compress(GOOD + b'{"text"\n', mtime=0), "a.jsonl.gz:2: broken JSON at column 8"),
         ("a.txt", b"\n", "only blank lines"),
-        ("a.tsv", b'text\na\n"b\n', "a.tsv:3: broken TSV in the row that begins here"),
+        ("a.tsv", b'text\na\n"b\n', "a.tsv:3: broken TSV in the row that starts here"),
         ("a.arrow", b"no arrow at all", "broken Arrow after row 0"),
     ],
 )
@@ -280,7 +280,7 @@ def test_saved_data_sets_of_datasets_are_read_with_their_objects(tmp_path: Path)
     assert len(find_files(str(tmp_path / "one")).files) == 2
     [other] = find_files(str(tmp_path / "splits")).ignored
     assert other == f"split test (data.path={tmp_path / 'splits' / 'test'} reads it)"
-    with pytest.raises(DataError, match=r"with the splits a, b; name one: data\.path=.*unnamed/a"):
+    with pytest.raises(DataError, match=r"with splits a, b; type one: data\.path=.*unnamed/a"):
         find_files(str(tmp_path / "unnamed"))
     (tmp_path / "one" / "data-00001-of-00002.arrow").unlink()
     with pytest.raises(DataError, match="the saved data set lacks data-00001-of-00002"):

@@ -50,7 +50,9 @@ def test_every_turn_is_trained_on_after_what_generation_sees(family: Family, kin
     tokenizer = family_tokenizer(family.template(), family.bos, family.eos)
     rows = encode_chat(tokenizer, messages, tools, family.options)
     if isinstance(rows, str):
-        assert re.search(r"a\.jsonl:1: the chat template (does not write|opens an answer|refuses)", rows)
+        assert re.search(
+            r"a\.jsonl:1: the chat template('s generation prompt differs| does not render| fails on)", rows
+        )
         assert re.search(r"chat\.(template|drop|kwargs)=", rows)
         return
     everything = "".join(tokenizer.decode(row.ids) for row in rows)
@@ -102,7 +104,7 @@ def test_an_episode_has_the_ids_of_the_template_or_is_refused(name: str, role: s
         ids = [*first, *renderer.extend(first, messages[2])]
     except Exception as error:
         assert (name, role) in {("Gemma-3", "tool"), ("Gemma-4", "tool"), ("Cohere", "tool"), ("Mistral", "tool")}
-        assert "message of role tool" in str(error) and "environment.role=user" in str(error)
+        assert "of role tool" in str(error) and "environment.role=user" in str(error)
         return
     assert "OBS 3" in tokenizer.decode(ids)
     if renderer.rewrites_history():  # what the policy wrote stays, so the template's history is another one
@@ -158,7 +160,7 @@ def test_options_reach_the_template() -> None:
     [row] = encode_chat(tokenizer, chat("a", "b", "c", "d"), (), ChatConfig(train_on="last"))
     assert not isinstance(row, str) and spans(tokenizer, row.ids, row.loss_mask) == ["d<|im_end|>"]
     refused = encode_chat(tokenizer, chat("a", "b"), (), ChatConfig(kwargs={"think": True}))
-    assert isinstance(refused, str) and "opens an answer" in refused and "type chat.template=FILE" in refused
+    assert isinstance(refused, str) and "generation prompt differs" in refused and "type chat.template=FILE" in refused
     template = CHATML.replace("assistant\n{%", "assistant\n{% if enable_thinking is not defined %}<think>{% endif %}{%")
     refused = encode_chat(byte_tokenizer(template=template), chat("a", "b"))
     assert isinstance(refused, str) and "type chat.kwargs={enable_thinking: false}" in refused
@@ -183,7 +185,7 @@ def test_a_short_text_is_not_found_in_another_ones_place() -> None:
     forgetful = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
     messages = [*chat("2+2", "4"), {"role": "tool", "content": "4"}, {"role": "assistant", "content": "4"}]
     refused = encode_chat(byte_tokenizer(template=forgetful), messages)
-    assert isinstance(refused, str) and "does not write the content of messages[" in refused
+    assert isinstance(refused, str) and "does not render the content of messages[" in refused
 
 
 @pytest.mark.parametrize(
@@ -203,7 +205,7 @@ def test_a_template_that_does_not_end_is_stopped(template: str, monkeypatch: pyt
 
 @pytest.mark.parametrize("template", ["{{ 'a' * 10**12 }}", "{{ 'ab' * 9999999999 }}", "{{ ''.__class__.__mro__ }}"])
 def test_a_template_cannot_leave_its_sandbox(template: str) -> None:
-    with pytest.raises(Exception, match=r"too large values|unsafe"):
+    with pytest.raises(Exception, match=r"too large|unsafe"):
         render(template, {})
 
 
@@ -228,7 +230,7 @@ def test_a_template_of_the_users(tmp_path: Any) -> None:
     assert load_template(str(path)) == CHATML
     assert "｜Assistant｜" in load_template("deepseek_r1")
     path.write_text("{% for %}")
-    with pytest.raises(DataError, match=r"own\.jinja: no jinja template"):
+    with pytest.raises(DataError, match=r"own\.jinja: not a jinja template"):
         load_template(str(path))
     with pytest.raises(DataError, match="no such file; expected a jinja file, or one of: deepseek_r1"):
         ChatConfig(template="nothing").preflight()

@@ -121,7 +121,7 @@ def test_without_shuffling_a_mixture_is_even(counts: list[int]) -> None:
 
 
 def test_a_weight_too_small_to_be_drawn_is_an_error() -> None:
-    with pytest.raises(DataError, match=r"data\.mixture_weights=\[1, 0\.0001\]: a share below 1 in 1000"):
+    with pytest.raises(DataError, match=r"data\.mixture_weights=\[1, 0\.0001\]: a weight below 1 in 1000"):
         WeightedMixture([5, 5], [1, 0.0001], 0, True)
 
 

@@ -141,7 +141,7 @@ def test_no_chat_template_says_what_to_do() -> None:
 
 def test_a_template_that_refuses_names_the_row() -> None:
     template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template refuses.*roles must alternate"):
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template fails on.*roles must alternate"):
         encode(byte_tokenizer(template=template), ChatExample(HERE, tuple(chat("a", "b"))))
 
 
@@ -171,7 +171,7 @@ def test_an_end_that_is_no_special_token_is_noted() -> None:
     [row] = tokeniser.encode_examples([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
     assert learnt(tokenizer, row) == "b##\n"
     assert tokeniser.notes == {
-        "the chat template ends an assistant turn without a special token: where it ends is not trained on"
+        "the chat template ends an assistant turn without a special token, so its end is not trained"
     }
 
 

@@ -23,8 +23,8 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.core.prefix_tree import pack_trees
 from runner.device.config import CudaConfig
-from runner.device.cuda_attention import FlashAttention, TorchFlashAttention, cumulative_lengths, varlen_kernel
-from runner.device.npu_attention import MOST_SEQUENCES, FusionAttention
+from runner.device.cuda import FlashAttention, TorchFlashAttention, cumulative_lengths, varlen_kernel
+from runner.device.npu import MOST_SEQUENCES, FusionAttention
 from runner.interfaces import VarlenAttention
 from runner.model.capability_probe import kernel_objection
 from runner.model.packed_attention import plan_attention
@@ -209,7 +209,7 @@ def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
     model.set_varlen_kernel(spoilt(lambda options: options.update(scale=1.0)), decide=(decisions := Decisions()))
     [decision] = decisions.entries
     assert (decision.feature, decision.got) == ("attention", "sdpa") and model._kernel is None
-    assert "does not give what attention is" in decision.reason
+    assert "differs from the definition of attention" in decision.reason
     with pytest.raises(EnvironmentProblem, match="strict"):
         model.set_varlen_kernel(spoilt(lambda options: options.update(scale=1.0)), decide=Decisions(strict=True))
 
@@ -274,5 +274,5 @@ def test_else_it_takes_torchs_own_kernel_or_says_why_not(monkeypatch: pytest.Mon
     found, decisions = chosen()
     assert found is None and "flash-attn is not installed" in decisions.entries[0].reason
     found, decisions = chosen(torch.float32)
-    assert found is None and "the model in float32" in decisions.entries[0].reason
+    assert found is None and "bfloat16, not float32" in decisions.entries[0].reason
     assert chosen(torch.float32, attention="sdpa") == (None, Decisions())

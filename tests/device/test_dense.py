@@ -15,7 +15,7 @@ from torch import Tensor
 from runner.core.auto_choices import Decisions
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
-from runner.device.npu_attention import DenseFusionAttention
+from runner.device.npu import DenseFusionAttention
 from runner.model import padded_attention
 from runner.model.capability_probe import dense_objection
 from runner.model.causal_lm import CausalLM
@@ -118,7 +118,7 @@ def test_a_model_writes_and_scores_the_same_through_the_kernel(family: str) -> N
     said = Decisions()
     models = [zoo.module(family).double(), through(zoo.module(family).double(), said)]
     assert [str(fact) for fact in said.entries] == [
-        "attention.padded: fused (the device's kernel over rows side by side)"
+        "attention.padded: fused (the device's attention kernel for padded batches)"
     ]
     assert models[1].config._attn_implementation == "dense-cpu"
     prompts = [[3, 1, 4], [1, 5, 9, 2, 6, 5, 3], [5], [8, 9, 7, 9, 3]]
@@ -126,7 +126,7 @@ def test_a_model_writes_and_scores_the_same_through_the_kernel(family: str) -> N
     for module in models:
         model = CausalLM(module, byte_tokenizer(512), TinyConfig(batch_layout="padded"), seed=0, decide=Decisions())
         assert model.is_padded and model.default_attention == module.config._attn_implementation
-        made.append((model.generate(prompts, 9, rows=3), model.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"]))
+        made.append((zoo.greedy(model, prompts, 9, 3), model.outputs(zoo.batch(), zoo.LOGPROBS)["logprobs"]))
     assert made[0][0] == made[1][0], "the same answers, as rows join and leave"
     torch.testing.assert_close(made[0][1], made[1][1])
 
@@ -165,7 +165,7 @@ def test_a_model_whose_attention_is_more_keeps_its_own(family: str) -> None:
 def test_an_additive_mask_is_refused() -> None:
     module = through(zoo.module("llama"))
     mask = torch.zeros(1, 1, 4, 4)
-    with pytest.raises(UnsupportedAttention, match="mask of its own"):
+    with pytest.raises(UnsupportedAttention, match="its own attention mask"):
         module(input_ids=torch.ones(1, 4, dtype=torch.int64), attention_mask=mask)
 
 
@@ -177,7 +177,7 @@ def test_a_kernel_that_errs_is_not_used_and_this_is_said() -> None:
     padded_attention.install_dense_attention(module, wrong, said)
     [decision] = said.entries
     assert (decision.feature, decision.got) == ("attention.padded", "sdpa")
-    assert "not give what attention is defined as, for 4 queries on 4 keys" in decision.reason
+    assert "differs from the definition of attention, for 4 queries on 4 keys" in decision.reason
 
 
 def test_the_processor_leaves_it_to_transformers() -> None:

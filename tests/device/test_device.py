@@ -69,5 +69,5 @@ def test_auto_says_that_a_data_type_was_chosen_for_another_device(monkeypatch: p
 def test_strict_refuses_a_fallback_and_not_a_confirmation() -> None:
     decide = Decisions(strict=True)
     decide("attention", "packed", "packed", "supported")
-    with pytest.raises(EnvironmentProblem, match="strict=true refuses"):
+    with pytest.raises(EnvironmentProblem, match="strict=true does not allow"):
         decide("attention", "packed", "padded", "softcap")

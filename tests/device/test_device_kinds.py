@@ -11,16 +11,14 @@ from typing import Literal
 import pytest
 
 from runner.cli.job_builder import compose_job
-from runner.core.device_kinds import KINDS, Kind, find_kind, register
+from runner.core import device_kinds
+from runner.core.device_kinds import CPU, CUDA, KINDS, NPU, Kind, ResourceRequest, find_kind, register
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.device import device_kinds
 from runner.device.config import COMPONENTS, AutoConfig, CpuConfig, CudaConfig, DeviceConfig, NpuConfig
-from runner.device.device_kinds import CPU, CUDA, NPU
 from runner.launch.ray.placement import bundles, request_text
-from runner.launch.resources import ResourceRequest
 from runner.launch.slurm.commands import gres_of
 from runner.parallelism.config import Zero3Config
-from runner.sweep.executors.local import cards_here, visible_devices_env
+from runner.sweep.local_executor import cards_here, visible_devices_env
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ def test_the_cards_are_those_of_the_list_or_else_the_device_files(cards: Kind, m
         monkeypatch.setenv("CARDS", text)
         assert device_kinds.present_cards(cards) == wanted
     monkeypatch.setenv("CARDS", "0,0")
-    with pytest.raises(EnvironmentProblem, match=r"0 stands twice\n .* unset CARDS"):
+    with pytest.raises(EnvironmentProblem, match=r"0 is listed twice\n .* unset CARDS"):
         device_kinds.present_cards(cards)
 
 
@@ -99,7 +97,7 @@ def test_a_kind_from_elsewhere_is_handed_out_like_ours(cards: Kind, monkeypatch:
     assert (need, str(need), gres_of(None, need)) == (ResourceRequest("card", 2), "2 cards", "card")
     assert visible_devices_env(need, ("0", "10")) == {"CARDS": "0,10"} and "card" in cards_here()
     assert request_text(bundles(spec)) == "2 cards"
-    with pytest.raises(SpecError, match="knows no device=mine; type parallelism=fsdp"):
+    with pytest.raises(SpecError, match="does not support device=mine; type parallelism=fsdp"):
         raise SpecError([Problem(*one) for one in Zero3Config().problems(spec)])
 
 

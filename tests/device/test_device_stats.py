@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from runner.cli.main import main
+from runner.core.device_kinds import NPU
 from runner.core.errors import EnvironmentProblem
 from runner.device.base import refuse_hidden, translate_startup_errors
-from runner.device.device_kinds import NPU
 from runner.device.device_stats import gpu_stats_reader, npu_stats_reader, process_stats_reader
 from runner.interfaces import StepResult
 from runner.trainer.callbacks import DeviceStats
@@ -132,7 +132,7 @@ def test_a_reading_that_fails_is_said_once_and_the_others_go_on(caplog: pytest.L
     assert ended(activity) == {"device/allocated_bytes": 7.0}
     activity.close()
     assert [record.message for record in caplog.records if "dcmi is asleep" in record.message] == [
-        caplog.text and ("some of the device's load (device/…) is not recorded: npu-smi info: dcmi is asleep")
+        caplog.text and ("some device metrics (device/…) are not recorded: npu-smi info: dcmi is asleep")
     ]
 
 

@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
-from runner.device import env_presets
-from runner.device.env_presets import (
+from runner.device import process_setup
+from runner.device.process_setup import (
     CUDA_DETERMINISTIC,
     HCCL_DEFAULTS,
     PRESETS,
     hccl_objection,
     hccl_port_presets,
     resolve_presets,
+    set_environment,
 )
-from runner.device.process_setup import set_environment
 from runner.run_dir.manifest import allowed_environment
 from runner.spec.job import JobSpec
 
@@ -38,7 +38,7 @@ def job(workdir: Path, *words: str) -> JobSpec:
 
 @pytest.mark.parametrize("preset", EVERY, ids=lambda p: p.name)
 def test_each_variable_has_a_reason_and_is_kept_in_the_manifest(
-    preset: env_presets.Preset, monkeypatch: pytest.MonkeyPatch
+    preset: process_setup.Preset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, variable in preset.variables.items():
         assert len(variable.reason.split()) >= 3, name
@@ -67,7 +67,7 @@ def test_the_allocator_is_never_configured_under_both_its_names() -> None:
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda p: p.name)
-def test_hccl_timeouts_of_each_preset_fit_together(preset: env_presets.Preset) -> None:
+def test_hccl_timeouts_of_each_preset_fit_together(preset: process_setup.Preset) -> None:
     values = {name: variable.value for name, variable in preset.variables.items()}
     assert hccl_objection(values) is None
     execute = int(values.get("HCCL_EXEC_TIMEOUT", HCCL_DEFAULTS["HCCL_EXEC_TIMEOUT"]))
@@ -77,15 +77,15 @@ def test_hccl_timeouts_of_each_preset_fit_together(preset: env_presets.Preset) -
 @pytest.mark.parametrize(
     ("own", "said"),
     [
-        ({"HCCL_EXEC_TIMEOUT": "20000"}, "counts as 20060, in steps of 68; export HCCL_EVENT_TIMEOUT=20128"),
-        ({"HCCL_EXEC_TIMEOUT": "1860"}, "must be above HCCL_EXEC_TIMEOUT=1860, which HCCL counts as 1904"),
+        ({"HCCL_EXEC_TIMEOUT": "20000"}, "rounds up to 20060, a multiple of 68; export HCCL_EVENT_TIMEOUT=20128"),
+        ({"HCCL_EXEC_TIMEOUT": "1860"}, "must be above HCCL_EXEC_TIMEOUT=1860, which HCCL rounds up to 1904"),
         ({"HCCL_CONNECT_TIMEOUT": "9000"}, "outside 120 … 7200"),
-        ({"HCCL_CONNECT_TIMEOUT": "soon"}, "no whole number"),
+        ({"HCCL_CONNECT_TIMEOUT": "soon"}, "not an integer number"),
         (
             {"PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
-            "both set, and torch_npu ends the process over that; unset PYTORCH_NPU_ALLOC_CONF",
+            "both set, which makes torch_npu exit; unset PYTORCH_NPU_ALLOC_CONF",
         ),
-        ({"TASK_QUEUE_ENABLE": "7"}, "torch_npu knows 0, 1, 2, and refuses all else; unset TASK_QUEUE_ENABLE"),
+        ({"TASK_QUEUE_ENABLE": "7"}, "torch_npu accepts only 0, 1, 2; unset TASK_QUEUE_ENABLE"),
     ],
 )
 def test_what_hccl_or_torch_npu_would_end_the_process_over_is_refused_before(

@@ -7,8 +7,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.distributed.work_partition import SINGLE_STAGE, forward_schedule, num_warmup_forwards, one_f_one_b
+from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import PipelineOp
+from runner.parallelism.pipeline_parallel import forward_schedule, num_warmup_forwards, one_f_one_b
 
 SIZES = st.tuples(st.integers(1, 6), st.integers(1, 4), st.integers(0, 20))  # stages, runs of layers on each, count
 

@@ -114,7 +114,7 @@ def serve(folder: Path, *words: str, cwd: Path) -> Iterator[Server]:
     with open(printed, "wb") as file:
         process = subprocess.Popen(command, cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL)
     try:
-        end = time.monotonic() + 100
+        end = time.monotonic() + 300
         while not (found := re.search(r"^(\S+): (http://\S+/v1) \(", printed.read_text(), re.MULTILINE)):
             assert process.poll() is None and time.monotonic() < end, printed.read_text()
             time.sleep(0.05)

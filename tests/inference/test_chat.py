@@ -18,6 +18,7 @@ import pytest
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError
+from runner.data.chat import Renderer
 from runner.inference.engine import SamplingParams
 from runner.inference.generate import Conversation
 from runner.inference.model_source import load_source, parse_source
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def conversation(folder: Path) -> Conversation:
     loaded = load_source(parse_source(str(folder)), device="cpu")
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
-    return Conversation(engine, loaded.tokenizer, SamplingParams(0.0, max_new_tokens=300))
+    return Conversation(engine, Renderer(loaded.tokenizer), SamplingParams(0.0, max_new_tokens=300))
 
 
 def test_a_conversation_keeps_what_was_said_and_forgets_it_at_once(conversation: Conversation) -> None:
@@ -61,7 +62,7 @@ def test_an_answer_that_is_stopped_stays_as_far_as_it_went(conversation: Convers
     assert conversation.engine.step() == [] and conversation.engine.is_idle, "its request is gone"
     assert conversation.messages[-1]["content"] == "".join(pieces).strip()
     before = list(conversation.messages)
-    with pytest.raises(DataError, match="/reset begins a new one"):
+    with pytest.raises(DataError, match="/reset starts a new one"):
         list(conversation.answer("z" * scripted.POSITIONS))
     assert conversation.messages == before
 
@@ -133,7 +134,7 @@ def test_a_chat_in_a_terminal(folder: Path) -> None:
         assert len(re.sub(r"\s", "", answer)) < MAX_NEW_TOKENS, "it ended before its limit"
         terminal.wait_for("> ")
         terminal.type("half a line\x03")
-        terminal.wait_for("(/exit or Ctrl-D ends)")
+        terminal.wait_for("(to exit: /exit or Ctrl-D)")
         terminal.wait_for("> ")
         terminal.type("/none\n")
         terminal.wait_for("no command /none")

@@ -20,7 +20,7 @@ from runner.model import hf
 from runner.model.config import HfConfig
 from tests import command
 from tests.inference.model_folders import write_adapter, write_base
-from tests.model.zoo import CPU, LOGPROBS, batch
+from tests.model.zoo import CPU, LOGPROBS, batch, reference, rows
 
 JOB = ("model=hf", "tracker=none", "data.items=32", "data.held_out=8", "algorithm.batch_size=8", "evaluation.every=0")
 JOB = (*JOB, "schedule=constant", "checkpoint.best=null", "steps=2")
@@ -63,7 +63,7 @@ def test_an_adapter_is_continued_with_its_own_settings(folders: Path) -> None:
     model = lora.attach(LoraConfig(rank=16, alpha=4), built(folders / "a", decide), decide=decide)
     said = [str(entry) for entry in decide.entries]
     assert any("adapter.rank: 2" in text and "16 is not used" in text for text in said)
-    assert not any("adapter.alpha" in text for text in said), "it is the adapter's own"
+    assert not any("adapter.alpha" in text for text in said), "from the loaded adapter; the option's"
     stored = load_file(folders / "a" / "adapter_model.safetensors")
     assert sum(p.numel() for p in model.trainable().values()) == sum(tensor.numel() for tensor in stored.values())
     changed = built(folders / "a", decide).base_fingerprint
@@ -94,3 +94,31 @@ def test_dpo_continues_the_adapter_of_sft_from_itself_or_from_the_base(folders: 
     )  # fmt: skip
     assert "the base, without the adapter it came with" in said
     assert abs(losses(tmp_path)[0] - math.log(2)) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # TRL's, and of what it imports
+def test_an_adapter_that_trl_has_trained_is_trained_further(folders: Path, tmp_path: Path) -> None:
+    """And computes what peft computes of the same folder, before and after."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    row = {"prompt": [{"role": "user", "content": "hi"}], "completion": [{"role": "assistant", "content": "hello"}]}
+    options = {"max_steps": 2, "learning_rate": 0.1, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
+    trainer = SFTTrainer(
+        str(folders / "base"),
+        args=SFTConfig(str(tmp_path / "trl"), bf16=False, gradient_checkpointing=False, **options),
+        train_dataset=Dataset.from_list([row] * 4),
+        peft_config=peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"),
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trl"))
+    said = run(tmp_path, "+recipe=sft_demo", f"model.path={tmp_path / 'trl'}", "adapter=lora")
+    assert "continued (the model came with the adapter" in said and "adapter.rank: 2" in said
+    export = (tmp_path / "outputs/latest/export").resolve()
+    for folder in (tmp_path / "trl", export):
+        plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders / "base"), folder)
+        ours = built(folder, Decisions()).outputs(batch(), LOGPROBS)["logprobs"].detach()
+        torch.testing.assert_close(ours, reference(plain, rows()).float().detach(), atol=1e-5, rtol=1e-5)
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "trl", export))
+    assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)

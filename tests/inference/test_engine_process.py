@@ -12,17 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError
+from runner.core.errors import CheckpointError, DataError
 from runner.core.subprocess import JsonLines
 from runner.inference import engine_client
 from runner.inference.engine import GenerationRequest, SamplingParams
 from runner.inference.engine_client import EngineClient, EngineLost
-from runner.inference.engine_process import EngineSettings, _load_engine, _run_and_report, run_engine
+from runner.inference.engine_process import EngineHost, EngineSettings, _run_and_report, load_engine
 from runner.inference.torch_engine import TorchEngine
+from tests.inference.model_folders import write_adapter
 from tests.inference.test_torch_engine import GREEDY, run, tokens
 from tests.model.zoo import causal, rows
 
@@ -63,12 +65,8 @@ async def connected(
         await asyncio.to_thread(thread.join)
 
 
-def load_nothing(folder: Path) -> None:
-    raise DataError(f"{folder}: no weights are loaded here")
-
-
 def serving(lines: JsonLines) -> None:
-    run_engine(TorchEngine(MODEL, decide=Decisions(), max_num_seqs=4), lines, load_nothing)
+    EngineHost(MODEL, EngineSettings("none", max_num_seqs=4), {}).run(lines)
 
 
 async def answer(client: EngineClient, params: SamplingParams, count: int = 1) -> list[list[int]]:
@@ -127,10 +125,10 @@ def test_an_engine_that_fails_names_its_reason_and_exit_code(pipes: tuple[int, i
     broken = causal("llama")
 
     def work(lines: JsonLines) -> None:
-        engine = TorchEngine(broken, decide=Decisions())
+        host = EngineHost(broken, EngineSettings("none"), {})
         with torch.no_grad():
             broken.causal.get_output_embeddings().weight.fill_(float("nan"))
-        run_engine(engine, lines, load_nothing)
+        host.run(lines)
 
     async def check() -> None:
         async with connected(pipes, work) as client:
@@ -162,7 +160,7 @@ def test_an_engine_that_hangs_is_noticed(pipes: tuple[int, int, int, int], monke
     async def check() -> None:
         async with connected(pipes, work, hang_timeout_s=0.2) as client:
             error = await lost(client, answer(client, GREEDY))
-            assert error.exit_code == 6 and "sent nothing for 0.2 s" in str(error)
+            assert error.exit_code == 6 and "sent no message for 0.2 s" in str(error)
 
     asyncio.run(check())
 
@@ -181,11 +179,11 @@ def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
 
     def greedy(settings: EngineSettings, adapter: str | None) -> list[int]:
         (tmp_path / "tokenizer").mkdir(exist_ok=True)
-        engine, info, _ = _load_engine(settings, tmp_path / "tokenizer")
+        host, info = load_engine(settings, tmp_path / "tokenizer")
         assert set(info.adapters) >= ({adapter} if adapter else set())
         params = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, adapter=adapter)
-        found = tokens(run(engine, [GenerationRequest("0", PROMPT, params)])["0"])
-        engine.close()
+        found = tokens(run(host.engine, [GenerationRequest("0", PROMPT, params)])["0"])
+        host.engine.close()
         return found
 
     both = EngineSettings(base, adapters=(one, f"second={two}"), device="cpu")
@@ -193,3 +191,29 @@ def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
     assert len({tuple(ids) for ids in answers}) == 3
     assert greedy(EngineSettings(base, device="cpu"), None) == answers[0]
     assert greedy(EngineSettings(one, base=base, device="cpu"), None) == answers[1]
+
+    host, _ = load_engine(EngineSettings(base, device="cpu"), tmp_path / "tokenizer")
+
+    def said(adapter: str | None) -> list[int]:
+        params = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, adapter=adapter)
+        return tokens(run(host.engine, [GenerationRequest("0", PROMPT, params)])["0"])
+
+    broken = write_adapter(tmp_path / "broken", base, kind="qwen2", target_modules=["q_proj"])
+    tensors = load_file(broken / "adapter_model.safetensors")
+    save_file(dict(list(tensors.items())[1:]), broken / "adapter_model.safetensors", {"format": "pt"})
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="it lacks 1 tensors"):
+            host._load_adapter("a", str(broken))
+        assert said(None) == answers[0], "what could not be loaded leaves nothing behind"
+        host._load_adapter("a", one)
+        assert said("a") == answers[1] and said(None) == answers[0]
+        with pytest.raises(CheckpointError, match="it lacks 1 tensors"):
+            host._load_adapter("b", str(broken))
+        host._load_adapter("b", two)
+        assert [said(adapter) for adapter in (None, "a", "b")] == answers
+        host._unload_adapter("a")
+        assert said("b") == answers[2]
+        with pytest.raises(DataError, match="no adapter is named 'a'"):
+            said("a")
+        host._unload_adapter("b")
+        assert said(None) == answers[0]

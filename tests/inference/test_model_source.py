@@ -18,6 +18,7 @@ from runner.cli.main import main
 from runner.core.errors import CheckpointError, EnvironmentProblem
 from runner.inference.model_source import load_source, parse_source
 from tests.inference.model_folders import write_adapter, write_base
+from tests.model.zoo import causal
 
 
 def in_process(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -50,6 +51,12 @@ def reference(base: Path, adapter: Path | None = None) -> torch.Tensor:
     return logits(made if adapter is None else peft.PeftModel.from_pretrained(made, adapter))
 
 
+def test_a_model_of_few_positions_is_loaded(tmp_path: Path) -> None:
+    causal("gpt2", n_positions=40).save(tmp_path)
+    loaded = load_source(parse_source(str(tmp_path)), device="cpu")
+    assert loaded.model.limits().length_limit == (40, "the model has 40 positions")
+
+
 def test_a_folder_is_what_transformers_loads(folders: Path) -> None:
     source = parse_source(str(folders / "base"))
     assert (source.kind, source.name, source.adapters) == ("folder", "base", ())
@@ -80,7 +87,7 @@ def test_several_adapters_stand_over_one_base(folders: Path) -> None:
 def test_a_base_that_has_moved_is_given(folders: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(folders / "a", tmp_path / "a")
     config = json.loads((adapter / "adapter_config.json").read_text())
-    for named, complaint in (("/elsewhere/base", "is no model's folder here"), (None, "does not name")):
+    for named, complaint in (("/elsewhere/base", "is not a model folder here"), (None, "does not name")):
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": named}))
         with pytest.raises(EnvironmentProblem, match=rf"{complaint}.*--base FOLDER"):
             parse_source(str(adapter))
@@ -102,7 +109,7 @@ def test_an_adapter_of_another_base_is_refused(folders: Path, tmp_path: Path) ->
     ("change", "error"),
     [
         ({"peft_type": "IA3"}, "an adapter of type IA3; only LORA"),
-        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa has changed the weights of its base"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changed the base weights"),
     ],
 )
 def test_an_adapter_that_cannot_be_used_is_named(
@@ -119,9 +126,9 @@ def test_words_that_mean_no_model_are_answered(folders: Path, tmp_path: Path, mo
     monkeypatch.chdir(tmp_path)
     shutil.copytree(folders / "base", tmp_path / "trainer" / "checkpoint-3")
     for text, complaint in (
-        ("nonsense", "no such folder; latest, a run"),
+        ("nonsense", "no such folder; expected latest, a run"),
         ("./typo", "no such folder"),
-        ("trainer", r"no model there .*did you mean trainer/checkpoint-3\?"),
+        ("trainer", r"is no model: .*did you mean trainer/checkpoint-3\?"),
     ):
         with pytest.raises(EnvironmentProblem, match=complaint):
             parse_source(text)
@@ -129,9 +136,9 @@ def test_words_that_mean_no_model_are_answered(folders: Path, tmp_path: Path, mo
         parse_source(str(folders / "base"), checkpoint="best")
     with pytest.raises(EnvironmentProblem, match="--base x is for an adapter"):
         parse_source(str(folders / "base"), base="x")
-    with pytest.raises(EnvironmentProblem, match="two adapters have one name"):
+    with pytest.raises(EnvironmentProblem, match="two adapters have the same name"):
         parse_source(str(folders / "a"), adapters=[str(folders / "a")])
-    with pytest.raises(EnvironmentProblem, match="no adapter there"):
+    with pytest.raises(EnvironmentProblem, match="is not an adapter"):
         parse_source(str(folders / "base"), adapters=["trainer"])
 
 
@@ -142,12 +149,12 @@ def test_a_hub_that_accepts_and_never_answers_is_given_up(
         held: list[socket.socket] = []
         threading.Thread(target=lambda: held.append(server.accept()[0]), daemon=True).start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        monkeypatch.setattr("runner.model.hub_access.ANSWER_S", 0.2)
+        monkeypatch.setattr("runner.model.model_folder.ANSWER_S", 0.2)
         for name in ("HF_HUB_OFFLINE", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
             monkeypatch.delenv(name, raising=False)
         begun = time.monotonic()
         code, _, err = in_process(["infer", "owner/name", "hi"], capsys)
-        assert (code, time.monotonic() - begun < 20) == (2, True) and "does not answer within 0.2 s" in err
+        assert (code, time.monotonic() - begun < 20) == (2, True) and "does not respond within 0.2 s" in err
         for accepted in held:
             accepted.close()
 

@@ -102,7 +102,11 @@ def test_a_request_without_sense_is_an_error_in_words(path: str, header: dict[st
 
 def test_nothing_is_sampled_under_weights_that_are_not_there(there: Endpoint) -> None:
     _, body = ask(there, "POST", SAMPLE, encode_requests([], {"version": 1, "digest": "d"}))
-    error = {"kind": "StaleWeights", "message": "no weights is held, and version 1 was requested", "exit_code": 75}
+    error = {
+        "kind": "StaleWeights",
+        "message": "this server has no weights, but version 1 was requested",
+        "exit_code": 75,
+    }
     assert decode(body)[0]["error"] == error
 
 
@@ -213,7 +217,7 @@ class Gone:
     max_model_len = None
 
     def release_memory(self) -> None:
-        raise SamplerError("vLLM's engine is gone")
+        raise SamplerError("vLLM's engine died")
 
 
 def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
@@ -221,7 +225,7 @@ def test_a_process_whose_sampler_is_gone_ends_and_no_other() -> None:
     assert decode(server._answer(LOAD, {}, (), "1"))[0]["error"]["kind"] == "KeyError"
     future: Future[bytes] = Future()
     server._queue.put((future, lambda: server._answer(RELEASE, {}, (), "2")))
-    with pytest.raises(SamplerError, match="engine is gone"):
+    with pytest.raises(SamplerError, match="engine died"):
         server.run()
     with pytest.raises(ConnectionAbortedError):
         future.result()

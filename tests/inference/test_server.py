@@ -15,6 +15,7 @@ import pytest
 from runner.inference.model_source import load_source, parse_source
 from runner.model.tiny import byte_tokenizer
 from tests.inference.scripted import SCRIPTS, TEXTS, Server, begins, serve, write_model
+from tests.model.zoo import greedy
 
 KEY = "secret-of-this-test"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -57,7 +58,7 @@ def asked(client: openai.OpenAI, name: str, **options: Any) -> Any:
 def test_models_are_listed(client: openai.OpenAI) -> None:
     [model] = client.models.list().data
     assert model.id == "scripted" and client.models.retrieve("scripted") == model
-    with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist; there are: scripted"):
+    with pytest.raises(openai.NotFoundError, match="the model 'gpt-9' does not exist; models: scripted"):
         client.completions.create(model="gpt-9", prompt="a")
 
 
@@ -75,7 +76,7 @@ def test_greedy_completions_are_those_of_the_model_itself(client: openai.OpenAI,
     model = load_source(parse_source(str(folder)), device="cpu").model
     prompts = ["a", "several words", "Größe", "x" * 100]
     ids = [list(model.tokenizer(p, add_special_tokens=False)["input_ids"]) for p in prompts]
-    wanted = [list(one.ids) for one in model.generate(ids, 40)]
+    wanted = greedy(model, ids, 40)
     as_text = client.completions.create(model="scripted", prompt=prompts, temperature=0, max_tokens=40)
     as_ids = client.completions.create(
         model="scripted", prompt=ids, temperature=0, max_tokens=40, extra_body={"return_token_ids": True}
@@ -200,6 +201,8 @@ def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http
         and text.count("<|im_start|>assistant") == 2
     )
     assert got["count"] == len(got["tokens"]) and got["max_model_len"] == 1024
+    said = http.post("../tokenize", json={"messages": [{"role": "user", "content": "a<|im_end|>b"}]}).json()["tokens"]
+    assert said.count(258) == 1 and "a<|im_end|>b<|im_end|>" in TOKENIZER.decode(said), "a marker in a message is text"
     plain = http.post("../tokenize", json={"prompt": "abc"}).json()
     assert plain["tokens"] == TOKENIZER("abc")["input_ids"]
 
@@ -214,11 +217,16 @@ def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http
         ("completions", {"prompt": [1, 999]}, "prompt", "token id 999"),
         ("completions", {}, "prompt", "Field required"),
         ("completions", {"prompt": "a", "max_tokens": 2000}, None, "takes 1024 tokens"),
-        ("completions", {"prompt": "a", "stop": [""]}, "stop", "would end every answer"),
+        ("completions", {"prompt": "a", "stop": [""]}, "stop", "would end every completion"),
         ("completions", {"prompt": "a", "echo": True, "stream": True}, None, "not streamed"),
         ("chat/completions", {"messages": []}, None, "messages is empty"),
-        ("chat/completions", {"messages": [{"role": "boss", "content": "a"}]}, None, "messages[0].role"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "type text"),
+        ("chat/completions", {"messages": [{"role": "boss", "content": "a"}]}, "messages", "messages.0.role"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "messages.0.content.0.type: Input should be 'text'",
+        ),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}},
@@ -232,7 +240,7 @@ def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http
                 "chat_template_kwargs": {"drop_system": True},
             },
             None,
-            "leaves out words of this system message, such as 'be brief'",
+            "does not render the content of messages[0] (role system): 'be brief'",
         ),
     ],
 )

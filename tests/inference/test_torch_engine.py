@@ -22,7 +22,7 @@ from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
-from tests.model.zoo import causal, rows
+from tests.model.zoo import causal, greedy, rows
 
 ADAPTERS = {"first": "default", "other": "second"}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -67,7 +67,7 @@ def varied_requests(count: int) -> list[GenerationRequest]:
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2"])
 def test_requests_that_arrive_at_random_get_the_tokens_that_they_get_alone(kind: str) -> None:
     model, chance = causal(kind), random.Random(3)
-    made, waiting = engine(model, max_num_seqs=9), varied_requests(64)
+    made, waiting = engine(model, max_num_seqs=9), varied_requests(32)
     found = defaultdict[str, list[TokenEvent]](list)
     while waiting or not made.is_idle:
         for _ in range(min(len(waiting), chance.choice([0, 0, 1, 5]))):
@@ -75,7 +75,7 @@ def test_requests_that_arrive_at_random_get_the_tokens_that_they_get_alone(kind:
         for event in made.step():
             found[event.request_id].append(event)
         assert made.num_running <= 9
-    for request in varied_requests(64):
+    for request in varied_requests(32):
         alone = run(engine(model), [request])[request.id]
         assert tokens(found[request.id]) == tokens(alone)
         for event, other in zip(found[request.id], alone, strict=True):
@@ -159,7 +159,7 @@ def test_stop_strings_and_ids_end_an_answer() -> None:
         ((1, 300), GREEDY, "token id 300; the model has the ids 0 to 299"),
         ((1,), SamplingParams(max_new_tokens=0), "max_new_tokens=0"),
         ((1,), SamplingParams(adapter="x"), "no adapter is named 'x'"),
-        ((1,) * 60, SamplingParams(max_new_tokens=5), "60 tokens and 5 new ones are more than 64"),
+        ((1,) * 60, SamplingParams(max_new_tokens=5), "60 tokens and 5 new ones exceed 64"),
     ],
 )
 def test_a_request_that_cannot_be_answered_is_refused(
@@ -192,12 +192,12 @@ def test_adapters_by_name_answer_side_by_side_as_each_alone() -> None:
     alone = [run(engine(model, adapters=ADAPTERS), [one])[one.id] for one in requests]
     assert [tokens(together[one.id]) for one in requests] == [tokens(events) for events in alone]
     with model.adapter_disabled():
-        base = [list(model.generate([p], 10)[0].ids) for p in prompts]
+        base = [greedy(model, [p], 10)[0] for p in prompts]
     assert [tokens(together[f"None {at}"])[: len(ids)] for at, ids in enumerate(base)] == base
     assert tokens(together["first 0"]) != tokens(together["other 0"]) != base[0]
     for name, peft_name in ADAPTERS.items():
         model.module.set_adapter(peft_name)
-        assert tokens(together[f"{name} 1"])[:1] == list(model.generate(prompts[1:], 1)[0].ids)
+        assert tokens(together[f"{name} 1"])[:1] == greedy(model, prompts[1:], 1)[0]
 
 
 def changed(model: CausalLM, by: float) -> dict[str, Tensor]:

@@ -79,7 +79,7 @@ def start(model: Path, tmp_path: Path, *words: str) -> subprocess.CompletedProce
 
 def test_one_that_ends_or_does_not_answer_is_an_error(model: Path, tmp_path: Path) -> None:
     ended = start(model, tmp_path, "--", "--fail")
-    assert ended.returncode == 75 and "vLLM ended with code 1" in ended.stderr and "no card is free" in ended.stderr
+    assert ended.returncode == 75 and "vLLM exited with code 1" in ended.stderr and "no card is free" in ended.stderr
     late = start(model, tmp_path, "start_timeout_s=0.5", "--", "--hang")
     assert late.returncode == 6 and "within 0.5 s; its log is outputs/vllm-Qwen.log" in late.stderr
 

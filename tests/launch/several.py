@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import MACHINE_METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0

@@ -21,17 +21,20 @@ def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
     ("words", "said"),
     [
         (("+recipe=sft_demo", "launch.devices=2"), "launch.devices: parallelism=single runs one process"),
-        ((*TWO, "launch.node_rank=0"), "launch.node_rank: is about several machines, and launch.nodes is 1"),
-        ((*TWO, "launch.rdzv_endpoint=a:1"), "launch.rdzv_endpoint: is about several machines"),
+        ((*TWO, "launch.node_rank=0"), "launch.node_rank: is used only with launch.nodes above 1"),
+        ((*TWO, "launch.rdzv_endpoint=a:1"), "launch.rdzv_endpoint: is used only with launch.nodes above 1"),
         ((*TWO, "launch.address=auto"), "launch.address: not an option of launch=local; an option of launch=ray"),
-        ((*MACHINES, "launch.node_rank=2"), "launch.node_rank: the machines of launch.nodes=2 are 0 to 1"),
+        (
+            (*MACHINES, "launch.node_rank=2"),
+            "launch.node_rank: must be 0 to 1 with launch.nodes=2, a different number on each machine",
+        ),
         (
             (*TWO, "launch.nodes=2", "launch.rdzv_endpoint=a:1"),
-            "launch.node_rank: the machines of launch.nodes=2 are 0 to 1",
+            "launch.node_rank: must be 0 to 1 with launch.nodes=2, a different number on each machine",
         ),
-        ((*TWO, "launch.nodes=2", "launch.node_rank=0"), "launch.rdzv_endpoint: machine 0's HOST:PORT is expected"),
-        ((*MACHINES, "launch.rdzv_endpoint=a"), "launch.rdzv_endpoint: machine 0's HOST:PORT"),
-        ((*MACHINES, "launch.rdzv_endpoint=a:70000"), "launch.rdzv_endpoint: machine 0's HOST:PORT"),
+        ((*TWO, "launch.nodes=2", "launch.node_rank=0"), "launch.rdzv_endpoint: expected HOST:PORT of machine 0"),
+        ((*MACHINES, "launch.rdzv_endpoint=a"), "launch.rdzv_endpoint: expected HOST:PORT"),
+        ((*MACHINES, "launch.rdzv_endpoint=a:70000"), "launch.rdzv_endpoint: expected HOST:PORT"),
     ],
 )
 def test_what_does_not_fit_is_refused(words: tuple[str, ...], said: str) -> None:

@@ -34,10 +34,10 @@ STOPPED = rank(0, 130, Interrupted(signal.SIGINT, "SIGINT after step 3 of 9; a c
         ([STOPPED, WAITED, OURS], 130, "SIGINT after step 3 of 9"),
         ([STOPPED, DATA], 3, "rank 2 of 4: line 7"),
         ([WAITED, OURS, GOOD], 75, "rank 3 of 4 lost another rank"),
-        ([rank(1, -signal.SIGSEGV), GOOD], 75, "rank 1 of 4 was killed (SIGSEGV)\n  a crash in a library"),
+        ([rank(1, -signal.SIGSEGV), GOOD], 75, "rank 1 of 4 was killed (SIGSEGV)\n  a library"),
         ([rank(0, 3, DataError("rank 2: line 7 is no JSON")), OURS], 3, "rank 2: line 7 is no JSON"),
         ([rank(1, -35), GOOD], 75, "rank 1 of 4 was killed (signal 35)"),
-        ([rank(1, 1), GOOD], 1, "rank 1 of 4 ended with exit code 1 and without a word; see ranks/1.log"),
+        ([rank(1, 1), GOOD], 1, "rank 1 of 4 exited with code 1 and no message; see ranks/1.log"),
     ],
 )
 def test_what_explains_most_is_the_cause_in_whatever_order(ranks: list[ProcessExit], code: int, said: str) -> None:
@@ -63,7 +63,7 @@ def test_an_end_that_all_were_told_of_is_no_matter_of_one() -> None:
 def test_a_rank_that_ends_of_the_signals_that_were_passed_on_was_interrupted(last: ProcessExit) -> None:
     verdict = find_cause([last, GOOD], [signal.SIGTERM, signal.SIGINT])
     assert verdict is not None and isinstance(verdict.to_error(), Interrupted)
-    assert (verdict.to_error().exit_code, str(verdict.to_error())) == (143, "SIGTERM: ended at once")
+    assert (verdict.to_error().exit_code, str(verdict.to_error())) == (143, "SIGTERM: stopped immediately")
     assert "Interrupted" not in repr(find_cause([last]))
 
 

@@ -59,7 +59,7 @@ def test_an_adapter_and_its_merge_answer_like_the_run_and_one_disturbed_weight_d
     weights = load_file(tmp_path / "merged" / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] += 0.5
     save_file(weights, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ParityError, match="does not answer like the run: log-probabilities"):
+    with pytest.raises(ParityError, match="does not generate like the run: log-probabilities"):
         check_export(model, tmp_path / "merged", PROMPTS, "chat")
 
 
@@ -74,17 +74,17 @@ def test_a_changed_template_a_coarse_merge_and_a_folder_that_does_not_load_are_f
     changed.chat_template = str(changed.chat_template).replace("'\\n' }}\n{%- endfor", "'\\n\\n' }}\n{%- endfor")
     assert changed.chat_template != byte_tokenizer(512).chat_template
     changed.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ParityError, match="renders 'sort 31' in other tokens"):
+    with pytest.raises(ParityError, match="gives other tokens for 'sort 31'"):
         check_export(model, tmp_path / "adapter", PROMPTS, "chat")
     model.merge_on_save()
     model.save(tmp_path / "merged")
     weights = load_file(tmp_path / "merged" / "model.safetensors")
     coarse = {name: value.bfloat16().float() for name, value in weights.items()}
     save_file(coarse, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ParityError, match="log-probabilities of the answer"):
+    with pytest.raises(ParityError, match="log-probabilities of the completion"):
         check_export(model, tmp_path / "merged", PROMPTS, "chat")
     (tmp_path / "merged" / "config.json").unlink()
-    with pytest.raises(ParityError, match="transformers cannot use it"):
+    with pytest.raises(ParityError, match="transformers cannot load it"):
         check_export(model, tmp_path / "merged", PROMPTS, "chat")
 
 
@@ -116,14 +116,14 @@ def test_adapters_are_combined_and_merged_as_peft_does(folders: Path, tmp_path: 
             torch.testing.assert_close(product, given[name.replace("lora_A", "lora_B")] @ given[name] * 2)
     shutil.rmtree(tmp_path / "merged")
     for more, complaint in (
-        ([], "say how they become one: --combine"),
+        ([], "type how to combine them: --combine"),
         (["--combine", "linear", "--weights", "1", "--out", "x"], "--weights has 1 numbers for 2 adapters"),
-        (["--combine", "linear"], "--out FOLDER is needed"),
+        (["--combine", "linear"], "--out FOLDER is required"),
         (["--combine", "linear", "--out", "x", "--push", "there"], "expected hub:OWNER/NAME"),
     ):
         assert main([*words, *more]) == 2
         assert complaint in capsys.readouterr().err
-    assert main(["export", base, "device=cpu"]) == 2 and "is a whole model already" in capsys.readouterr().err
+    assert main(["export", base, "device=cpu"]) == 2 and "is already a full model" in capsys.readouterr().err
 
 
 def test_a_hub_that_cannot_be_reached_leaves_the_export(
@@ -132,4 +132,7 @@ def test_a_hub_that_cannot_be_reached_leaves_the_export(
     words = ["export", str(folders / "a"), "--merge", "--out", str(tmp_path / "merged"), "device=cpu"]
     begun = time.monotonic()
     assert main([*words, "--push", "hub:owner/name"]) == 2 and time.monotonic() - begun < 60
-    assert "the export is whole in" in capsys.readouterr().err and (tmp_path / "merged" / "config.json").exists()
+    assert (
+        f"complete in {tmp_path / 'merged'}" in capsys.readouterr().err
+        and (tmp_path / "merged" / "config.json").exists()
+    )

@@ -11,7 +11,7 @@ from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
 from runner.launch.local import _note_longer_schedule, next_attempt, read_status, refuse_other_job, resume, write_spec
 from runner.run_dir.folder import RunFolder
-from runner.run_dir.resume_compatibility import check_spec_unchanged, immutable_fields
+from runner.run_dir.manifest import check_spec_unchanged, immutable_fields
 from runner.spec.job import JobSpec
 
 
@@ -30,7 +30,7 @@ def test_what_a_fault_of_a_sampler_says_to_type_is_fine() -> None:
     ).spec
     refuse_other_job(began, longer)
     check_spec_unchanged(longer, {"spec": immutable_fields(began)})
-    with pytest.raises(SpecError, match="sampler: was fixed when the run began"):
+    with pytest.raises(SpecError, match="sampler: cannot change in a resumed run"):
         refuse_other_job(began, compose_job(["+recipe=grpo_demo", "launch.samplers=1", "sampler.top_p=0.5"]).spec)
 
 
@@ -41,7 +41,7 @@ def test_what_the_curve_depends_on_is_refused_all_at_once() -> None:
 
 
 def test_fewer_steps_are_refused() -> None:
-    with pytest.raises(SpecError, match="a run can only get longer"):
+    with pytest.raises(SpecError, match="steps can only increase"):
         refuse_other_job(spec(), spec(steps=5))
 
 
@@ -58,7 +58,7 @@ def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
     done: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changed = spec("checkpoint.every=7", "evaluation.every=3")
-    with pytest.raises(SpecError, match="this changes nothing") as caught:
+    with pytest.raises(SpecError, match="has no effect") as caught:
         resume(done, spec(), changed)
     assert [p.key for p in caught.value.problems] == ["checkpoint", "evaluation"]
     assert "steps=20" in str(caught.value)
@@ -70,7 +70,7 @@ def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
 def test_a_stretched_schedule_is_said(schedule: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
     words = [f"schedule={schedule}"]
     _note_longer_schedule(spec(*words), spec(*words, steps=20))
-    expected = f"note: schedule={schedule} now ends at step 20 and not 10: the learning rate rises again"
+    expected = f"note: schedule={schedule} now ends at step 20, not 10: the learning rate rises again"
     assert (expected in capsys.readouterr().err) == said
     _note_longer_schedule(spec(*words), spec(*words, "seed=1"))
     assert not capsys.readouterr().err

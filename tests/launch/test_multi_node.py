@@ -90,7 +90,9 @@ def test_another_command_is_refused_on_both_with_the_option(tmp_path: Path, port
     second = Machine(spec_of(1, port, "optimizer.lr=0.5"), tmp_path)
     first, second_found = ended(Machine(spec_of(0, port, "optimizer.lr=0.25"), tmp_path), second)
     assert isinstance(first, SpecError) and "optimizer.lr: 0.25 here, 0.5 on machine 1" in str(first)
-    assert isinstance(second_found, EnvironmentProblem) and "another job: optimizer.lr" in str(second_found)
+    assert isinstance(second_found, EnvironmentProblem) and "machine 0 has a different job: optimizer.lr" in str(
+        second_found
+    )
 
 
 def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
@@ -100,7 +102,7 @@ def test_a_number_that_is_taken_is_refused(tmp_path: Path, port: int) -> None:
         pass
     ended(Machine(spec_of(2, port, nodes=3), tmp_path), first, *twins)
     [refused] = [twin.found for twin in twins if isinstance(twin.found, RunnerError)]
-    assert "launch.node_rank=1 is taken by machine 1" in str(refused)
+    assert "launch.node_rank=1 is used by machine 1" in str(refused)
 
 
 @pytest.mark.parametrize(
@@ -155,14 +157,14 @@ def test_a_folder_that_is_not_shared_is_said(tmp_path: Path, port: int, monkeypa
     monkeypatch.setattr(module.RunFolder, "spec", tmp_path / "nowhere")
     monkeypatch.setattr("tests.launch.test_multi_node.write_spec", lambda folder, spec: None)
     _, second = ended(Machine(spec_of(0, port), tmp_path), Machine(spec_of(1, port), tmp_path))
-    assert "is not to be seen here; start on a disk that all share" in str(second)
+    assert "which machine 0 created; use storage that all machines share" in str(second)
 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_machine_that_does_not_come_is_named(tmp_path: Path, port: int, node: int) -> None:
     [found] = ended(Machine(spec_of(node, port, "parallelism.timeout_s=0.3"), tmp_path))
     assert isinstance(found, DeadlineExceeded)
-    assert ("no word from machine 1" if node == 0 else "machine 0 does not answer") in str(found)
+    assert ("machine 1" if node == 0 else "machine 0 does not respond") in str(found)
 
 
 def test_an_address_that_is_not_of_this_machine(tmp_path: Path) -> None:
@@ -193,7 +195,7 @@ def test_a_machine_that_is_gone_is_the_cause(tmp_path: Path, port: int) -> None:
     first = Machine(spec_of(0, port), tmp_path, watch)
     second = Machine(spec_of(1, port), tmp_path)  # ends at once
     verdict = ended(first, second)[0]
-    assert verdict.exit_code == 75 and verdict.message.startswith("machine 1 (") and "is gone" in verdict.message
+    assert verdict.exit_code == 75 and verdict.message.startswith("machine 1 (") and "was lost" in verdict.message
 
 
 def test_a_machine_that_is_done_waits_for_one_that_still_writes(

@@ -58,18 +58,18 @@ def test_seats_follow_from_the_job() -> None:
 @pytest.mark.parametrize(
     ("nodes", "wanted", "words"),
     [
-        (npus(4), SIX_AND_TWO, r"wants 8 NPUs \(6 to train, 2 to sample\), and Ray has 4 NPUs on 1 node: 4 too few"),
+        (npus(4), SIX_AND_TWO, r"needs 8 NPUs \(6 to train, 2 to sample\), but Ray has 4 NPUs on 1 node: 4 too few"),
         (npus(4, 3), SIX_AND_TWO, r"has 7 NPUs on 2 nodes \(4 \+ 3\): 1 too few; lower launch.devices or"),
-        (npus(0, 0), SIX_AND_TWO[:1], r"wants 1 NPU, and Ray has no NPU on 2 nodes: 1 too few; `ray status`"),
+        (npus(0, 0), SIX_AND_TWO[:1], r"needs 1 NPU, but Ray has no NPU on 2 nodes: 1 too few; `ray status`"),
         (
             npus(3, 3, 2),
             [*SIX_AND_TWO[:2], *(Bundle("sampler", n, "NPU", 2) for n in range(3)), Bundle("sampler", 3, "NPU", 4)],
-            r"wants 12 NPUs \(2 to train, 10 to sample\), .*: 4 too few",
+            r"needs 12 NPUs \(2 to train, 10 to sample\), .*: 4 too few",
         ),
         (
             npus(3, 3),
             [SIX_AND_TWO[0], Bundle("sampler", 0, "NPU", 4)],
-            r"1 sampler wants 4 NPUs of one node, .*\(3 \+ 3\): room for 0",
+            r"1 sampler needs 4 NPUs of one node, .*\(3 \+ 3\): room for 0",
         ),
     ],
 )
@@ -137,9 +137,9 @@ def test_the_table_says_role_node_and_devices() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["launch.address=ray://head:10001"], "type this on a node of the cluster"),
-        (["launch.address=head"], "auto or HOST:PORT is expected"),
-        (["launch.address=auto", "device=auto"], "type device=npu, cuda or cpu"),
+        (["launch.address=ray://head:10001"], "use a node of the cluster"),
+        (["launch.address=head"], "auto or HOST:PORT"),
+        (["launch.address=auto", "device=auto"], "type device=npu, device=cuda or device=cpu"),
     ],
 )
 def test_an_address_that_cannot_be_is_refused(words: list[str], text: str) -> None:
@@ -265,7 +265,7 @@ def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         child = ActorProcess(order(tmp_path / "elsewhere"), dict(os.environ), os.dup(listener.fileno()))
     assert heard(child, ear) == 2
-    assert ear.report is not None and "start on a disk that all nodes share" in ear.report.message
+    assert ear.report is not None and "use storage that all nodes share" in ear.report.message
 
 
 def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> None:
@@ -281,7 +281,14 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
         "print(left.pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
-    words = [sys.executable, "-P", "-m", "runner.launch.ray.reaper", "a_driver", json.dumps({"folder": str(folder)})]
+    words = [
+        sys.executable,
+        "-P",
+        "-m",
+        "runner.launch.ray.driver_connection",
+        "a_driver",
+        json.dumps({"folder": str(folder)}),
+    ]
     path = f"{tmp_path}{os.pathsep}{ROOT}"
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": path}, capture_output=True, timeout=60)
     assert done.returncode == 128 + signal.SIGKILL and not folder.exists() and not weights.exists()
@@ -291,8 +298,8 @@ def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("does", "kind", "words"),
     [
-        ("os.kill(os.getpid(), 9)", RankLost, "Ray's driver has ended"),
-        ("sys.exit('no such cluster')", EnvironmentProblem, r"Ray's driver has ended \(no such cluster\)"),
+        ("os.kill(os.getpid(), 9)", RankLost, "Ray's driver exited"),
+        ("sys.exit('no such cluster')", EnvironmentProblem, r"Ray's driver exited \(no such cluster\)"),
         ("tell(why='no room', passes=False)", EnvironmentProblem, "Ray on this machine: no room"),
         ("tell(why='too slow', passes=True)", RankLost, "Ray on this machine: too slow"),
     ],
@@ -407,7 +414,7 @@ def test_an_actor_is_lost_once_however_much_it_was_asked(
     driver._call_actor("hear", 0)
     driver._kill(0)
     driver._collect_answers()
-    assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) is lost")]
+    assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) was lost")]
 
 
 @pytest.mark.parametrize(
@@ -416,9 +423,9 @@ def test_an_actor_is_lost_once_however_much_it_was_asked(
         (
             "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
             "Worker unexpectedly exits with a connection error code 2. End of file. Some common causes include: (1) …",
-            "its actor on left (10.0.0.3) has died; Ray says: Worker unexpectedly exits with a connection error code 2",
+            "its actor on left (10.0.0.3) died; Ray reports: Worker unexpectedly exits with a connection error code 2",
         ),
-        ("The actor is dead because its node has died. Node Id: 12", "its node left (10.0.0.3) is lost"),
+        ("The actor is dead because its node has died. Node Id: 12", "its node left (10.0.0.3) was lost"),
     ],
 )
 def test_rays_reason_is_a_sentence(text: str, words: str) -> None:

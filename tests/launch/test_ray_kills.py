@@ -105,9 +105,9 @@ def disturbed(job: Sampled, victim: str, words: tuple[str, ...], seed: int, trai
 
 
 SAYS = {
-    "sampler": "sampler 0 was killed (SIGKILL); it is restarted (1 of 3), and asked again",
+    "sampler": "sampler 0 was killed (SIGKILL); restarting it (1 of 3) and retrying",
     "rank": "was killed (SIGKILL); attempt 2 continues from the newest checkpoint",
-    "driver": "Ray's driver has ended",
+    "driver": "Ray's driver exited",
     "command": "",
 }
 ATTEMPTS = {"sampler": 1, "rank": 2, "driver": 2, "command": 2}
@@ -141,5 +141,5 @@ def test_a_sampler_that_is_stopped_is_replaced(undisturbed: Undisturbed, tmp_pat
     [sampler] = found(PROGRAMS["sampler"], process, trail)
     os.kill(sampler, signal.SIGSTOP)
     assert ended(process, trail) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 80 s; it is restarted (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and sent no heartbeat for 80 s; restarting it (1 of 3)" in job.said()
     assert job.end() == undisturbed(1).end() and trail.left() == {} and job.leftovers() == []

@@ -30,17 +30,17 @@ def test_auto_is_what_ray_takes_it_for(free: str, tmp_path: Path, monkeypatch: p
     record = tmp_path / "ray" / "ray_current_cluster"
     record.parent.mkdir()
     record.write_text(f"{free}\n")
-    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says {record}\): nobody listens there"):
+    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, from {record}\): no server listens there"):
         check_reachable("auto")
     monkeypatch.setenv("RAY_ADDRESS", free)
-    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, says RAY_ADDRESS\)"):
+    with pytest.raises(EnvironmentProblem, match=rf"auto \({free}, from RAY_ADDRESS\)"):
         check_reachable("auto")
 
 
 def test_who_listens_is_let_be(free: str) -> None:
     with socket.create_server(("127.0.0.1", int(free.rpartition(":")[2]))):
         check_reachable(free)
-    with pytest.raises(EnvironmentProblem, match=f"Ray at {free}: nobody listens there"):
+    with pytest.raises(EnvironmentProblem, match=f"Ray at {free}: no server listens there"):
         check_reachable(free)
 
 
@@ -54,7 +54,7 @@ def test_a_job_is_refused_before_a_recipe_is_run_for_it(
             local.prepare_spec(spec)
     monkeypatch.setattr(driver_connection.importlib.util, "find_spec", lambda name: object())
     begin = time.monotonic()
-    with pytest.raises(EnvironmentProblem, match="nobody listens"):
+    with pytest.raises(EnvironmentProblem, match="no server listens"):
         local.prepare_spec(spec)
     assert time.monotonic() - begin < CONNECT_TIMEOUT_S
     assert not (workdir / "outputs").exists()

@@ -13,7 +13,7 @@ import pytest
 from runner.cli.args import parse
 from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.base import submit_command
+from runner.launch.config import submit_command
 from tests.launch.several import Job
 from tests.ray_head import head
 
@@ -65,16 +65,18 @@ def test_every_word_arrives_through_the_shell_of_the_cluster(monkeypatch: pytest
 
 def test_a_verb_and_a_sweep_are_for_a_node_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["run", "resume", "latest", AT])
-    with pytest.raises(SpecError, match=r"type this command on a node of the cluster, with launch\.address=auto"):
+    with pytest.raises(SpecError, match=r"run this command on one of its nodes, with launch\.address=auto"):
         compose_job(["+recipe=sft_demo", "launch=ray", AT, "device=cpu"])
-    assert "on a node of the cluster" in answer(monkeypatch, "--multirun", "+recipe=sft_demo", "launch=ray", AT)
+    assert "run this command on one of its nodes" in answer(
+        monkeypatch, "--multirun", "+recipe=sft_demo", "launch=ray", AT
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
         (["launch.address=ray://head:10001"], "launch.address: .* type http://HOST:8265"),
-        (["launch.address=10.0.0.1:6379", "device=auto"], "device: .* type device=npu, cuda or cpu"),
+        (["launch.address=10.0.0.1:6379", "device=auto"], "device: .* type device=npu, device=cuda or device=cpu"),
         (["launch.folder=/shared"], "launch.folder: not an option of launch=ray; .* `ray job submit`, with --folder"),
     ],
 )

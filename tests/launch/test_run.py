@@ -18,7 +18,7 @@ import yaml
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import MACHINE_METRICS
 from tests import command
 from tests.small import JUDGED, UNJUDGED
 
@@ -94,7 +94,7 @@ def test_resuming_a_finished_run_says_so(finished: Path) -> None:
 
 def test_a_resume_may_not_change_the_job(finished: Path) -> None:
     out = runner(finished, "resume", "latest", "optimizer.lr=1", "seed=4", code=2)
-    assert "optimizer" in out and "seed" in out and "fixed when the run began" in out
+    assert "optimizer" in out and "seed" in out and "change in a resumed run" in out
 
 
 @pytest.mark.slow
@@ -116,7 +116,7 @@ def test_a_spec_edited_by_hand_is_refused_by_resume_and_infer(finished: Path) ->
     (copy / "spec.yaml").write_text(text.replace("batch_size: 8", "batch_size: 16").replace("seed: 0", "seed: 1"))
     lines = (copy / "metrics.jsonl").read_bytes()
     out = runner(finished, "resume", "edited", "steps=8", code=2)
-    assert "algorithm.batch_size: was 8 when the checkpoint was written, is 16" in out and "seed: was 0" in out
+    assert "algorithm.batch_size: was 8 in the checkpoint, but is 16" in out and "seed: was 0" in out
     assert (copy / "metrics.jsonl").read_bytes() == lines
     assert "algorithm.batch_size" in runner(finished, "infer", "edited", "sort 31", code=2)
 
@@ -166,7 +166,7 @@ def test_a_signal_during_the_build_is_obeyed_at_once(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGTERM)
     printed = process.communicate(timeout=60)[0].decode()
     run = (tmp_path / "outputs/latest").resolve()
-    assert process.returncode == 143 and "SIGTERM before a step was made; no checkpoint was written" in printed
+    assert process.returncode == 143 and "SIGTERM before the first step ended; no checkpoint was written" in printed
     assert printed.endswith("continue  run resume latest\n") and "error" not in printed
     assert json.loads((run / "status.json").read_text())["state"] == "interrupted"
     assert not (run / "checkpoints").exists() and not (run / "metrics.jsonl").exists()
@@ -267,7 +267,7 @@ def test_npu_without_a_card_exits_2_and_leaves_no_folder(tmp_path: Path) -> None
 
 def test_a_nan_ends_the_run_with_5_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     out = runner(tmp_path, *JUDGED, "optimizer.lr=1e30", "optimizer.clip_norm=null", code=5)
-    assert "nothing was updated with it" in out
+    assert "the update was skipped" in out
 
 
 def causal(folder: Path) -> Any:

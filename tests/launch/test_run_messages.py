@@ -101,7 +101,7 @@ def test_steps_are_said_in_epochs() -> None:
         (
             "parallelism=ddp",
             2,
-            "ranks    2: parallelism=ddp, dp_replicate=2; this is rank 0, the others' words: a/ranks/1.log",
+            "ranks    2: parallelism=ddp, dp_replicate=2; this is rank 0, logs of the others: a/ranks/1.log",
         ),
         ("parallelism=fsdp", 8, "ranks    8: parallelism=fsdp, dp_shard=4 × tp=2; "),
         ("parallelism=deepspeed_zero2", 4, "ranks    4: parallelism=deepspeed_zero2; this is rank 0, "),

@@ -24,10 +24,15 @@ def folder(workdir: Path) -> RunFolder:
 
 
 @pytest.mark.parametrize(
-    ("error", "state"), [(Interrupted(15, "SIGTERM after step 1"), "interrupted"), (RunnerError("too bad"), "failed")]
+    ("error", "state"),
+    [
+        (Interrupted(15, "SIGTERM after step 1"), "interrupted"),
+        (RunnerError("too bad"), "failed"),
+        (ZeroDivisionError("a bug"), "failed"),
+    ],
 )
 def test_a_run_that_did_not_finish_has_a_page_that_is_named(
-    error: RunnerError, state: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
+    error: Exception, state: str, folder: RunFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(type(error)), status_of(folder, 1):
         raise error

@@ -88,7 +88,7 @@ def test_a_sampler_of_its_own_that_is_killed_changes_no_bit(job: Sampled, peacef
     process, ranks, [sampler] = begun(job, *SAMPLED, SHORT)
     os.kill(sampler, signal.SIGKILL)
     assert process.wait(120) == 0, job.said()
-    assert "sampler 0 was killed (SIGKILL); it is restarted (1 of 3)" in job.said()
+    assert "sampler 0 was killed (SIGKILL); restarting it (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
     named = {name for row in job.curve() for name in row}
     assert {"sampler/utilization_percent", "sampler/resident_bytes", "sampler/queue", "rollout/staleness"} <= named
@@ -110,7 +110,7 @@ def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) 
     process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")
     os.kill(sampler, signal.SIGSTOP)
     assert process.wait(200) == 0, job.said()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 40 s; it is restarted (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and sent no heartbeat for 40 s; restarting it (1 of 3)" in job.said()
     assert job.end() == peaceful.end() and gone([sampler])
 
 
@@ -144,7 +144,7 @@ def test_one_of_two_samplers_that_stops_while_it_receives_weights_changes_no_bit
     process = job.start(*words, PYTHONPATH=f"{site}{os.pathsep}{ROOT}")
     assert process.wait(300) == 0, job.said()
     assert (site / "stopped").exists()
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 30 s; it is restarted (1 of 3)" in job.said()
+    assert "sampler 0 is stopped (SIGSTOP), and sent no heartbeat for 30 s; restarting it (1 of 3)" in job.said()
     assert job.end() == peaceful.end()
 
 

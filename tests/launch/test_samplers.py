@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from runner.cli.job_builder import compose_job
+from runner.core import device_kinds
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError, SamplerError
 from runner.core.fsync_io import temporary_folder
 from runner.core.rank_info import RankInfo
-from runner.device import device_kinds
 from runner.launch import supervisor, worker_process
 from runner.launch.exit_cause import JobFailed
 from runner.launch.local import LocalLauncher, run_attempts
@@ -117,9 +117,9 @@ def test_a_sampler_that_is_lost_is_replaced_with_a_line_that_says_why(tmp_path: 
     said = run(rank="until 5", sampler_1=["kill", "fault", "quit"]).splitlines()
     assert [len(lives(tmp_path, index)) for index in range(2)] == [1, 4]
     assert [re.sub(r"see .*log", "see LOG", line) for line in said] == [
-        "warning: sampler 1 was killed (SIGKILL); it is restarted (1 of 3), and asked again",
-        "warning: sampler 1: the engine is gone; it is restarted (2 of 3), and asked again",
-        "warning: sampler 1 ended, and nobody told it to; see LOG; it is restarted (3 of 3), and asked again",
+        "warning: sampler 1 was killed (SIGKILL); restarting it (1 of 3) and retrying",
+        "warning: sampler 1: the engine is gone; restarting it (2 of 3) and retrying",
+        "warning: sampler 1 exited unexpectedly; see LOG; restarting it (3 of 3) and retrying",
     ]
     assert all(line.removeprefix("warning: ") in (tmp_path / "run.log").read_text() for line in said)
 
@@ -130,14 +130,14 @@ def test_a_sampler_that_is_stopped_is_found_by_its_silence_and_replaced(
 ) -> None:
     monkeypatch.setattr(supervisor, "SILENT", 1.0)
     said = run("sampler.timeout_s=6", rank="until 3", sampler_0=["stop"])
-    assert "sampler 0 is stopped (SIGSTOP), and has said nothing for 6 s; it is restarted (1 of 3)" in said
+    assert "sampler 0 is stopped (SIGSTOP), and sent no heartbeat for 6 s; restarting it (1 of 3)" in said
     assert not alive([one["pid"] for one in lives(tmp_path, 0)])
 
 
 def test_one_that_is_lost_too_often_ends_the_job(tmp_path: Path, run: Callable[..., str]) -> None:
     text = ended_with(tmp_path, lambda: run("launch.max_worker_restarts=1", sampler_0=["fault", "kill"], rank="long"))
     assert text.startswith("75: sampler 0 was killed (SIGKILL)\n"), text
-    assert "it was restarted 1 times, and launch.max_worker_restarts=1; what it said: " in text
+    assert "it was restarted 1 times, the limit is launch.max_worker_restarts=1; its log: " in text
     assert text.endswith("continue: run resume " + str(tmp_path))
 
 
@@ -161,7 +161,7 @@ def test_each_sampler_sees_the_cards_after_those_of_the_ranks(
     run("device=cuda")
     assert [lives(tmp_path, index)[1]["CUDA_VISIBLE_DEVICES"] for index in range(2)] == ["1", "2"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,5")
-    with pytest.raises(EnvironmentProblem, match=r"want 3 devices, and 2 are here \(7, 5\)"):
+    with pytest.raises(EnvironmentProblem, match=r"need 3 devices, but this machine has 2 \(7, 5\)"):
         run("device=cuda")
 
 

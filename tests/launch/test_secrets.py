@@ -29,7 +29,7 @@ VALUES = {"JUDGE_API_KEY": "plain words " + "of a key", "SERVICE_TOKEN": "other 
 TEXTS = [*SHAPED, *(frame.format(secret) for frame, secret in FRAMED.items()), *VALUES.values()]
 SECRETS = [*SHAPED, *FRAMED.values(), *VALUES.values()]
 TAGS = f"tracker.tags=[{', '.join(repr(text) for text in TEXTS)}]"
-NOTE = "note: tracker.tags holds what looks like a secret: masked"
+NOTE = "note: tracker.tags looks like a secret and is masked"
 
 
 def write_reward() -> None:
@@ -102,7 +102,7 @@ def test_an_unexpected_error_of_a_rank_is_written_without_secrets(tmp_path: Path
 
 def test_an_error_is_printed_without_secrets(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["resume", f"/runs/{SHAPED[0]}"]) == 2
-    assert "/runs/***: no run there" in capsys.readouterr().err
+    assert "/runs/*** is not a run" in capsys.readouterr().err
 
 
 def test_a_secret_that_a_mask_would_break_is_refused_before_anything_is_written(
@@ -110,5 +110,5 @@ def test_a_secret_that_a_mask_would_break_is_refused_before_anything_is_written(
 ) -> None:
     assert main(["tracker=none", f"data.path=/data/{SHAPED[0]}/x.jsonl", "data=file", "+recipe=sft_demo"]) == 8
     said = capsys.readouterr().err
-    assert "data.path holds what looks like a secret" in said and SHAPED[0] not in said
+    assert "data.path looks like a secret" in said and SHAPED[0] not in said
     assert not Path("outputs").exists()

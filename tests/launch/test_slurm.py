@@ -13,8 +13,8 @@ import yaml
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.launch.slurm import job as slurm_job
 from runner.launch.slurm import srun_task, submission
+from runner.launch.slurm import srun_task as slurm_job
 from runner.launch.slurm.commands import allocated_cards, count_stage, steps_of
 from runner.launch.slurm.srun_task import SlurmTask
 from runner.run_dir.folder import RunFolder
@@ -59,16 +59,16 @@ def test_the_layout_is_what_slurm_says(step: None, monkeypatch: pytest.MonkeyPat
     assert srun_task.slurm_layout({**OWN, "samplers": 2}, DEFAULTS, "cuda")[-1] == "launch.devices=6"
     typed = {**DEFAULTS, "launch.devices": "command line"}
     assert "launch.devices" not in " ".join(srun_task.slurm_layout({**OWN, "devices": 4}, typed, "cuda"))
-    with pytest.raises(EnvironmentProblem, match=r"launch\.devices wants 9 cards, and Slurm gave this job 8"):
+    with pytest.raises(EnvironmentProblem, match=r"launch\.devices needs 9 cards, but Slurm gave this job 8"):
         srun_task.slurm_layout({**OWN, "devices": 9}, typed, "cuda")
 
 
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("node_rank", 0, "launch.node_rank=0: Slurm says it"),
+        ("node_rank", 0, "launch.node_rank=0: Slurm sets it"),
         ("nodes", 3, "launch.nodes=3: this Slurm job has 2"),
-        ("partition", "big", "launch.partition: is for a job that is to be submitted, and this is one, 40"),
+        ("partition", "big", "launch.partition: is for submitting a job, but this is Slurm job 40"),
     ],
 )
 def test_what_contradicts_slurm_is_refused(step: None, name: str, value: object, said: str) -> None:
@@ -116,7 +116,7 @@ def test_what_is_asked_of_slurm() -> None:
     cards = compose_job([*WORDS, *words, "device=npu", "launch.gres=npu:910b"]).spec
     text = submission.batch_script(cards, Path("x"), "true")
     assert "#SBATCH --gres=npu:910b:4\n" in text and "cpus-per-task" not in text
-    with pytest.raises(SpecError, match="auto is not known"):
+    with pytest.raises(SpecError, match="auto is resolved only"):
         submission.batch_script(compose_job([*WORDS, *words[:2], "device=auto"]).spec, Path("x"), "true")
 
 
@@ -147,7 +147,7 @@ def test_a_slurm_that_does_not_answer_for_a_while_is_asked_again(
 
     monkeypatch.setattr(submission, "state_of", state_of)
     assert submission.follow(followed, "17", followed.slurm / "17.log") == 0
-    said = "slurm    squeue: Unable to contact slurm controller; asking again\n"
+    said = "slurm    squeue: Unable to contact slurm controller; retrying\n"
     assert capsys.readouterr().out == said * 2, "once each time"
 
 
@@ -159,7 +159,7 @@ def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
 
     monkeypatch.setattr(submission, "state_of", state_of)
     monkeypatch.setattr(submission, "SILENT_S", 0.05)
-    said = r"slurm controller, for 0.05 s now; job 17 continues without being followed; to end it: scancel 17"
+    said = r"slurm controller, for 0.05 s; stopped following job 17, which continues; to end it: scancel 17"
     with pytest.raises(EnvironmentProblem, match=said):
         submission.follow(followed, "17", followed.slurm / "17.log")
 
@@ -169,7 +169,7 @@ def test_a_slurm_that_never_answers_is_given_up_and_the_job_left_alone(
     [
         ("launch.sbatch={nodes: 3}", "nodes is set by launch.nodes"),
         ("launch.gres=gpu:a100", "device=cpu has no cards"),
-        ("launch.attempts=2", "with launch.nodes=2 is for launch=ray"),
+        ("launch.attempts=2", "needs launch=ray"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_it_is_submitted(word: str, said: str) -> None:
@@ -180,7 +180,7 @@ def test_what_does_not_fit_is_refused_before_it_is_submitted(word: str, said: st
 def test_a_refusal_is_slurms_and_leaves_nothing(cluster: Path, tmp_path: Path) -> None:
     job = Job(tmp_path)
     said = job.run(*WORDS, "launch.nodes=2", "launch.partition=none", code=2)
-    assert "Slurm refuses a job with 2 machines, each 1 process, partition none: sbatch: " in said
+    assert "Slurm rejects a job with 2 machines, each 1 process, partition none: sbatch: " in said
     assert "Invalid partition name specified" in said and not (tmp_path / "outputs").exists()
 
 
@@ -190,7 +190,7 @@ def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path:
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
     said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.follow=true")
-    assert "job 17 is submitted: 2 machines, each 1 process" in said
+    assert "job 17 submitted: 2 machines, each 1 process" in said
     assert "rank 0" in said and "done      3 steps" in said, "followed"
     folder = RunFolder(job.latest.resolve())
     assert (folder.slurm / "17.log").read_text() in said
@@ -212,7 +212,7 @@ def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_pat
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
     assert process.wait(DEADLINE_S) == 0, job.said()
     said = job.said()
-    assert "requeued: Slurm starts the job again" in said and "resume   after step" in said
+    assert "requeued: Slurm restarts the job" in said and "resume   after step" in said
     assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"]) == (2, 2)
     alike.run(*WORDS[:1], *WORDS[2:], "launch.devices=2", *more)
     assert job.weights(16) == alike.weights(16) and job.curve() == alike.curve()
@@ -235,7 +235,7 @@ def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Pa
     os.kill(slurm_stand_in_job(cluster)["pid"], signal.SIGUSR2)
     assert process.wait(DEADLINE_S) == 0, job.said()
     said = job.said()
-    assert "requeued: Slurm starts the job again" in said and "init_from: continuing +recipe=quick" in said
+    assert "requeued: Slurm restarts the job" in said and "init_from: continuing +recipe=quick" in said
     assert (slurm_stand_in_job(cluster)["starts"], job.status()["attempt"], steps(), job.steps()) == (2, 1, 16, 2)
 
 
@@ -252,18 +252,18 @@ def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tm
     assert process.wait(DEADLINE_S) == 75, job.said()
     assert job.status()["state"] == "interrupted" and job.status()["exit_code"] == 75
     said = job.run(*more, **own, SLURM_RESTART_COUNT="1")
-    assert "was begun by this Slurm job: continuing there" in said and job.latest.resolve() == first
+    assert "was started by this Slurm job: continuing it" in said and job.latest.resolve() == first
     assert job.steps() == 16 > before and job.status()["attempt"] == 2
 
 
 @pytest.mark.slow
 def test_a_run_that_slurm_has_is_not_submitted_again(cluster: Path, tmp_path: Path) -> None:
     job = Job(tmp_path)
-    assert "job 17 is submitted" in job.run(*WORDS, "launch.nodes=2", "steps=2000")
+    assert "job 17 submitted" in job.run(*WORDS, "launch.nodes=2", "steps=2000")
     said = job.run("resume", "latest", code=2)
-    assert "Slurm has this run already: job 17" in said and "scancel 17" in said
+    assert "this run is already in Slurm: job 17" in said and "scancel 17" in said
     slurm_stand_in.end_all(cluster)
-    assert "job 18 is submitted" in job.run("resume", "latest", "steps=2001")
+    assert "job 18 submitted" in job.run("resume", "latest", "steps=2001")
 
 
 def slurm_stand_in_job(state: Path, number: str = "17") -> dict[str, int]:

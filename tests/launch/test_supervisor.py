@@ -96,21 +96,21 @@ def test_an_error_that_all_ranks_meet_is_said_once(tmp_path: Path, monkeypatch: 
 
 def test_a_rank_that_ends_without_a_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = ended(tmp_path, a_team(tmp_path, monkeypatch, _1="wordless"))
-    assert text.startswith("9: rank 1 of 3 ended with exit code 9 and without a word; see ")
+    assert text.startswith("9: rank 1 of 3 exited with code 9 and no message; see ")
 
 
 def test_a_rank_that_hangs_is_named_with_its_place_once_another_has_waited(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=40, _0="waited", _1="hang", _2="waited"))
-    assert text.startswith("6: rank 1 of 3 does not answer; the others waited 40 s for it")
+    assert text.startswith("6: rank 1 of 3 does not respond; the others waited 40 s")
     assert re.search(r"rank 1 of 3 is in step \d, at .*toy_rank.py:\d+, in stuck_here\n", text), text
     assert "run.log" in text and "ranks/*.log" in text
 
 
 def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=2, _0="long", _1="stop", _2="long"))
-    assert text.startswith("6: rank 1 of 3 does not answer") and "is stopped (SIGSTOP)" in text
+    assert text.startswith("6: rank 1 of 3 does not respond") and "is stopped (SIGSTOP)" in text
 
 
 def test_a_signal_is_passed_on_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_a_signal_is_passed_on_to_all(tmp_path: Path, monkeypatch: pytest.Monkey
 
     thread = threading.Thread(target=interrupt)
     thread.start()
-    with pytest.raises(Interrupted, match="SIGTERM: ended at once") as caught:
+    with pytest.raises(Interrupted, match="SIGTERM: stopped immediately") as caught:
         one.run()
     thread.join()
     assert caught.value.exit_code == 143 and gone(said_pids(tmp_path))

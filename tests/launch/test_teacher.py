@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.upstream_models import resolve_other_models
+from runner.launch.upstream_runs import resolve_other_models
 from runner.spec.job import JobSpec
 from tests.inference.model_folders import write_adapter, write_base
 
@@ -50,7 +50,9 @@ def test_a_folder_or_the_export_in_a_runs_folder(folder: Path) -> None:
 
 @pytest.mark.parametrize("path", ["./typo", "/no/where", "there/typo", "a/b/c"])
 def test_a_path_that_leads_nowhere_is_named(path: str, folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"algorithm\.teacher: no weights in .*; a finished run's folder, an export"):
+    with pytest.raises(
+        SpecError, match=r"algorithm\.teacher: no weights in .*; expected the folder of a finished run, an export"
+    ):
         taught(job(path))
 
 
@@ -62,7 +64,9 @@ def test_an_adapter_over_its_base_is_a_teacher(folder: Path) -> None:
 
 def test_a_folder_without_a_tokenizer_is_named(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    with pytest.raises(SpecError, match=r"algorithm\.teacher: .*there has no tokenizer \(tokenizer\*.*; copy the one"):
+    with pytest.raises(
+        SpecError, match=r"algorithm\.teacher: .*there has no tokenizer \(tokenizer\*.*; copy its tokenizer"
+    ):
         taught(job("there"))
 
 
@@ -73,11 +77,11 @@ def test_a_name_alone_is_no_hub_id(folder: Path) -> None:
 
 def test_a_hub_id_is_said_to_be_taken_as_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert taught(job("owner/name", "algorithm.teacher_revision=main")) == "owner/name"
-    assert capsys.readouterr().err == "algorithm.teacher: no folder owner/name here, so taken as a hub id\n"
+    assert capsys.readouterr().err == "algorithm.teacher: no folder owner/name here, so it is read as a hub id\n"
 
 
 def test_a_folder_has_no_revision(folder: Path) -> None:
-    with pytest.raises(SpecError, match=r"algorithm\.teacher_revision: not used with there; it belongs to a hub id"):
+    with pytest.raises(SpecError, match=r"algorithm\.teacher_revision: not used with there; it is for a hub id"):
         taught(job("there", "algorithm.teacher_revision=main"))
 
 
@@ -119,4 +123,4 @@ def test_a_recipe_teaches_on_its_own_model_and_no_other_teacher_goes_on(tmp_path
     save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     refused = run(tmp_path, "resume", str(latest), "steps=4")
     assert refused.returncode == 4, refused.stderr
-    assert "the teacher is not the one that the checkpoint was written for: another weights" in refused.stderr
+    assert "the teacher different weights" in refused.stderr

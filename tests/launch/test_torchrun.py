@@ -32,9 +32,9 @@ def test_the_layout_is_what_was_started(meeting: None) -> None:
 
 def test_a_layout_that_is_typed_must_be_the_same(meeting: None) -> None:
     assert torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=4"])
-    with pytest.raises(EnvironmentProblem, match=r"launch\.devices=3: torchrun has started 4 × 1 processes"):
+    with pytest.raises(EnvironmentProblem, match=r"launch\.devices=3: torchrun started 4 × 1 processes"):
         torchrun.torchrun_layout(RankInfo(0, 4, 0, 4), ["launch.devices=3"])
-    with pytest.raises(EnvironmentProblem, match="as many on each machine"):
+    with pytest.raises(EnvironmentProblem, match="start the same number on each machine"):
         torchrun.torchrun_layout(RankInfo(0, 5, 0, 3), [])
 
 
@@ -82,7 +82,7 @@ def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meetin
     words = ["+recipe=sft_demo", "parallelism=ddp", *torchrun.torchrun_layout(place, [])]
     for launch in ("torchrun", "local"):
         torchrun.refuse_misfit(compose_job([*words, f"launch={launch}"]).spec)
-    with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun has started"):
+    with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun already started"):
         torchrun.refuse_misfit(compose_job([*words, "launch=slurm"]).spec)
-    with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts ranks alone"):
+    with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts only ranks"):
         compose_job(["+recipe=grpo_demo", "launch=torchrun", "launch.samplers=1"])

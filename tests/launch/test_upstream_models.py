@@ -16,8 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.upstream_models import UpstreamRunFailed, resolve_init_from
-from runner.launch.upstream_run import cache_key, command_words, continue_hint, layout_words
+from runner.launch.upstream_runs import (
+    UpstreamRunFailed,
+    cache_key,
+    command_words,
+    continue_hint,
+    layout_words,
+    resolve_init_from,
+)
 from tests import command
 from tests.inference.model_folders import write_adapter, write_base
 
@@ -110,7 +116,7 @@ def test_an_adapter_needs_the_model_that_it_belongs_to(tmp_path: Path, monkeypat
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     said = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}", code=2)
-    assert "model.embed_tokens.weight has no place in this model" in said
+    assert "model.embed_tokens.weight does not exist in this model" in said
 
 
 def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +124,7 @@ def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, mo
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "wrong.yaml").write_text("# @package _global_\nstepz: 2\n")
     spec = compose_job(["+recipe=sft_demo", "init_from=recipe:wrong"]).spec
-    with pytest.raises(UpstreamRunFailed, match="ended with exit code 2") as caught:
+    with pytest.raises(UpstreamRunFailed, match="failed with exit code 2") as caught:
         resolve_init_from(spec)
     assert caught.value.exit_code == 2 and not (tmp_path / "outputs").exists()
 
@@ -171,7 +177,7 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
     typed = "run +recipe=grpo_demo " + " ".join(SMALL)
     assert job.returncode == 130 and "run resume latest" not in said
     assert said.endswith(
-        "while running +recipe=sft_demo first; this job was not begun\n"
+        "while running +recipe=sft_demo first; this job did not start\n"
         f"continue  {typed} init_from=recipe:sft_demo evaluation.every=0 name=ab     "
         "(+recipe=sft_demo continues where it stopped)\n"
     )
@@ -183,7 +189,7 @@ def test_an_interrupted_stage_tells_how_its_job_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "code", "said", "words"),
     [
-        pytest.param(signal.SIGTERM, 143, "this job was not begun", (), id="terminated"),
+        pytest.param(signal.SIGTERM, 143, "this job did not start", (), id="terminated"),
         pytest.param(signal.SIGUSR2, 75, "a requeue continues", ("launch=slurm",), id="near-the-limit"),
     ],
 )
@@ -283,13 +289,13 @@ def test_jobs_that_want_the_same_stage_share_it(stages: Path) -> None:
     said = [job.communicate(timeout=120)[1] for job in both]
     assert [job.returncode for job in both] == [0, 0], said
     going_on = [line for text in said for line in text.splitlines() if "init_from: continuing +recipe=quick" in line]
-    taken = [line for text in said for line in text.splitlines() if "was run before, with this spec and code" in line]
+    taken = [line for text in said for line in text.splitlines() if "with this spec and code" in line]
     assert len(going_on) == len(taken) == 1
     [stage] = stages.glob("outputs/stages/quick/*/spec.yaml")
     rows = [json.loads(line)["step"] for line in (stage.parent / "metrics.jsonl").read_text().splitlines()]
     assert rows == list(range(1, 13)), "every step once"
     third = run(stages, *words, "optimizer.lr=1e-5")
-    assert f"taking its weights (to run it again: rm -r {stage.parent.relative_to(stages)})" in third
+    assert f"with this spec and code (to run it again: rm -r {stage.parent.relative_to(stages)})" in third
     killed.communicate()
 
 
@@ -315,7 +321,7 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
     os.kill(json.loads((stage / "manifest.json").read_text())["ranks"][1]["pid"], signal.SIGKILL)
     said = job.communicate(timeout=60)[1]
     assert job.returncode == 75 and "rank 1 of 2 was killed (SIGKILL)" in said, said
-    assert "+recipe=quick, which init_from asks for, ended with exit code 75" in said
+    assert "+recipe=quick, which init_from asks for, exited with code 75" in said
     kept = max(int(found.parent.name.removeprefix("step-")) for found in stage.glob("checkpoints/step-*/MANIFEST.json"))
     spec = stage / "spec.yaml"
     spec.write_text(spec.read_text().replace("steps: 300", f"steps: {kept + 2}"))
@@ -330,7 +336,7 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
 def test_a_stage_of_several_ranks_is_taken_by_a_job_of_one(stages: Path) -> None:
     words = ("+recipe=sft_demo", *SMALL, "init_from=recipe:quick")
     run(stages, *words, *SPREAD)
-    assert "was run before, with this spec and code" in run(stages, *words, *SPREAD[2:])
+    assert "with this spec and code" in run(stages, *words, *SPREAD[2:])
     [stage] = [found.parent for found in stages.glob("outputs/stages/quick/*/manifest.json")]
     assert ranks_of(stage) == 2 and ranks_of(stages / "outputs" / "latest") == 1
 

@@ -37,7 +37,7 @@ def misbehave(asked: str, link: HeartbeatWriter, place: RankInfo) -> int:
     error = {
         "data": DataError(f"{place}: line 7 is no JSON"),
         "same": DataError("line 7 is no JSON"),
-        "waited": DeadlineExceeded(f"{place}, summing: another rank did not come"),
+        "waited": DeadlineExceeded(f"{place}, summing: another rank did not arrive"),
     }[asked]
     time.sleep(0.3 if asked == "waited" else 0)
     link.report(ExitReport.from_error(error))

@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runner.core.auto_choices import Decisions
-from runner.core.batch import micro_batches, pack, with_tokens
+from runner.core.batch import pack, with_tokens
 from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.micro_batches import micro_batches
 from tests.model.zoo import LENGTHS, LOGPROBS, batch, causal, gradients, greedy, module, reference, relative, rows
 
 PACKABLE = ["llama", "qwen2", "qwen3", "mistral", "gpt2"]
@@ -21,8 +22,8 @@ FALLBACKS = {  # what the function or the chunked head cannot do, by architectur
     "gemma2": {"lm_head": "changes its logits", "model.batch_layout": "softcap"},
     "granite": {"lm_head": "changes its logits"},
     "gpt_oss": {"model.batch_layout": "s_aux"},
-    "llama4": {"lm_head": "does not show", "model.batch_layout": "does not show"},
-    "bloom": {"model.batch_layout": "does not accept positions"},
+    "llama4": {"lm_head": "does not expose", "model.batch_layout": "does not expose"},
+    "bloom": {"model.batch_layout": "does not accept position_ids"},
 }
 
 

@@ -70,7 +70,7 @@ def test_it_can_be_differentiated_once_and_needs_no_gradient() -> None:
     head, hidden, channels, c = parts(5, True)
     total, _ = chunked_logit_loss.chunked_logit_loss(head, hidden, c, entropic, channels, 2)
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="once only"):
+    with pytest.raises(RuntimeError, match="only once"):
         total.backward()
     with torch.no_grad():
         again, _ = chunked_logit_loss.chunked_logit_loss(head, hidden, c, entropic, channels, 2)

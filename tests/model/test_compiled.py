@@ -126,9 +126,12 @@ def test_without_a_compiler_it_is_an_error_that_says_what_to_install() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["parallelism=tp", "launch.devices=2"], "parallelism.tp=2 changes what runs inside a layer"),
-        (["model.gradient_checkpointing=selective"], "selective chooses from operators"),
-        (["parallelism=fsdp", "launch.devices=2", "model.gradient_checkpointing=2"], "are not tried with"),
+        (
+            ["parallelism=tp", "launch.devices=2"],
+            "parallelism.tp=2 changes layers, which is not tested with torch.compile",
+        ),
+        (["model.gradient_checkpointing=selective"], "selective selects operators"),
+        (["parallelism=fsdp", "launch.devices=2", "model.gradient_checkpointing=2"], "are not tested with"),
     ],
 )
 def test_what_cannot_be_is_refused(words: list[str], said: str) -> None:

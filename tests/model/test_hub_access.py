@@ -23,12 +23,12 @@ def test_a_hub_id_is_said_to_be_taken_as_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_model_path("owner/name", "model.path") == "owner/name"
-    assert capsys.readouterr().err == "model.path: no folder owner/name here, so taken as a hub id\n"
+    assert capsys.readouterr().err == "model.path: no folder owner/name here, so it is read as a hub id\n"
 
 
 def test_a_run_means_its_export(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").touch()
-    with pytest.raises(SpecError, match="a run without an export; write one: run export"):
+    with pytest.raises(SpecError, match="a run without an export; to write one, type: run export"):
         resolve_model_path(str(tmp_path), "model.path")
     (tmp_path / "export").mkdir()
     (tmp_path / "export" / "config.json").write_text("{}")

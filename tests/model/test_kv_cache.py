@@ -44,7 +44,7 @@ def test_a_wrong_answer_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None
         lambda s, ids, mask, positions, cache: forward(s, ids, None, positions, cache),
     )
     for way in (ContinuousBatchDecoder, WaveBatchDecoder):
-        assert "differ from those of whole rows" in str(kv_cache.decoder_objection(plain, way))
+        assert "differ from those of full sequences" in str(kv_cache.decoder_objection(plain, way))
 
 
 def mamba() -> Any:
@@ -56,7 +56,7 @@ def mamba() -> Any:
 def test_a_model_without_such_a_cache_is_computed_anew_and_says_so() -> None:
     decide = Decisions()
     assert kv_cache.choose_decoder(mamba(), decide) is kv_cache.RecomputeBatchDecoder
-    assert "slow instead of keys and values kept (its forward takes no cache" in str(decide.entries[-1])
+    assert "slow instead of KV cache (its forward has no cache argument" in str(decide.entries[-1])
 
 
 def test_a_model_that_cannot_compute_alone_either_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

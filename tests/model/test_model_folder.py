@@ -120,15 +120,15 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
     (pointer, 4, r"model.safetensors is a Git-LFS pointer"),
     (pointer_for_tokenizer, 4, r"tokenizer.json is a Git-LFS pointer"),
     (empty_shard, 4, "model-00002-of-00002.safetensors is empty"),
-    (truncated, 4, "model.safetensors is not whole: it has"),
-    (cut_in_the_header, 4, "model.safetensors is not whole: its header is cut off"),
+    (truncated, 4, "model.safetensors is incomplete or damaged: it has"),
+    (cut_in_the_header, 4, "model.safetensors is incomplete or damaged: its header is incomplete"),
     (index_without_metadata, 4, "model.safetensors.index.json has no metadata"),
     (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
     (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
     (int8, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors is I8"),
     (quantised, 2, "quantization_config says awq"),
-    (another_vocabulary, 4, "lm_head.weight has shape [300, 32], and by config.json [512, 32]"),
-    (small_vocabulary, 2, "the tokenizer has 259 ids, the model rows for 100"),
+    (another_vocabulary, 4, "lm_head.weight has shape [300, 32], but config.json says [512, 32]"),
+    (small_vocabulary, 2, "the tokenizer has 259 ids, and the embedding 100"),
     (without_tokenizer, 2, "has no tokenizer"),
     (broken_config, 4, "config.json cannot be read"),
     (unknown_architecture, 2, "nobody_knows"),
@@ -163,10 +163,22 @@ def test_a_damaged_adapter_is_named(base: Path, tmp_path: Path, capfd: pytest.Ca
     adapter = write_adapter(tmp_path / "a", base)
     weights = adapter / "adapter_model.safetensors"
     for spoil, said in (
-        (lambda: weights.write_bytes(weights.read_bytes()[:-8]), "adapter_model.safetensors is not whole"),
+        (lambda: weights.write_bytes(weights.read_bytes()[:-8]), "adapter_model.safetensors is incomplete or damaged"),
         (lambda: weights.write_text(POINTER), "adapter_model.safetensors is a Git-LFS pointer"),
         (weights.unlink, "adapter_model.safetensors cannot be read"),
     ):
         spoil()
         assert main(["infer", str(adapter), "hi", "device=cpu"]) == 4
         assert said in capfd.readouterr().err
+
+
+def test_an_adapter_whose_weights_are_no_numbers_is_refused_by_name(
+    base: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = write_adapter(tmp_path / "a", base)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    name = sorted(tensors)[0]
+    tensors[name].view(-1)[1] = float("nan")
+    save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert main(["infer", str(adapter), "hi", "device=cpu"]) == 2
+    assert f"NaN or infinity: {name} (1 numbers)" in capfd.readouterr().err

@@ -71,12 +71,12 @@ def test_buckets_hold_every_token_once_and_pad_less_than_they_hold(lengths: list
         ({"softcap": 30.0}, "softcap"),
         ({"s_aux": torch.zeros(4)}, "s_aux"),
         ({"is_causal": False}, "not causal"),
-        ({"ragged": None}, "hand keywords on"),
+        ({"ragged": None}, "pass keywords"),
     ],
 )
 def test_what_it_cannot_do_is_refused_and_never_ignored(options: dict[str, object], reason: str) -> None:
     q = torch.randn(1, 2, 5, 4)
     with pytest.raises(UnsupportedAttention, match=reason):
         packed_attention(nn.Identity(), q, q, q, None, **{"ragged": PackedRows((5,)), **options})  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedAttention, match="mask of its own"):
+    with pytest.raises(UnsupportedAttention, match="its own attention mask"):
         packed_attention(nn.Identity(), q, q, q, torch.zeros(1, 1, 5, 5), ragged=PackedRows((5,)))

@@ -70,7 +70,9 @@ def test_beyond_the_limit_it_would_and_is_refused(kind: str, rope: dict[str, Any
     subject = model(rope)
     short, long = rows((5, 40))
     batch = pack([short, long], [[1.0] * 5, [1.0] * 40])
-    with pytest.raises(SpecError, match=f"rows of 40 tokens .* its {kind} positions depend on the longest row"):
+    with pytest.raises(
+        SpecError, match=f"sequences of 40 tokens .* its {kind} positions depend on the longest sequence"
+    ):
         subject.outputs(batch, LOGPROBS)
     subject.length_limit = None
     with torch.no_grad():
@@ -81,5 +83,5 @@ def test_beyond_the_limit_it_would_and_is_refused(kind: str, rope: dict[str, Any
 
 def test_learned_positions_end_where_they_end() -> None:
     subject = causal("gpt2", n_positions=16)
-    with pytest.raises(SpecError, match="the model has 16 positions; 16 is the most"):
+    with pytest.raises(SpecError, match="the model has 16 positions; the maximum is 16"):
         subject.outputs(pack([[1] * 17], [[1.0] * 17]), LOGPROBS)

@@ -22,6 +22,7 @@ from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
 from runner.core.batch import with_totals
 from runner.core.tolerance import tolerance_of
+from runner.interfaces import Request
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.export import write_model
@@ -29,8 +30,10 @@ from runner.model.initial_weights import place_on_device
 from runner.model.parameters import original_class
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ScalarHeadModel
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.torch import TorchSampler
 from runner.trainer.learner import LocalLearner
-from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, greedy, module, relative, rows
+from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch, causal, gradients, module, relative, rows
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "grouped_mm_fallback", "linear")
 BFLOAT16 = tolerance_of("bfloat16")
@@ -180,7 +183,9 @@ def test_a_layer_that_is_recomputed_keeps_no_cast_of_a_weight() -> None:
 
 def test_what_is_written_is_written_with_weights_that_are_cast_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model = full("qwen3")
-    wanted = greedy(model, rows((5, 3)), 6)
+    sampler = TorchSampler(TorchSamplerConfig(top_k=1, max_new_tokens=6), model, decide=Decisions())  # tries the model
+    requests = [Request(tuple(prompt), 0, 6, at) for at, prompt in enumerate(rows((5, 3)))]
+    wanted = sampler.sample(requests)
     casts = Counter[tuple[int, ...]]()
     plain = Tensor.to
 
@@ -190,7 +195,7 @@ def test_what_is_written_is_written_with_weights_that_are_cast_once(monkeypatch:
         return plain(tensor, *arguments, **options)
 
     monkeypatch.setattr(Tensor, "to", count)
-    assert greedy(model, rows((5, 3)), 6) == wanted
+    assert sampler.sample(requests) == wanted
     several = Counter(tuple(p.shape) for p in model.module.parameters())
     assert casts and all(times <= several[shape] for shape, times in casts.items())
 

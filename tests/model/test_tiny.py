@@ -56,11 +56,11 @@ def test_bfloat16_rounds_the_same_weights_but_not_the_rotary_frequencies() -> No
 
 def test_rows_that_are_too_long_are_refused_at_the_start_and_in_a_batch() -> None:
     config = TinyConfig(max_positions=16)
-    with pytest.raises(SpecError, match="rows of 17 tokens are too long: the model has 16 positions"):
+    with pytest.raises(SpecError, match="sequences of 17 tokens are too long: the model has 16 positions"):
         tiny.build(config, tokenizer=tiny.tokenizer(config), device=CPU, seed=0, decide=Decisions(), longest=17)
     model = build(max_positions=16)
     model.outputs(pack([[1] * 16, [2] * 16], [[1.0] * 16] * 2), LOGPROBS)
-    with pytest.raises(SpecError, match="rows of 17 tokens"):
+    with pytest.raises(SpecError, match="sequences of 17 tokens"):
         model.outputs(pack([[1] * 17], [[1.0] * 17]), LOGPROBS)
 
 
@@ -100,7 +100,7 @@ def test_weights_of_other_heads_are_refused_though_they_would_fit(options: dict[
     made = build(**small)
     made.save(tmp_path)
     with pytest.raises(
-        EnvironmentProblem, match=r"init_from=.* has num_(attention|key_value)_heads=4, and this model 2"
+        EnvironmentProblem, match=r"init_from=.* has num_(attention|key_value)_heads=4, but this model has 2"
     ):
         tiny.build(
             TinyConfig(**{**small, **options}),
@@ -118,7 +118,7 @@ def test_weights_of_another_depth_are_refused_with_both(there: int, here: int, t
     made = build(**small, layers=there)
     made.save(tmp_path)
     config, given = TinyConfig(**small, layers=here), {"device": CPU, "seed": 0, "decide": Decisions()}
-    with pytest.raises(EnvironmentProblem, match=f"; it has {there} layers, this model {here}$"):
+    with pytest.raises(EnvironmentProblem, match=f"; the folder has {there} layers, this model {here}$"):
         tiny.build(config, tokenizer=made.tokenizer, init_from=str(tmp_path), **given)  # type: ignore[arg-type]
 
 
@@ -143,8 +143,8 @@ def test_a_model_of_experts_starts_from_what_another_one_left(tmp_path: Path) ->
     for name, parameter in made.trainable().items():
         assert torch.equal(started.trainable()[name], parameter), name
     for more, said in (
-        ({"experts": 8}, r"mlp\.gate\.weight has no place in this model"),
-        ({"experts_per_token": 1}, "has num_experts_per_tok=2, and this model 1"),
+        ({"experts": 8}, r"mlp\.gate\.weight does not exist in this model"),
+        ({"experts_per_token": 1}, "has num_experts_per_tok=2, but this model has 1"),
     ):
         with pytest.raises(EnvironmentProblem, match=said):
             tiny.build(TinyMoeConfig(**{**small, **more}), **given)  # type: ignore[arg-type]

@@ -147,7 +147,7 @@ def test_the_lm_head_stays_in_chunks() -> None:
 
 
 def test_a_model_that_hides_its_backbone_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="shows its backbone: Llama4ForCausalLM does not"):
+    with pytest.raises(UnsupportedModelError, match="exposes its backbone: Llama4ForCausalLM does not"):
         valued("llama4")
 
 

@@ -21,9 +21,13 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
+from runner.interfaces import Request
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
+from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.torch import TorchSampler
+from runner.trainer.answer_evaluator import ShorteningSampler
 
 VOCAB = 300
 CPU = torch.device("cpu")
@@ -102,9 +106,15 @@ def rows(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[list[int]]:
     return [torch.randint(0, 256, (n,), generator=generator).tolist() for n in lengths]
 
 
-def greedy(model: CausalLM, prompts: Sequence[Sequence[int]], most: int) -> list[list[int]]:
-    """The ids of the greedy answers."""
-    return [list(answer.ids) for answer in model.generate(prompts, most)]
+def greedy(
+    model: CausalLM, prompts: Sequence[Sequence[int]], most: int, max_num_seqs: int = 32, **stops: Any
+) -> list[list[int]]:
+    """The ids of the greedy answers, end tokens left out."""
+    config = TorchSamplerConfig(top_k=1, max_new_tokens=most, max_num_seqs=max_num_seqs, **stops)
+    sampler = ShorteningSampler(TorchSampler(config, model, decide=Decisions()))
+    found = sampler.sample([Request(tuple(prompt), 0, most, at) for at, prompt in enumerate(prompts)])
+    ends = model.limits().stop_token_ids
+    return [[token for token in one.ids if token not in ends] for one in found]
 
 
 def batch(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> Batch:

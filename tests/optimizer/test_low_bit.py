@@ -21,7 +21,7 @@ from runner.trainer.optimizer_state import learner_state, restore_learner_state
 STEPS = 6
 KINDS = [
     pytest.param(AdamW8bitConfig(lr=1e-2, weight_decay=0.1), id="8 bits"),
-    pytest.param(AdamW8bitConfig(lr=1e-2, stochastic_rounding=True), id="rounded at random"),
+    pytest.param(AdamW8bitConfig(lr=1e-2, stochastic_rounding=True), id="rounding"),
     pytest.param(MuonConfig(lr=1e-2, weight_decay=0.1), id="muon"),
 ]
 

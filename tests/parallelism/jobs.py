@@ -16,7 +16,7 @@ from runner.core.signals import StopSignal
 from runner.interfaces import StepResult
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
-from runner.tracker.screen import MACHINE_METRICS
+from runner.tracker.text import MACHINE_METRICS
 from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from tests.parallelism.forked import ranks

@@ -69,7 +69,7 @@ def test_other_data_on_one_rank(workdir: Path) -> None:
     model(1).save(workdir / "model")
     words = [f"{JOB} model.path={workdir / 'model'} data.items={items}" for items in (64, 65)]
     for kind, said in together(words, workdir):
-        assert kind == "DataError" and said.startswith("rank 1 has not the data of rank 0")
+        assert kind == "DataError" and said.startswith("rank 1 has other data than rank 0")
 
 
 def test_a_teacher_of_another_layout_in_pieces(workdir: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_teacher_of_another_layout_in_pieces(workdir: Path) -> None:
     zoo.causal("bloom").save(workdir / "teacher")  # which falls back to padded rows
     job = JOB.replace("=sft", "=distill") + f" algorithm.teacher={workdir}/teacher model.path={workdir}/model"
     for kind, said in together([f"{job} parallelism=fsdp"] * 2, workdir):
-        assert kind == "SpecError" and "algorithm.teacher takes padded rows and the model packed ones" in said
+        assert kind == "SpecError" and "algorithm.teacher uses the padded layout and the model the packed one" in said
     assert together([f"{job} parallelism=fsdp model.batch_layout=padded"] * 2, workdir) == [("", "")] * 2
 
 
@@ -90,6 +90,6 @@ def going_on(world: ParallelContext, steps: Sequence[int]) -> str:
 
 
 def test_another_checkpoint_on_one_rank() -> None:
-    wanted = "the newest whole checkpoint is not the same for all ranks: of steps 20, 20, 10"
+    wanted = "ranks find different newest checkpoints: of steps 20, 20, 10"
     assert on_ranks(3, going_on, (20, 20, 10)) == [wanted] * 3
     assert on_ranks(2, going_on, (20, 20)) == ["", ""]

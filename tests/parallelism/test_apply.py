@@ -49,8 +49,8 @@ def refused(why: str) -> SpecError:
 def test_what_one_rank_finds_all_refuse() -> None:
     def work(rank: int) -> None:
         everyone = ProcessGroupCollectives(torch.distributed.group.WORLD, TIMEOUT_S)
-        with pytest.raises(SpecError, match="NoneType computes something else in stages"):
-            refuse_changed_model(Other(rank), WANTED, everyone, refused, "in stages")
+        with pytest.raises(SpecError, match="NoneType computes different values with pipeline parallelism"):
+            refuse_changed_model(Other(rank), WANTED, everyone, refused, "with pipeline parallelism")
 
     ranks(2, work)
 
@@ -58,7 +58,7 @@ def test_what_one_rank_finds_all_refuse() -> None:
 def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
     peers: Any = None
     with pytest.raises(torch.OutOfMemoryError):
-        refuse_changed_model(Full(), WANTED, peers, refused, "in stages")
+        refuse_changed_model(Full(), WANTED, peers, refused, "with pipeline parallelism")
 
 
 def test_experts_that_give_something_else_are_refused_by_their_own_option() -> None:
@@ -66,7 +66,7 @@ def test_experts_that_give_something_else_are_refused_by_their_own_option() -> N
         model: Any = zoo.causal("qwen3_moe", num_experts=4, mlp_only_layers=[])
         model.matches_probe = lambda wanted: False
         with pytest.raises(
-            SpecError, match=r"computes something else when its experts lie apart; .*parallelism\.ep=1"
+            SpecError, match=r"computes different values with expert parallelism; .*parallelism\.ep=1"
         ) as error:
             meshed(EpConfig(), Mesh(dp_replicate=2, ep=2)).shard(model, Decisions())
         return error.value.problems[0].key

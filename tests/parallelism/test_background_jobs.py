@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from runner.checkpoint import manifest
+from runner.checkpoint import format
 from runner.core.errors import RunnerError
 from tests.parallelism.forked import ranks
 from tests.parallelism.jobs import in_one, on_ranks
@@ -56,14 +56,14 @@ def test_a_job_leaves_the_same_checkpoints_as_one_that_waits(
 
 def ended(words: str, root: Path, slowness_s: float = 0.0) -> tuple[str, list[str]]:
     """How a job of one process ends, in a process of its own, and the checkpoints that are there at that moment."""
-    describe = manifest.build_manifest
+    describe = format.build_manifest
 
     def slowly(*arguments: Any) -> Any:
         time.sleep(slowness_s)
         return describe(*arguments)
 
     def work(rank: int) -> tuple[str, list[str]]:
-        manifest.build_manifest = slowly
+        format.build_manifest = slowly
         try:
             in_one([*WORDS, *words.split(), *SAVING.split(), BACKGROUND], root)
         except RunnerError as error:

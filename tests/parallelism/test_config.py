@@ -81,58 +81,63 @@ def test_a_mesh_has_every_process_once_or_is_refused(world: int, replicate: int,
             "parallelism=hsdp parallelism.dp_replicate=3 launch.devices=4",
             "parallelism",
             "dp_replicate=3 × dp_shard=-1 does not make 4 processes (launch); "
-            "what fits: dp_shard=4; dp_replicate=2 × dp_shard=2; dp_replicate=4",
+            "possible: dp_shard=4; dp_replicate=2 × dp_shard=2; dp_replicate=4",
         ),
         (
             "parallelism=ddp launch.devices=6 parallelism.dp_replicate=4",
             "parallelism",
-            "dp_replicate=4 does not make 6 processes (launch); what fits: dp_replicate=6",
+            "dp_replicate=4 does not make 6 processes (launch); possible: dp_replicate=6",
         ),
         (
             "parallelism=tp parallelism.tp=3 launch.devices=3",
             "parallelism.tp",
-            "3 slices do not divide model.heads=4, model.kv_heads=4 of the model; what fits: 1, 2, 4",
+            "tp=3 does not divide model.heads=4, model.kv_heads=4 of the model; possible: 1, 2, 4",
         ),
         (
             "parallelism=ddp parallelism.tp=4 launch.devices=6",
             "parallelism",
             "dp_replicate=-1 × tp=4 does not make 6 processes (launch); "
-            "what fits: tp=6; dp_replicate=2 × tp=3; dp_replicate=3 × tp=2; dp_replicate=6",
+            "possible: tp=6; dp_replicate=2 × tp=3; dp_replicate=3 × tp=2; dp_replicate=6",
         ),
         (
             "parallelism=cp parallelism.cp_backend=ulysses launch.devices=3",
             "parallelism.cp",
-            "cp=3 does not divide the 4 heads of a slice (model.heads=4); what fits: 1, 2, 4, or "
+            "cp=3 does not divide the 4 heads of a tp rank (model.heads=4); possible: 1, 2, 4, or "
             "parallelism.cp_backend",
         ),
-        ("parallelism=pp launch.devices=8", "parallelism.pp", "pp=8 takes 8 layers, and model.layers=4; what fits: at"),
+        ("parallelism=pp launch.devices=8", "parallelism.pp", "pp=8 needs 8 layers, but model.layers=4; possible: at"),
         (
             "parallelism=ddp launch.devices=2 parallelism.pp_virtual_stages=2",
             "parallelism.pp_virtual_stages",
-            "there is one stage",
+            "not used with parallelism.pp=1",
         ),
         (
             "parallelism=ddp launch.devices=2 parallelism.cp_backend=ring",
             "parallelism.cp_backend",
-            "there is one cp rank",
+            "not used with parallelism.cp=1",
         ),
         (
             "algorithm=distill algorithm.teacher=teacher parallelism=pp parallelism.pp_virtual_stages=2 "
             "launch.devices=2",
             "parallelism.pp_virtual_stages",
-            "distill asks its teacher between its own passes; leave it out",
+            "distill runs its teacher between its own passes; leave it out",
         ),
         ("parallelism=ep launch.devices=2", "parallelism.ep", "the model has no experts"),
         (
             "parallelism=ep parallelism.ep=3 launch.devices=4",
             "parallelism.ep",
-            "ep=3 does not divide the 4 ranks of dp_replicate × cp; what fits: 1, 2, 4",
+            "ep=3 does not divide the 4 ranks of dp_replicate × cp; possible: 1, 2, 4",
         ),
         ("parallelism=tp launch.devices=2 adapter=lora adapter.dora=true", "adapter.dora", "leave it out"),
         (
             "parallelism=cp launch.devices=2 model.batch_layout=padded",
             "model.batch_layout",
-            "the rows that parallelism.cp=2 shares out lie end to end; leave it out",
+            "parallelism.cp=2 needs packed batches; leave it out",
+        ),
+        (
+            "parallelism=tp launch.devices=2 model.dtype=bfloat16 model.head_dtype=float32",
+            "model.head_dtype",
+            "with tp, embedding and head are cut or gathered in bfloat16",
         ),
     ],
 )
@@ -168,7 +173,7 @@ def test_a_folder_whose_heads_do_not_divide_is_refused_before_its_weights_are_re
         hf.build(HfConfig(path=str(tmp_path)), **given)
     [problem] = error.value.problems
     assert problem.key == "parallelism.tp"
-    assert "3 slices do not divide num_key_value_heads=4 of the model; what fits: 1, 2, 4" in problem.message
+    assert "3 does not divide num_key_value_heads=4 of the model; possible: 1, 2, 4" in problem.message
 
 
 @pytest.mark.parametrize(("tp", "data"), [(1, 6), (2, 3), (3, 2)])

@@ -274,8 +274,12 @@ def test_the_style_follows_from_the_heads(size: int, heads: int, style: str) -> 
 @pytest.mark.parametrize(
     ("kind", "style", "said"),
     [
-        ("gpt_oss", None, "GptOssForCausalLM runs padded rows"),
-        ("llama", "ulysses", "cp=3 does not divide the 4 heads of a slice; type parallelism.cp_backend=ring"),
+        ("gpt_oss", None, "GptOssForCausalLM runs padded batches"),
+        (
+            "llama",
+            "ulysses",
+            "cp=3 does not divide the 4 heads of a tp rank; type parallelism.cp_backend=ring",
+        ),
     ],
 )
 def test_what_cannot_be_spread_is_refused_on_every_rank(kind: str, style: str | None, said: str) -> None:
@@ -292,7 +296,7 @@ def test_a_model_that_mixes_tokens_beside_its_attention_is_refused() -> None:
         model = zoo.causal("llama")
         layer: Any = model.inner.model.layers[0].mlp
         layer.register_forward_hook(lambda part, inputs, output: output + output.roll(1, 1))
-        with pytest.raises(SpecError, match="computes something else from some tokens of a row"):
+        with pytest.raises(SpecError, match="computes different values with context parallelism"):
             spread(model, 2)
 
     ranks(2, work)

@@ -113,7 +113,7 @@ def test_ring_drops_no_weights() -> None:
             share._attention(None).attend(*inputs, None, 0.1, None)
         return str(error.value.problems[0].message)
 
-    assert all("drops none of its weights, and the model asks for 0.1" in said for said in ranks(2, work))
+    assert all("has no attention dropout, but the model has 0.1" in said for said in ranks(2, work))
 
 
 def written() -> int:

@@ -67,7 +67,7 @@ def test_more_layouts_go_on_from_one_another(tmp_path: Path) -> None:
     saved(0, tmp_path / "alone", None, True, 5)
     root = tmp_path / "many"
     ranks(4, saved, root, LAYOUTS["ep4"], True, 1)
-    ranks(4, saved, root, LAYOUTS["fsdp, experts in pieces"], False, 1)
+    ranks(4, saved, root, LAYOUTS["fsdp, sharded experts"], False, 1)
     ranks(4, saved, root, LAYOUTS["hsdp"], False, 1)
     ranks(4, saved, root, LAYOUTS["tp, fsdp"], False, 1)
     ranks(4, saved, root, LAYOUTS["tp"], False, 1)
@@ -100,7 +100,7 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one) and one.keys() == other.keys()
 
 
-@pytest.mark.parametrize("layout", ["ep4", *(pytest.param(n, marks=SLOW) for n in ("fsdp, experts in pieces", "tp"))])
+@pytest.mark.parametrize("layout", ["ep4", *(pytest.param(n, marks=SLOW) for n in ("fsdp, sharded experts", "tp"))])
 @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=SLOW)], ids=["full", "lora"])
 def test_an_export_is_that_of_the_whole(tmp_path: Path, layout: str, adapter: bool) -> None:
     def work(rank: int) -> None:

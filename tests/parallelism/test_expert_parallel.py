@@ -52,7 +52,7 @@ LAYOUTS = {
     "ep4": (EpConfig(), Mesh(dp_replicate=4, ep=4)),
     "ddp": (DdpConfig(ep=2), Mesh(dp_replicate=4, ep=2)),
     "fsdp, experts whole": (FsdpConfig(ep=2), Mesh(dp_shard=2, ep=2)),
-    "fsdp, experts in pieces": (FsdpConfig(ep=2), Mesh(dp_shard=4, ep=2)),
+    "fsdp, sharded experts": (FsdpConfig(ep=2), Mesh(dp_shard=4, ep=2)),
     "hsdp": (HsdpConfig(ep=2), Mesh(dp_replicate=2, dp_shard=2, ep=2)),
     "tp": (TpConfig(tp=2, ep=2), Mesh(dp_replicate=2, tp=2, ep=2)),
     "tp, fsdp": (FsdpConfig(tp=2, ep=2), Mesh(dp_shard=2, tp=2, ep=2)),
@@ -151,7 +151,7 @@ def test_stages_learn_as_one_process(preset: MeshConfig, dense: list[int], adapt
 
 @SLOW
 def test_fewer_experts_than_pieces_are_cut_by_their_features() -> None:
-    compare(*LAYOUTS["fsdp, experts in pieces"], lambda: moe(False, num_experts=2, num_experts_per_tok=1))
+    compare(*LAYOUTS["fsdp, sharded experts"], lambda: moe(False, num_experts=2, num_experts_per_tok=1))
 
 
 @pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
@@ -189,7 +189,7 @@ def one_sided() -> Any:
     return model
 
 
-@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, experts in pieces", marks=SLOW)])
+@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, sharded experts", marks=SLOW)])
 def test_a_rank_that_no_token_comes_to(layout: str) -> None:
     gradients = compare(*LAYOUTS[layout], one_sided)
     [of_experts] = [g for name, g in gradients.items() if name.endswith("experts.down_proj")]
@@ -221,7 +221,7 @@ def test_experts_of_another_make() -> None:
 )
 def test_models_without_experts_are_refused(build: Build) -> None:
     def work(rank: int) -> str:
-        with pytest.raises(SpecError, match="has no experts that transformers can exchange") as error:
+        with pytest.raises(SpecError, match="has no experts whose forward transformers can replace") as error:
             meshed(*EP2).shard(build(), Decisions())
         return error.value.problems[0].key
 
@@ -230,9 +230,9 @@ def test_models_without_experts_are_refused(build: Build) -> None:
 
 def test_experts_that_do_not_divide_are_refused_before_there_are_weights() -> None:
     def work(rank: int) -> str:
-        with pytest.raises(SpecError, match="2 ranks do not divide num_experts=3 of the model; what fits: 1, 3"):
+        with pytest.raises(SpecError, match="2 does not divide num_experts=3 of the model; possible: 1, 3"):
             meshed(*EP2).check_divisible(moe(False, num_experts=3).inner.config)
-        with pytest.raises(SpecError, match="2 ranks do not divide the 3 experts of Qwen3MoeExperts") as error:
+        with pytest.raises(SpecError, match="2 ranks do not divide the 3 experts of Qwen3MoeExperts; type") as error:
             meshed(*EP2).shard(moe(False, num_experts=3), Decisions())
         return error.value.problems[0].key
 
@@ -256,7 +256,7 @@ def test_text_is_written_with_all_experts_by_ranks_of_different_work(adapter: bo
 
 
 @SLOW
-@pytest.mark.parametrize("layout", ["fsdp, experts in pieces", "tp", "tp, fsdp"])
+@pytest.mark.parametrize("layout", ["fsdp, sharded experts", "tp", "tp, fsdp"])
 def test_text_of_other_layouts(layout: str) -> None:
     def work(rank: int, config: MeshConfig, mesh: Mesh) -> list[list[int]]:
         world, model = meshed(config, mesh), moe(False)
@@ -266,7 +266,7 @@ def test_text_of_other_layouts(layout: str) -> None:
     assert ranks(4, work, *LAYOUTS[layout]) == [zoo.greedy(moe(False), zoo.rows((5, 3)), 4 + rank) for rank in range(4)]
 
 
-@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, experts in pieces", marks=SLOW)])
+@pytest.mark.parametrize("layout", ["ep4", pytest.param("fsdp, sharded experts", marks=SLOW)])
 def test_every_rank_has_its_share_only(layout: str) -> None:
     config, mesh = LAYOUTS[layout]
 
@@ -298,24 +298,27 @@ def test_every_rank_is_among_those_that_hold_pieces_of_its_experts(mesh: Mesh) -
 def test_experts_that_lie_whole_are_not_kept_on_the_host() -> None:
     words = "+recipe=sft_demo model=tiny_moe device=cuda parallelism=fsdp launch.devices=4 parallelism.cpu_offload=true"
     compose_job([*words.split(), "parallelism.ep=2"])
-    with pytest.raises(SpecError, match="experts that are in no pieces stay on their device") as error:
+    with pytest.raises(SpecError, match="unsharded experts cannot be offloaded") as error:
         compose_job([*words.split(), "parallelism.ep=4"])
     assert [problem.key for problem in error.value.problems] == ["parallelism.cpu_offload"]
 
 
 def test_a_model_without_experts_is_refused_at_once_with_one_that_has_some() -> None:
-    with pytest.raises(SpecError, match=r"no experts; type parallelism\.ep=1, or take one that has, as model=tiny_moe"):
+    with pytest.raises(
+        SpecError,
+        match=r"no experts; type parallelism\.ep=1, or choose a mixture-of-experts model, e.g. model=tiny_moe",
+    ):
         compose_job(["+recipe=sft_demo", "parallelism=ep", "launch.devices=2"])
-    with pytest.raises(SpecError, match=r"3 ranks do not divide model\.experts=8 of the model; what fits: 1, 2, 4, 8"):
+    with pytest.raises(SpecError, match=r"3 does not divide model\.experts=8 of the model; possible: 1, 2, 4, 8"):
         compose_job(["+recipe=sft_demo", "model=tiny_moe", "parallelism=ep", "launch.devices=3"])
-    with pytest.raises(SpecError, match=r"what fits: 1, 2, 4, 8, of which these 6 ranks: 1, 2"):
+    with pytest.raises(SpecError, match=r"possible: 1, 2, 4, 8; with these 6 ranks: 1, 2"):
         compose_job(["+recipe=sft_demo", "model=tiny_moe", "parallelism=ep", "parallelism.ep=3", "launch.devices=6"])
 
 
 def test_adapters_on_experts_are_refused_with_what_to_type() -> None:
     def work(rank: int) -> str:
         model = lora.attach(LoraConfig(rank=4), moe(False, mlp_only_layers=[]), decide=Decisions())
-        with pytest.raises(SpecError, match="adapters on weights that no linear layer has") as error:
+        with pytest.raises(SpecError, match="adapters on weights outside linear layers") as error:
             meshed(*EP2).shard(model, Decisions())
         return error.value.problems[0].message
 

@@ -192,5 +192,5 @@ def test_a_disk_that_refuses_is_told_and_no_rank_waits(tmp_path: Path, when: str
         return str(error.value)
 
     said, nothing = ranks(2, work)
-    assert said.startswith("cannot write the export") and said.endswith("then: run export") and nothing == ""
+    assert said.startswith("cannot write the export") and said.endswith("then type: run export") and nothing == ""
     assert list(tmp_path.iterdir()) == []

@@ -28,7 +28,7 @@ REWARDED = "reward=length reward.target=4"
 GRADIENTS, WEIGHTS = 1e-5, 1e-6
 # Counts of numbers on one side of a bound, where the last bit decides; and the sampler's difference to the trainer,
 # which is nothing but rounding.
-UNSTEADY = ("critic/clip_frac", "logprob_diff", "prob_diff")
+UNSTEADY = ("critic/clip_frac", "logprob_diff", "prob_diff", "mismatch/kl")
 FAST = {
     "sft": "algorithm=sft algorithm.batch_size=6 algorithm.mini_batches=3 algorithm.micro_batch_tokens=40 adapter=lora "
     "evaluation.every=2",

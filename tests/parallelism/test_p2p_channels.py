@@ -167,4 +167,4 @@ def test_an_engine_that_keeps_an_old_head_is_found(tmp_path: Path, several: bool
 
     for differences, _, error in ranks(2, work) if several else [work(0)]:
         assert differences[0] < LIMIT and len(differences) == 1, "it is found at once, where the head has changed"
-        assert "off the trainer after the weights of version 1 were sent, twice" in error
+        assert "after the sync of version 1, twice" in error

@@ -82,7 +82,7 @@ def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [TWO, pytest.param((FsdpConfig(), Mesh(pp=2, dp_shard=2)), marks=SLOW)], ids=["stages", "in pieces"]
+    "layout", [TWO, pytest.param((FsdpConfig(), Mesh(pp=2, dp_shard=2)), marks=SLOW)], ids=["stages", "in groups"]
 )
 def test_what_stages_write_is_what_one_process_would(tmp_path: Path, layout: Layout) -> None:
     def work(rank: int) -> None:

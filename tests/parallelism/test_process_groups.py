@@ -115,7 +115,7 @@ def _seconds(number: float) -> Any:
 
 def test_a_rank_that_does_not_come_is_an_error_that_says_how_long_was_waited() -> None:
     said = ranks(2, late)[0]
-    assert "rank 0 of 2, gathering: another rank ended, or did not come within parallelism.timeout_s=1" in said
+    assert "rank 0 of 2, gathering: another rank exited, or did not arrive within parallelism.timeout_s=1" in said
 
 
 def met(rank: int, port: int) -> int:

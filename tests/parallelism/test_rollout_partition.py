@@ -9,10 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from runner.core.errors import DataError, RunnerError
-from runner.interfaces import Completion, GreedyOutput, Observation, Prompt, Request, Rollout
+from runner.interfaces import Completion, Observation, Prompt, Request, Rollout
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
-    PartitionedAnswerer,
     PartitionedEnvironments,
     PartitionedSampler,
     Rank0Sampler,
@@ -173,28 +172,3 @@ def test_an_environment_lives_on_one_rank_and_all_hear_it() -> None:
     wanted = [["a x0 1", "b x1 1", "c x2 1", "d x3 1", "e x4 1"], ["b y 2", "e z 2"], [None, "a v 2"]]
     assert [said for said, _ in ranks] == [wanted] * 3
     assert [made for _, made in ranks] == [["a", "d"], ["b", "e"], ["c"]]
-
-
-class Writer:
-    """Answers a prompt with its first token, and remembers the options."""
-
-    tokenizer = "mine"
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, rows: int, **options: Any
-    ) -> list[GreedyOutput]:
-        assert (max_new_tokens, rows) == (4, 2)
-        self.options = {"options": options, "prompts": len(prompts)}
-        return [GreedyOutput((prompt[0],), "stop") for prompt in prompts]
-
-
-def answered(world: ParallelContext) -> tuple[list[int], Any]:
-    inner: Any = Writer()
-    answerer = PartitionedAnswerer(inner, world.peers, nullcontext)
-    found = answerer.generate([(n, 0) for n in range(5)], max_new_tokens=4, rows=2, finish=max)  # type: ignore[arg-type]
-    assert answerer.tokenizer == "mine" and inner.options["options"] == {"finish": max}
-    return [one.ids[0] for one in found], inner.options["prompts"]
-
-
-def test_questions_are_answered_once_in_their_order() -> None:
-    assert sorted(on_ranks(2, answered), key=lambda one: one[1]) == [([0, 1, 2, 3, 4], 2), ([0, 1, 2, 3, 4], 3)]

@@ -277,7 +277,7 @@ def test_a_bfloat16_base_beside_a_float32_adapter_stays_as_small_as_it_is() -> N
     ("kind", "said"),
     [
         ("gpt2", "GPT2LMHeadModel has no layers named q_proj"),
-        ("gpt_oss", r"GptOssForCausalLM cannot compute when its layers are cut \(Sizes"),
+        ("gpt_oss", r"GptOssForCausalLM cannot compute with tensor parallelism \(Sizes"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_on_every_rank(kind: str, said: str) -> None:

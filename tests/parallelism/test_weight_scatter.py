@@ -171,7 +171,7 @@ def test_a_tensor_that_would_not_travel_is_refused(tmp_path: Path) -> None:
         return ""
 
     for said in ranks(2, work):
-        assert said.startswith("module (Qwen2ForCausalLM) keeps a tensor, scale, that is neither a parameter nor a buf")
+        assert said.startswith("module (Qwen2ForCausalLM) has a tensor, scale, that is neither a parameter nor a buf")
 
 
 class Pair(nn.Module):

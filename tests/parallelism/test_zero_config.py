@@ -37,7 +37,7 @@ def test_what_it_cannot_do_is_refused_by_name(words: str, key: str, said: str) -
 
 
 def test_one_process_is_refused() -> None:
-    with pytest.raises(SpecError, match="there is one process"):
+    with pytest.raises(SpecError, match="needs several processes"):
         compose_job(ALONE)
 
 

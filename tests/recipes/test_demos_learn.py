@@ -16,7 +16,7 @@ import pytest
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.core.paths import recipes_dir
+from runner.core.package import recipes_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -10,7 +10,7 @@ import pytest
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
-from runner.core.paths import recipes_dir
+from runner.core.package import recipes_dir
 
 RECIPES = sorted(path.stem for path in recipes_dir().glob("*_npu.yaml"))
 BESIDE = {

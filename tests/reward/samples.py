@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from runner.core.auto_choices import Decisions
+from runner.data.chat import Renderer
 from runner.interfaces import Completion, Prompt, Reward
 from runner.reward.config import RewardConfig
 from runner.spec.registry import resolve
@@ -24,7 +25,7 @@ def answer(
 def made(config: RewardConfig, **given: Any) -> Reward:
     """The reward that `config` describes, built as a run builds it."""
     common: dict[str, Any] = {"device": torch.device("cpu"), "tokenizer": None, "seed": 0, "decide": Decisions()}
-    common["fit"] = lambda module: None
+    common |= {"fit": lambda module: None, "make_encoder": lambda tokenizer: Renderer(tokenizer).conversation_ids}
     reward: Reward = resolve(type(config).factory)(config, **common | given)
     return reward
 

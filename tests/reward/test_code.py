@@ -8,18 +8,32 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.reward import code as sandbox
-from runner.reward.code import build, sandbox_problem
+from runner.reward.code import SANDBOXES, sandbox_problem
 from runner.reward.config import CodeConfig
 from tests.ports import free_port
-from tests.reward.samples import answer, scores
+from tests.reward.samples import answer, made, scores
 from tests.reward.test_http import service
 
-PROBLEM = sandbox_problem(CodeConfig())
-needs_sandbox = pytest.mark.skipif(PROBLEM is not None, reason=f"no sandbox: {PROBLEM}")
+PROBLEMS = {name: sandbox_problem(run, CodeConfig()) for name, run in SANDBOXES.items()}
+
+
+def needs(name: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(PROBLEMS[name] is not None, reason=f"no sandbox of {name}: {PROBLEMS[name]}")
+
+
+@pytest.fixture(params=[pytest.param(name, marks=needs(name)) for name in SANDBOXES])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The only sandbox that this machine has."""
+    monkeypatch.setattr(sandbox, "SANDBOXES", {request.param: SANDBOXES[request.param]})
+    return str(request.param)
+
+
 DOUBLE = "def double(x):\n    return 2 * x"
 TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
 PRINTED = {"inputs": ["2\n", "5\n"], "outputs": ["4\n", "10"]}
@@ -34,7 +48,7 @@ def block(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-@needs_sandbox
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(
     ("text", "tests", "expected"),
     [
@@ -57,36 +71,113 @@ def test_code_that_passes_scores_1(text: str, tests: Any, expected: float | None
     assert score(text, tests) == expected
 
 
-def outcome(code: str, **options: Any) -> str:
+def outcome(code: str, kind: str = "bubblewrap", **options: Any) -> str:
     """What code prints in the sandbox, the kind of its exception included."""
     wrapped = "try:\n" + "\n".join(f"    {line}" for line in code.splitlines())
     wrapped += "\nexcept BaseException as error:\n    print(type(error).__name__)"
-    return sandbox.run_in_bubblewrap(CodeConfig(**options), wrapped, "").stdout.strip()
+    return SANDBOXES[kind](CodeConfig(**options), wrapped, "").stdout.strip()
 
 
-@needs_sandbox
+COMMON = [
+    ("import os; print(sorted(set(os.environ) - {'PWD', 'LC_CTYPE'}))", "[]"),
+    ("import os; os.setuid(0)", "PermissionError"),
+    ("x = bytearray(1 << 30)", "MemoryError"),
+    ("import resource as r; r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY,) * 2)", "ValueError"),
+]
+
+
+@needs("bubblewrap")
 @pytest.mark.parametrize(
     ("code", "printed"),
     [
+        *COMMON,
+        ("open('/usr/x', 'w')", "OSError"),
         ("import socket; socket.create_connection(('1.1.1.1', 53), 2)", "OSError"),
         ("import os; print(os.listdir('/sys/class/net') if os.path.exists('/sys') else [])", "[]"),
-        ("import os; print(sorted(set(os.environ) - {'PWD', 'LC_CTYPE'}))", "[]"),
         ("import os; print(os.path.exists('/etc/passwd'), os.path.exists('/home'))", "False False"),
-        ("open('/usr/x', 'w')", "OSError"),
         ("open('/x', 'w')", "OSError"),
-        ("import os; os.setuid(0)", "PermissionError"),
         ("open('/tmp/x', 'w').write('1'); print('written')", "written"),
         ("import os; print(len([p for p in os.listdir('/proc') if p.isdigit()]) < 5)", "True"),
-        ("x = bytearray(1 << 30)", "MemoryError"),
         ("with open('/tmp/x', 'wb') as f: f.write(bytes(1 << 21))", "OSError"),
-        ("import resource as r; r.setrlimit(r.RLIMIT_AS, (r.RLIM_INFINITY,) * 2)", "ValueError"),
     ],
 )
 def test_the_sandbox_has_no_network_no_files_no_variables_and_limits(code: str, printed: str) -> None:
     assert outcome(code, memory_bytes=1 << 28) == printed
 
 
-@needs_sandbox
+@needs("Landlock")
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        *COMMON,
+        ("open('/usr/x', 'w')", "PermissionError"),
+        ("import socket; socket.create_connection(('1.1.1.1', 53), 2)", "PermissionError"),
+        ("import socket; socket.socket(socket.AF_UNIX)", "PermissionError"),
+        ("open('/etc/passwd')", "PermissionError"),
+        ("open('/proc/1/environ')", "PermissionError"),
+        ("import os; os.listdir('/')", "PermissionError"),
+        ("open('/dev/shm/x', 'w')", "PermissionError"),
+        ("open('/tmp/x', 'w')", "PermissionError"),
+        ("import tempfile as t; t.TemporaryFile().write(b'1'); print(t.gettempdir() != '/tmp')", "True"),
+        ("with open('x', 'wb') as f: f.write(bytes(1 << 21))", "OSError"),
+        ("import os; os.chmod('answer.py', 0o777)", "PermissionError"),
+        ("import os; os.truncate('answer.py', 0)", "PermissionError"),
+        ("import os; os.kill(os.getppid(), 0)", "PermissionError"),
+        ("import fcntl, os; fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", "PermissionError"),
+        ("import fcntl; fcntl.fcntl(0, 15, bytes(8))", "PermissionError"),  # F_SETOWN_EX
+        ("import fcntl, socket as s; fcntl.ioctl(s.socketpair()[0], 0x8901, bytes(4))", "PermissionError"),
+        ("import fcntl, socket as s; fcntl.ioctl(s.socketpair()[0], 0x8902, bytes(4))", "PermissionError"),
+        ("import ctypes; print(ctypes.CDLL(None).prctl(1, 0, 0, 0, 0))", "-1"),
+        ("import fcntl; print(fcntl.fcntl(0, fcntl.F_GETFL) >= 0)", "True"),
+        ("import os; os.setsid()", "PermissionError"),
+        ("import resource as r, os; r.prlimit(os.getppid(), r.RLIMIT_CPU, (1, 1))", "PermissionError"),
+        ("import os; os.sched_setaffinity(0, [0])", "PermissionError"),
+        ("import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))", "-1"),
+        ("import ctypes; print(ctypes.CDLL(None).syscall(425, 1, 0))", "-1"),  # io_uring_setup
+        ("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1600))", "-1"),
+    ],
+)
+def test_landlock_and_seccomp_leave_no_network_files_signals_or_new_sessions(code: str, printed: str) -> None:
+    assert outcome(code, "Landlock", memory_bytes=1 << 28) == printed
+
+
+@needs("Landlock")
+def test_landlock_makes_no_namespace_and_leaves_no_process() -> None:
+    spaces = [Path(f"/proc/self/ns/{name}") for name in ("user", "pid", "net", "mnt", "ipc")]
+    show = "import os; print(*(os.stat(f'/proc/self/ns/{n}').st_ino for n in ('user', 'pid', 'net', 'mnt', 'ipc')))"
+    assert outcome(show, "Landlock") == " ".join(str(path.stat().st_ino) for path in spaces)
+    forks = "import os, time\nfor n in range(100):\n    try: made = os.fork()\n    except OSError: print(n); break\n"
+    forks += "    if not made: time.sleep(1234)"
+    before = set(psutil.pids())
+    result = sandbox.run_in_landlock(CodeConfig(processes=8), forks, "")
+    assert result.succeeded and 1 <= int(result.stdout) < 8
+    new = [
+        one for one in psutil.process_iter(["cmdline"]) if one.pid not in before and "-I" in (one.info["cmdline"] or ())
+    ]
+    _, alive = psutil.wait_procs(new, timeout=10)
+    assert alive == []
+
+
+@needs("Landlock")
+def test_folders_that_code_nests_or_closes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    nested = "import os\nos.mkdir('blind', 0o300)\nos.mkdir('blind/x')\n"
+    nested += "for _ in range(1500): os.mkdir('a'); os.chdir('a')\nprint('done')"
+    assert sandbox.run_in_landlock(CodeConfig(), nested, "").stdout == "done\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_machine_without_landlock_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = sandbox.LANDLOCK.read_text().replace(
+        "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444", "CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 9444"
+    )
+    (tmp_path / "sandbox.py").write_text(source)  # a number that no kernel knows
+    monkeypatch.setattr(sandbox, "LANDLOCK", tmp_path / "sandbox.py")
+    said = sandbox_problem(sandbox.run_in_landlock, CodeConfig())
+    assert said == "Landlock: Function not implemented (Landlock needs Linux 5.13, with lsm=landlock)"
+
+
+@needs("bubblewrap")
 def test_the_number_of_processes_is_limited_and_none_is_left() -> None:
     marker = f"1234.{os.getpid()}"
     forks = "import os, time\nfor n in range(100):\n    try: made = os.fork()\n    except OSError: print(n); break\n"
@@ -105,22 +196,22 @@ def _is_readable(path: Path) -> bool:
     return True
 
 
-@needs_sandbox
+@pytest.mark.usefixtures("kind")
 def test_code_that_hangs_or_prints_without_end_fails_in_time() -> None:
     assert score(block("while True: pass"), TESTS, timeout_s=1.0) == 0.0
     assert score(block("while True: print('x' * 1000)"), TESTS, timeout_s=20.0, output_bytes=10_000) == 0.0
 
 
-@needs_sandbox
-def test_no_secret_of_the_run_is_visible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_secret_of_the_run_is_visible(kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("JUDGE_API_KEY", "secret")
     (tmp_path / "file").write_text("secret")
-    assert outcome(f"print(open('{tmp_path}/file').read())") == "FileNotFoundError"
-    assert outcome("import os; print(os.environ.get('JUDGE_API_KEY'))") == "None"
-    assert outcome("print(open('/proc/1/environ').read())") in {"", "PermissionError"}
+    missing = {"FileNotFoundError", "PermissionError"}
+    assert outcome(f"print(open('{tmp_path}/file').read())", kind) in missing
+    assert outcome("import os; print(os.environ.get('JUDGE_API_KEY'))", kind) == "None"
+    assert outcome("print(open('/proc/1/environ').read())", kind) in {"", "PermissionError"}
 
 
-@needs_sandbox
+@needs("bubblewrap")
 @pytest.mark.skipif(os.geteuid() != 0 or not Path("/usr/bin/python3").exists(), reason="needs root and its Python")
 def test_a_user_who_is_not_root_gets_a_user_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
@@ -134,10 +225,25 @@ def test_a_user_who_is_not_root_gets_a_user_namespace(monkeypatch: pytest.Monkey
     assert outcome("import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))") == "-1"
 
 
-def test_without_bubblewrap_the_reason_is_said_before_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_sandbox_the_reasons_are_said_before_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    with pytest.raises(EnvironmentProblem, match=r"(?s)bwrap is not installed.*apt install bubblewrap.*reward\.url="):
-        build(CodeConfig())
+    (tmp_path / "sandbox.py").write_text("raise SystemExit('Landlock is off')")
+    monkeypatch.setattr(sandbox, "LANDLOCK", tmp_path / "sandbox.py")
+    said = r"(?s)bubblewrap: bwrap is not installed; Landlock: Landlock is off.*apt install bubblewrap.*reward\.url="
+    with pytest.raises(EnvironmentProblem, match=said):
+        CodeConfig().preflight()
+
+
+@needs("Landlock")
+def test_landlock_in_place_of_bubblewrap_is_an_automatic_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    decide = Decisions()
+    made(CodeConfig(), decide=decide).close()
+    [entry] = decide.entries
+    assert str(entry) == (
+        "reward: one of Landlock and seccomp, without namespaces instead of a sandbox of bubblewrap "
+        "(bwrap is not installed)"
+    )
 
 
 def test_a_service_runs_the_code() -> None:

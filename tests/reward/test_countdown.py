@@ -82,4 +82,4 @@ def test_scores(caplog: pytest.LogCaptureFixture) -> None:
     assert scores(tagged, answer("so <answer>7+3*2</answer>", **columns), answer("7+6", **columns)) == [1, 0]
     unusable = [answer("1", numbers="2 3", target=1), answer("1", numbers=[1.5], target=1), answer("1", target=1)]
     assert scores(CountdownConfig(), *unusable, answer("1", numbers=[1], target=1)) == [None, None, None, 1]
-    assert "column 'numbers' holds no whole numbers but 2 3" in caplog.text
+    assert "column 'numbers' has no list of integers but 2 3" in caplog.text

@@ -25,4 +25,4 @@ def test_a_text_that_takes_too_long_has_no_score(
 
 def test_a_broken_pattern_is_a_problem_of_the_spec() -> None:
     [(key, message)] = FormatConfig(pattern="(").problems(None)
-    assert key == "reward.pattern" and "no regular expression" in message
+    assert key == "reward.pattern" and "not a regular expression" in message

@@ -27,7 +27,7 @@ import torch
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.interfaces import Completion
-from runner.reward import captured_output, worker_pool
+from runner.reward import worker_pool
 from runner.reward.config import FunctionConfig
 from runner.reward.group_scorer import GroupScorer
 from runner.reward.worker import validate_scores
@@ -113,7 +113,7 @@ def test_a_function_gets_only_what_it_names(function: Write) -> None:
 def test_a_column_that_is_not_there_is_named(function: Write, caplog: pytest.LogCaptureFixture) -> None:
     reward = function("def score(completions, solution): ...", max_failures=2)
     with pytest.raises(
-        DataError, match=r"(?s)mine\.py:score: no sample of 2 groups.*asks for solution; there is: prompts"
+        DataError, match=r"(?s)mine\.py:score: no sample of 2 groups.*has the parameter solution; available: prompts"
     ):
         reward.score([GROUP] * 3)
 
@@ -122,7 +122,7 @@ def test_a_column_with_the_name_of_an_argument_is_refused(function: Write) -> No
     reward = function("def score(completions): ...")
     with pytest.raises(DataError, match="a column 'completions'"):
         reward.score([[answer("4", completions=1)]])
-    with pytest.raises(DataError, match="cannot be given to the reward as JSON"):
+    with pytest.raises(DataError, match="cannot be sent to the reward as JSON"):
         reward.score([[answer("4", answer={1, 2})]])
 
 
@@ -287,7 +287,7 @@ def test_what_hangs_is_killed_and_the_next_group_is_scored(
     begin = time.monotonic()
     assert reward.score([[answer("h")], [answer("4")]]) == [[None], [1]]
     assert time.monotonic() - begin < 10
-    assert "no answer within 1 s, at mine.py:3 in score; the worker was killed" in caplog.text
+    assert "no response within 1 s, at mine.py:3 in score; the worker was killed" in caplog.text
     assert "worker.py" not in caplog.text and "mine.py:score|" not in caplog.text  # it printed nothing
     assert 'mine.py", line 3 in score' in (tmp_path / "reward.log").read_text()
 
@@ -302,11 +302,11 @@ def test_what_nearly_hung_leaves_nothing(function: Write, tmp_path: Path, caplog
 @pytest.mark.parametrize(
     ("end", "said"),
     [
-        ("sys.exit(3)", "it ended itself with exit code 3"),
-        ("os._exit(0)", "it ended itself with exit code 0"),
+        ("sys.exit(3)", "it exited with code 3"),
+        ("os._exit(0)", "it exited with code 0"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
-        ("os.closerange(3, 100)", "killed by SIGKILL|exit code"),
+        ("os.closerange(3, 100)", "killed by SIGKILL|exited with code"),
     ],
 )
 def test_a_worker_that_dies_is_replaced(end: str, said: str, function: Write, caplog: pytest.LogCaptureFixture) -> None:
@@ -318,7 +318,7 @@ def test_a_worker_that_dies_is_replaced(end: str, said: str, function: Write, ca
             return [1]
     """)
     assert reward.score([[answer("4")], [answer("d")], [answer("4")]]) == [[1], [None], [1]]
-    assert "the worker died: " in caplog.text and any(part in caplog.text for part in said.split("|"))
+    assert "the worker exited: " in caplog.text and any(part in caplog.text for part in said.split("|"))
 
 
 def test_a_group_whose_worker_is_killed_is_scored_again(
@@ -344,7 +344,7 @@ def test_a_group_whose_worker_is_killed_is_scored_again(
     killer.start()
     found = one(reward)
     killer.join()
-    assert "its group is scored again" in caplog.text and "the worker died" not in caplog.text
+    assert "a new worker scores its group again" in caplog.text and "the worker exited" not in caplog.text
     assert found[0] is not None and found == one(reward), "the same seed, and so the same scores"
 
 
@@ -395,7 +395,7 @@ def test_no_process_below_the_function_can_write_scores(
     reward = function(FORGES)
     later = [answer("later"), answer("later")]  # while a child of the first group still writes
     assert reward.score([[answer(way), answer(way)], later, later]) == [[0.5, 0.25]] * 3
-    assert ("wrote into the connection for scores: ignored" in caplog.text) == (way == "forked unseen by Python")
+    assert ("wrote to the score socket; this is ignored" in caplog.text) == (way == "forked unseen by Python")
     assert "not scored" not in caplog.text
 
 
@@ -439,7 +439,7 @@ def test_everything_dies_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     program = f"""
 from pathlib import Path
-from runner.reward.captured_output import CapturedOutput
+from runner.reward.worker_pool import CapturedOutput
 from runner.reward.worker_pool import FunctionTarget, WorkerPool
 target = FunctionTarget(Path("{tmp_path}/mine.py"), "score")
 pool = WorkerPool(target, workers=1, timeout_s=600, output=CapturedOutput("", None))
@@ -458,7 +458,7 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
 def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     process = worker_pool.RewardWorker(
-        worker_pool.FunctionTarget(tmp_path / "mine.py", "score"), captured_output.CapturedOutput("", None)
+        worker_pool.FunctionTarget(tmp_path / "mine.py", "score"), worker_pool.CapturedOutput("", None)
     )
     held = os.dup(process._process.stdin.fileno())  # what a process has that was forked from the run
     question = {"arguments": {"completions": ["4"]}, "size": 1, "seed": 0, "timeout_s": 60.0}
@@ -523,7 +523,7 @@ def test_the_first_lines_are_said_and_all_are_kept(
     caplog.set_level("INFO", "runner")
     source = """
         import os, sys
-        print("while importing")
+        print("during the import")
         def score(completions):
             for i in range(1000):
                 print("line", i, file=sys.stderr if i % 2 else sys.stdout)
@@ -534,12 +534,10 @@ def test_the_first_lines_are_said_and_all_are_kept(
     assert one(reward) == [1, 1]
     reward.close()
     said = [r.message for r in caplog.records if r.message.startswith("mine.py:score| ")]
-    assert said[:3] == [f"mine.py:score| {line}" for line in ("while importing", "line 0", "line 1")]
-    assert len(said) == captured_output.SAID_LINES + 2 and said[-1].startswith(
-        "mine.py:score| 1004 lines were printed in "
-    )
+    assert said[:3] == [f"mine.py:score| {line}" for line in ("during the import", "line 0", "line 1")]
+    assert len(said) == worker_pool.SAID_LINES + 2 and said[-1].startswith("mine.py:score| 1004 lines were printed in ")
     kept = (tmp_path / "reward.log").read_text().splitlines()
-    assert kept[:1001] == ["while importing", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
+    assert kept[:1001] == ["during the import", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
         "\ufffdxxx"
     )
     assert max(map(len, kept)) <= worker_pool.LINE_BYTES
@@ -548,7 +546,7 @@ def test_the_first_lines_are_said_and_all_are_kept(
 def test_what_is_kept_is_bounded(
     function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(captured_output, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(worker_pool, "KEPT_BYTES", 1000)
     caplog.set_level("INFO", "runner")
     reward = function("def score(completions):\n  print('x\\n' * 5000)\n  return [1, 1]", folder=tmp_path)
     one(reward)
@@ -569,7 +567,7 @@ def test_what_is_kept_is_bounded(
         ),
         ("score = 5", "score is int, not a function"),
         ("from os.path import *", "score is NoneType, not a function"),
-        ("import sys\ndef score(): ...\nsys.exit(4)", "the process ended while importing it: .* exit code 4"),
+        ("import sys\ndef score(): ...\nsys.exit(4)", "the process ended during the import: .* exited with code 4"),
         ("x = 1", "has no function 'score'"),
     ],
 )
@@ -581,7 +579,7 @@ def test_a_file_that_cannot_be_used_is_a_problem_of_the_spec(source: str, said: 
 
 def test_an_import_that_never_ends_is_given_up(function: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_pool, "START_S", 0.3)
-    with pytest.raises(SpecError, match=r"importing it takes longer than 0\.3 s"):
+    with pytest.raises(SpecError, match=r"the import takes longer than 0\.3 s"):
         function("def score(): ...\nwhile True: pass")
 
 

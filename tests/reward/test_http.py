@@ -91,8 +91,8 @@ def test_a_group_is_one_request_and_scores_come_in_order() -> None:
         ({"scores": [1]}, [None, None], "expected 2 scores"),
         ({"score": [1, 2]}, [None, None], "expected a list of 2 scores, got None"),
         (b'{"scores": [NaN, 1]}', [None, 1], "score 1 of 2 is nan"),
-        (b"<html>", [None, None], "the answer is no JSON"),
-        (b"", [None, None], "the answer is no JSON"),
+        (b"<html>", [None, None], "the response is not JSON"),
+        (b"", [None, None], "the response is not JSON"),
     ],
 )
 def test_answers(body: Any, scores: list[float | None], said: str | None, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,7 +130,7 @@ def test_waits_double() -> None:
 def test_a_service_that_takes_too_long_has_no_score(sent: bytes, drop: bytes, caplog: pytest.LogCaptureFixture) -> None:
     with dripping(sent, drop) as server:
         assert scored(server.url, timeout_s=0.2, retries=0) == [[None, None]]
-    assert server.left.is_set() and "no answer (TimeoutError)" in caplog.text
+    assert server.left.is_set() and "no response (TimeoutError)" in caplog.text
 
 
 @WAYS
@@ -152,7 +152,7 @@ def test_a_connection_that_nobody_accepts_ends_in_time(caplog: pytest.LogCapture
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         assert scored(url, timeout_s=0.3, retries=2, backoff_s=0.01) == [[None, None]]
         assert 0.8 < time.monotonic() - begin < 0.3 * 3 + 1
-    assert "no whole answer within 0.3 s" in caplog.text
+    assert "no complete response within 0.3 s" in caplog.text
 
 
 def test_the_program_does_not_wait_at_its_end_for_a_name_lookup() -> None:
@@ -169,7 +169,7 @@ def test_the_program_does_not_wait_at_its_end_for_a_name_lookup() -> None:
 def test_an_answer_of_brackets_alone_is_no_json(caplog: pytest.LogCaptureFixture) -> None:
     with service(lambda content: (200, b"[" * 200_000)) as (url, asked):
         assert scored(url) == [[None, None]] and len(asked) == 1
-    assert "the answer is no JSON: nested too deeply" in caplog.text
+    assert "the response is not JSON: nested too deeply" in caplog.text
 
 
 def test_a_name_lookup_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ def test_a_name_lookup_ends_with_the_timeout(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     assert scored("http://rewards.test:80", timeout_s=0.1, retries=0) == [[None, None]]
-    assert not ended.is_set() and "no whole answer within 0.1 s" in caplog.text
+    assert not ended.is_set() and "no complete response within 0.1 s" in caplog.text
     answered.set()
 
 

@@ -122,7 +122,7 @@ def test_another_vocabulary_reads_the_conversation_again(
     other.add_tokens(["<|more|>"])
     decisions = Decisions()
     reward = made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=decisions)
-    assert [d.got for d in decisions.entries] == ["read again with its own template and tokenizer"]
+    assert [d.got for d in decisions.entries] == ["tokenized again with its own template and tokenizer"]
     question = ({"role": "user", "content": "2+2?"},)
     asked = Completion(Prompt((1, 2), "…", question), (3,), "4", "stop")
     turns = (*question, {"role": "assistant", "content": "4"})
@@ -131,10 +131,12 @@ def test_another_vocabulary_reads_the_conversation_again(
     refused = Completion(Prompt((1,), "", ({"no": "role"},)), (3,), "4", "stop")
     text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
     chat = reference(trained, tokenizer(text, add_special_tokens=False)["input_ids"])
+    marked = Completion(asked.prompt, (3,), "4<|im_end|>", "stop")  # as the policy's text, not as an end of turn
     [found] = reward.score([[asked, whole, plain, refused]])
+    assert reward.score([[marked]])[0][0] != pytest.approx(chat, abs=1e-5)
     assert found[:3] == pytest.approx([chat, chat, reference(trained, tokenizer("2+2? 4")["input_ids"])], abs=1e-5)
-    assert found[3] is None and "template refuses the conversation" in caplog.text
-    with pytest.raises(EnvironmentProblem, match="strict=true refuses"):
+    assert found[3] is None and "chat template fails on the conversation" in caplog.text
+    with pytest.raises(EnvironmentProblem, match="strict=true does not allow"):
         made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=Decisions(strict=True))
 
 
@@ -166,7 +168,7 @@ def test_models_that_are_no_reward_models_are_refused(tmp_path: Path, tokenizer:
             refused()
     described = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(described | {"architectures": None}))
-    with pytest.raises(EnvironmentProblem, match=r"lacks 1 of a reward model's weights, e\.g\. score\.weight"):
+    with pytest.raises(EnvironmentProblem, match=r"lacks 1 of the weights of a reward model, e\.g\. score\.weight"):
         made(config, tokenizer=tokenizer)
 
 
@@ -179,11 +181,13 @@ def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: 
     (tmp_path / "it").mkdir()
     refusal(EnvironmentProblem, "no model folder")
     (tmp_path / "it" / "adapter_config.json").write_text("{}")
-    refusal(EnvironmentProblem, "a PEFT adapter")
+    refusal(EnvironmentProblem, "has no weights")
+    (tmp_path / "it" / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}')
+    refusal(EnvironmentProblem, r"a language model \(CAUSAL_LM\), not a sequence classifier")
     shutil.copy(trained / "config.json", tmp_path / "it")
-    refusal(EnvironmentProblem, "holds no weights")
+    refusal(EnvironmentProblem, "has no weights")
     (tmp_path / "it" / "pytorch_model.bin").write_bytes(b"")
-    refusal(SecurityError, "pickles")
+    refusal(SecurityError, "pickle weights")
     ModelRewardConfig(path=str(trained)).preflight()
     ModelRewardConfig(path="owner/name").preflight()
 
@@ -191,5 +195,5 @@ def test_a_folder_is_checked_before_anything_is_loaded(tmp_path: Path, trained: 
 def test_a_model_without_tokenizer_is_said(tmp_path: Path, trained: Path, tokenizer: Any) -> None:
     for name in ("config.json", "model.safetensors"):
         shutil.copy(trained / name, tmp_path)
-    with pytest.raises(EnvironmentProblem, match="its tokenizer has 1 ids, the model rows for 272"):
+    with pytest.raises(EnvironmentProblem, match="the tokenizer has 1 ids, the embedding 272"):
         made(ModelRewardConfig(path=str(tmp_path)), tokenizer=tokenizer)

@@ -70,4 +70,4 @@ def test_a_right_answer_without_a_number_cannot_be_used(caplog: pytest.LogCaptur
         None,
         1,
     ]
-    assert "column 'answer' holds no number but 'four'" in caplog.text
+    assert "column 'answer' has no number but 'four'" in caplog.text

@@ -13,8 +13,8 @@ NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
 @pytest.mark.parametrize(
     ("pattern", "groups", "said"),
     [
-        ("(", None, "no regular expression: "),
-        ("a", 1, "expected 1 group in brackets, found 0"),
+        ("(", None, "not a regular expression: "),
+        ("a", 1, "expected 1 capturing group (…), found 0"),
         ("(a)(b)", 1, "found 2"),
         ("(?:a)(b)", 1, None),
         ("(a)(b)", None, None),

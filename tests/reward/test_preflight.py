@@ -37,8 +37,8 @@ def test_a_name_bound_anywhere_in_the_module_is_found(source: str, tmp_path: Pat
         ("x = 1", "has no function 'score'; it has no function"),
         ("def outer():\n    def score(): ...", "it has: outer"),
         ("class score: ...", "mine.py:1: score is a class; give a function"),
-        ("def score(:", "mine.py:1: not Python: "),
-        ("\0", "cannot be read|not Python"),
+        ("def score(:", "mine.py:1: syntax error: "),
+        ("\0", "cannot be read|syntax error"),
     ],
 )
 def test_what_is_missing_is_said(source: str, said: str, tmp_path: Path) -> None:

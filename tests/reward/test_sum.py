@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.algorithm.episodes.rollouts import (
+from runner.algorithm.rollouts import (
     CompositeReward,
     Experience,
     Group,
@@ -24,9 +24,8 @@ from runner.algorithm.episodes.rollouts import (
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, SpecError
 from runner.interfaces import Prompt
-from runner.reward.base import require_components
+from runner.reward.base import RESERVED_NAMES, component_names, require_components
 from runner.reward.config import COMPONENTS, ExactConfig, FunctionConfig, RewardConfig, SumConfig
-from runner.reward.sum import RESERVED_NAMES, component_names
 from tests.reward.samples import answer, made, scores
 
 
@@ -118,14 +117,14 @@ def test_every_problem_has_the_key_of_its_part() -> None:
         "reward.parts[1].name": "no reward named 'exakt'; did you mean 'exact'? (",
         "reward.parts[2].tolerance": "expected a number at least 0, got -1",
         "reward.parts[2].weight": "expected a number, got 'big'",
-        "reward.parts[3].name": "each part names a reward: {name: …} (",
+        "reward.parts[3].name": "each part needs the name of a reward: {name: …} (",
         "reward.parts[4].path": "must be given  (File and function",
-        "reward.parts[5].overlong_buffer_len": "must be given: reward.overlong_buffer_len=…",
-        "reward.parts[6].weight": "0 switches the part off; leave it out",
+        "reward.parts[5].overlong_buffer_len": "must be set, because the other of the two is",
+        "reward.parts[6].weight": "a weight of 0 disables the part; remove the part",
         "reward.parts[7].name": "sum cannot be a part of a sum (",
         "reward.parts[8].name": "none cannot be a part of a sum (",
-        "reward.parts[9].url": "must be given  (Address",
-        "reward.parts[10].pattern": "no regular expression",
+        "reward.parts[9].url": "must be given  (URL of",
+        "reward.parts[10].pattern": "not a regular expression",
         "reward.parts[11].url": "not an option of reward=exact; an option of reward=code",
     }
     assert {key: found[key][: len(start)] for key, start in expected.items()} == expected
@@ -221,3 +220,13 @@ def test_all_parts_that_score_nothing_are_named() -> None:
         reward.score([[answer("4")]])
     reward.close()
     assert "column 'first'" in str(failed.value) and "column 'second'" in str(failed.value)
+
+
+def test_parts_that_fail_on_different_samples_of_each_group_end_the_run() -> None:
+    parts = [{"name": "exact", "column": name, "max_failures": limit} for name, limit in (("first", 2), ("second", 3))]
+    reward = made(SumConfig(parts=parts))
+    group = [answer("4", first="4"), answer("4", second="4")]
+    assert reward.score([group, group]) == [[None, None], [None, None]]
+    with pytest.raises(DataError, match=r"no sample of 3 groups in a row .*\n.*exact.1. for 1, exact.0. for 1"):
+        reward.score([group])
+    reward.close()

@@ -39,7 +39,11 @@ def test_a_function_that_raises_ends_the_job_before_the_model_is_loaded(tmp_path
     """The model's folder is not there either, which is not reached."""
     path = score_with(tmp_path, "return [int(answer[0]) / 0]")
     said = run(*SMALL, "reward=function", path, cwd=tmp_path, code=3)
-    assert "reward raises on row 1 of the data" in said and "score.py:2" in said and "ZeroDivisionError" in said
+    assert (
+        "reward raises an exception on row 1 of the data" in said
+        and "score.py:2" in said
+        and "ZeroDivisionError" in said
+    )
     assert "parameters" not in said and "reward.log" in said
 
 
@@ -47,7 +51,7 @@ def test_a_part_of_a_sum_is_named(tmp_path: Path) -> None:
     score_with(tmp_path, "raise KeyError('points')")
     parts = "reward.parts=[{name:length,target:4},{name:function,path:'score.py:score'}]"
     said = run(*SMALL, "reward=sum", parts, cwd=tmp_path, code=3)
-    assert "reward.parts[1] raises on row 1" in said and "KeyError" in said
+    assert "reward.parts[1] raises an exception on row 1" in said and "KeyError" in said
 
 
 @pytest.mark.parametrize("body", ["return [None] * len(completions)", "return ['high'] * len(completions)"])
@@ -64,4 +68,4 @@ def test_the_reward_of_an_evaluation_set_is_tried_and_named(tmp_path: Path) -> N
     score_with(tmp_path, "raise KeyError('points')")
     sets = "evaluation.sets={hard: {reward: {name: function, path: 'score.py:score'}}}"
     said = run(*(word for word in SMALL if word != "evaluation.every=0"), "data.held_out=2", sets, cwd=tmp_path, code=3)
-    assert "evaluation.sets.hard.reward raises on row 1" in said and "KeyError" in said
+    assert "evaluation.sets.hard.reward raises an exception on row 1" in said and "KeyError" in said

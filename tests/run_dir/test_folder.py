@@ -106,7 +106,7 @@ def test_latest_works_where_outputs_is_a_link(tmp_path: Path, monkeypatch: pytes
 def test_a_folder_called_latest_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "latest").mkdir()
     (tmp_path / "latest/mine").write_text("mine")
-    with pytest.raises(StorageError, match="is something else there"):
+    with pytest.raises(StorageError, match="does another file exist there"):
         point_latest(create_run_folder("toy", tmp_path), tmp_path)
     assert (tmp_path / "latest/mine").read_text() == "mine"
     assert [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
@@ -262,7 +262,7 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
     (workdir / "papers").mkdir()
     (workdir / "papers" / "thesis.tex").write_text("mine")
     with pytest.raises(
-        EnvironmentProblem, match=r"papers is not empty \(thesis\.tex\), and a run needs a folder of its own"
+        EnvironmentProblem, match=r"papers is not empty \(thesis\.tex\), but a run needs its own folder"
     ):
         claim_folder(Path("papers"))
     assert [path.name for path in (workdir / "papers").iterdir()] == ["thesis.tex"]

@@ -12,7 +12,7 @@ import yaml
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import CheckpointError, DataError, SpecError
-from runner.run_dir.resume_compatibility import (
+from runner.run_dir.manifest import (
     LIBRARIES,
     check_compatible,
     check_model_unchanged,
@@ -47,7 +47,7 @@ def test_every_fixed_option_that_changed_is_named_with_both_values() -> None:
     with pytest.raises(SpecError) as caught:
         check_spec_unchanged(now, saved(job()))
     assert [p.key for p in caught.value.problems] == ["seed", "device.threads", "model.layers", "optimizer.lr"]
-    assert "was 0.002 when the checkpoint was written, is 0.5" in str(caught.value)
+    assert "was 0.002 in the checkpoint, but is 0.5" in str(caught.value)
 
 
 @pytest.mark.parametrize("word", ["steps=999", "evaluation.every=1", "tracker=none", "checkpoint.keep=9"])
@@ -69,9 +69,9 @@ def test_other_data_is_refused() -> None:
 
 @pytest.mark.parametrize("origin", [{"config": "c0", "weights": "b"}, {"config": "c1"}, {"commit": "c0"}, {}])
 def test_another_model_is_refused_by_whoever_uses_the_checkpoint(origin: dict[str, str]) -> None:
-    with pytest.raises(CheckpointError, match="put the model back"):
+    with pytest.raises(CheckpointError, match="restore the model"):
         check_model_unchanged(origin, saved(job()))
-    with pytest.raises(CheckpointError, match="put the model back"):
+    with pytest.raises(CheckpointError, match="restore the model"):
         check_compatible(saved(job(), model=origin), saved(job()))
     check_model_unchanged({"config": "c0"}, saved(job()))
 
@@ -83,7 +83,7 @@ def test_other_versions_are_said(what: str, caplog: pytest.LogCaptureFixture) ->
         check_compatible(now, now)
         assert caplog.messages == []
         check_compatible(now, now | {what: "0.1"})
-    assert [f"{what} was 0.1, is {now[what]}" in message for message in caplog.messages] == [True]
+    assert [f"{what} was 0.1, now {now[what]}" in message for message in caplog.messages] == [True]
 
 
 def test_the_versions_are_those_installed() -> None:

@@ -30,7 +30,7 @@ def first_stop(stops: StopCriteria, ids: list[int], limit: int = 10_000) -> tupl
         ("one two", ["three", "two"], 7),
         ("snow ☃ man", ["☃"], 8),  # three bytes
         ("a<|im_start|>b", ["<|im_start|>"], 2),  # one special token
-        ("nothing here", ["zzz"], None),
+        ("not supported", ["zzz"], None),
     ],
 )
 def test_a_string_ends_an_answer_with_its_last_token(text: str, strings: list[str], count: int | None) -> None:

@@ -214,11 +214,11 @@ def test_what_cannot_be_sampled_is_refused() -> None:
         draws.sample([Request((1,) * 9, 0, 8, 0)])
     assert len(draws.sample([Request((1,) * 8, 0, 8, 0)])[0].ids) == 8
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
-    with pytest.raises(DataError, match=r"more than 15: .* dynamic positions depend on"):
+    with pytest.raises(DataError, match=r"exceed 15: .* dynamic positions depend on"):
         sampler(causal("llama", max_position_embeddings=16, rope_parameters=scaled), max_new_tokens=8).sample(
             [Request((1,) * 8, 0, 8, 0)]
         )
-    with pytest.raises(SpecError, match=r"sampler\.stop_token_ids: .*no 300[\s\S]*sampler\.top_k: .* 300 ids"):
+    with pytest.raises(SpecError, match=r"sampler\.stop_token_ids: .* not 300[\s\S]*sampler\.top_k: .* 300 ids"):
         sampler(model, stop_token_ids=[5, VOCAB], top_k=VOCAB + 1)
 
 
@@ -270,7 +270,7 @@ def test_other_weights_are_refused() -> None:
     tensors = {name: p.detach().clone() for name, p in model.trainable().items()}
     name = next(iter(tensors))
     for wrong in ({**tensors, "more": tensors[name]}, {**tensors, name: tensors[name][:1]}, {name: tensors[name]}):
-        with pytest.raises(ValueError, match="not the sampler's"):
+        with pytest.raises(ValueError, match="do not match the sampler's"):
             sampler(model).load_weights(wrong, version=1)
 
 
@@ -314,7 +314,7 @@ def test_a_model_with_other_state_is_sampled_in_waves_and_this_is_said() -> None
     got = sampler(model, decisions).sample(asked)
     check_logprobs(model, asked, got, atol=1e-6)
     said = [(d.feature, d.got) for d in decisions.entries]
-    assert said == [("sampler", "answers in waves")] and "LinearAttentionLayer" in decisions.entries[0].reason
+    assert said == [("sampler", "one batch at a time")] and "LinearAttentionLayer" in decisions.entries[0].reason
     assert [r.ids for r in sampler(model, max_num_seqs=4).sample(asked)] == [r.ids for r in got]
     with pytest.raises(EnvironmentProblem, match="strict"):
         sampler(model, Decisions(strict=True))

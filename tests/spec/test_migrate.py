@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from runner.cli.conf import BESIDE
+from runner.cli.config_sources import hydra_session
+from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import Composer, compose_job, decode_draft
-from runner.cli.sources import group_options, hydra_session
 from runner.core.errors import SpecError
 from runner.spec import migrate
 from runner.spec.base import COMMAND_LINE
@@ -160,6 +161,7 @@ NEEDS = {
     "data=": ["data.path=path"],
     "data.mixture_weights=": ["data.path=[a,b]"],
     "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
+    "data.streaming=": ["data=file", "data.path=path"],
     "data.truncation=": ["data=file", "data.path=path"],
     "parallelism.pp_virtual_stages=": ["parallelism=pp", "launch.devices=2"],
     "parallelism.cp_backend=": ["parallelism=cp", "launch.devices=2"],

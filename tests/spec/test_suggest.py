@@ -63,7 +63,7 @@ def test_names(group: str, wrong: str, right: str | None) -> None:
             "model",
             "hf",
             "attn_implementation",
-            "the device brings its attention: device.attention=fused or sdpa, on cuda and npu",
+            "attention is an option of the device: device.attention=fused or sdpa, on cuda and npu",
         ),
         ("data", "file", "id", ""),
         ("model", "tiny", "qqqqq", ""),
@@ -77,11 +77,11 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
     ("word", "why"),
     [
         ("adapter=qlora", "no operator for one on an NPU; LoRA on 16: adapter=lora"),
-        ("sampler=SGLang", "the engine that answers are written by is vLLM"),
+        ("sampler=SGLang", "the only rollout engine is vLLM"),
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
         ("model.use_liger_kernel=true", "device.fused_ops has CANN's operators in Liger's places"),
         ("model.load_in_4bit=true", "no base in 4 bits"),
-        ("launch.rewarders=2", "to score elsewhere: reward=http and a service"),
+        ("launch.rewarders=2", "for an external service: reward=http"),
     ],
 )
 def test_what_others_have_and_this_does_not_is_refused_with_the_reason(word: str, why: str, workdir: Path) -> None:

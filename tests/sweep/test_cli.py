@@ -14,8 +14,8 @@ from runner.cli.args import parse
 from runner.cli.expand_sweep import Expansion, expand
 from runner.cli.main import main
 from runner.core.errors import SpecError
+from runner.spec.metric_check import metric_problems
 from runner.sweep import plan
-from runner.sweep.metric_check import metric_problems
 from runner.sweep.plan import SweepFolder
 from tests.sweep import toy
 
@@ -73,8 +73,8 @@ def test_every_problem_of_every_job_at_once_and_whose_it_is(workdir: Path) -> No
     assert found[1].endswith(") (with device=gpu)")
     assert [found[0], *found[2:]] == [
         "optimizer.lrr: not an option of optimizer=adamw; did you mean 'lr'?",
-        "optimizer.lr: expected a number above 0, got -1 (with optimizer.lr=-1)",
-        "optimizer.lr: expected a number above 0, got 'fast' (with optimizer.lr=fast)",
+        "optimizer.lr: expected a number above 0 or null, got -1 (with optimizer.lr=-1)",
+        "optimizer.lr: expected a number above 0 or null, got 'fast' (with optimizer.lr=fast)",
         "sweep.paralel: not an option of a sweep; did you mean 'parallel'?",
     ]
 
@@ -82,18 +82,21 @@ def test_every_problem_of_every_job_at_once_and_whose_it_is(workdir: Path) -> No
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["steps=3"], "nothing varies"),
+        (["steps=3"], "the sweep varies"),
         (["seed=1,1"], "jobs 0 and 1 are the same job (seed=1)"),
         (["optimizer.lr=interval(0,1)"], "list the values"),
         (["+recipe=glob(nothing_*)"], "matches nothing"),
         (["seed=1,2", "sweep.fail_fast=true", "sweep.max_failures=2"], "leave one out"),
-        (["seed=1,2", "sweep.retry_wait_s=2"], "is for sweep.retries"),
-        (["seed=1,2", "sweep.metric=train/tokens"], "must be given, max or min"),
-        (["seed=1,2", "sweep.metric_mode=max"], "is for sweep.metric"),
-        (["seed=1,2", "sweep.over.seed=[1]"], "typed as KEY=1,2,3"),
+        (["seed=1,2", "sweep.retry_wait_s=2"], "needs sweep.retries"),
+        (
+            ["seed=1,2", "sweep.metric=train/tokens"],
+            "must be set, max or min for each, because sweep.metric has no known direction",
+        ),
+        (["seed=1,2", "sweep.metric_mode=max"], "needs sweep.metric"),
+        (["seed=1,2", "sweep.over.seed=[1]"], "values as KEY=1,2,3"),
         (["seed=1,2", "sweep.parallel=0"], "at least 1"),
-        (["seed=range(0,200)", "steps=range(1,200)"], "are more than 10000"),
-        (["seed=1,2", "seed=3"], "given twice"),
+        (["seed=range(0,200)", "steps=range(1,200)"], "39800 jobs are more than the limit of 10000"),
+        (["seed=1,2", "seed=3"], "set twice"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -102,16 +105,24 @@ def test_what_makes_no_sweep_is_refused(words: list[str], message: str, workdir:
     assert list(workdir.iterdir()) == []
 
 
+GRPO = ("+recipe=grpo_demo", "init_from=null", "seed=1,2")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (
             ["seed=1,2", "sweep.metric=eval/exact_mach", "sweep.metric_mode=max"],
-            "no such metric; did you mean eval/exact_match?",
+            "unknown metric; did you mean eval/exact_match?",
         ),
         (["seed=1,2", "sweep.metric=reward/mean"], "no job measures reward/mean: algorithm=sft has no reward"),
-        (["seed=1,2", "sweep.metric=rollout/length", "sweep.metric_mode=max"], "algorithm=sft samples nothing"),
-        (["seed=1,2", "sweep.metric=eval/loss", "evaluation.every=0"], "evaluation.every=0 evaluates nothing"),
+        (["seed=1,2", "sweep.metric=rollout/length", "sweep.metric_mode=max"], "algorithm=sft does not sample"),
+        (["seed=1,2", "sweep.metric=eval/loss", "evaluation.every=0"], "evaluation.every=0 disables evaluation"),
+        ([*GRPO, "sweep.metric=reward/maen", "sweep.metric_mode=max"], "did you mean reward/mean?"),
+        ([*GRPO, "sweep.metric=eval/reward/maen", "sweep.metric_mode=max"], "did you mean eval/reward/mean?"),
+        ([*GRPO, "sweep.metric=policy/entropie", "sweep.metric_mode=max"], "did you mean policy/entropy?"),
+        ([*GRPO, "sweep.metric=rewards/mean", "sweep.metric_mode=max"], "did you mean reward/mean?"),
+        ([*GRPO, "sweep.metric=eval/pass@8", "sweep.metric_mode=max"], "evaluation.samples=4, only mean@4"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -128,6 +139,23 @@ def test_a_metric_that_one_of_the_jobs_can_have_is_let_in(workdir: Path) -> None
     members = expand(["evaluation.every=0,5", "sweep.metric=eval/loss"]).members
     assert metric_problems(("eval/loss",), [one.composed.spec for one in members]) == []
     assert metric_problems(("eval/loss",), [members[0].composed.spec])
+
+
+def test_metrics_of_components_evaluations_and_the_machine_are_let_in(workdir: Path) -> None:
+    parts = "reward.parts=[{name: exact}, {name: length, target: 4}]"
+    words = [
+        "+recipe=grpo_demo",
+        "init_from=null",
+        "reward=sum",
+        parts,
+        "+evaluation.sets.held={samples: 4}",
+        "seed=1,2",
+    ]
+    specs = [member.composed.spec for member in expand(words).members]
+    own = ("reward/length", "policy/clip_frac_low", "mismatch/logprob_diff", "rollout/length", "device/power_w")
+    held_out = ("eval/reward/mean", "eval/exact_match_ci_low", "eval/held/pass@4", "eval/held/reward/exact")
+    assert metric_problems((*own, *held_out), specs) == []
+    assert len(metric_problems(("reward/format", "eval/reward/format", "eval/held/pass@8"), specs)) == 3
 
 
 def recipe(workdir: Path, text: str) -> None:
@@ -210,20 +238,20 @@ def test_jobs_keep_what_no_file_may_say_for_the_user(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["sweep"], "resume, status or report is expected"),
+        (["sweep"], "resume, status or report"),
         (["sweep", "resum", "latest"], "did you mean 'resume'?"),
-        (["sweep", "resume", "latest"], "no sweep there"),
-        (["sweep", "status", "latest", "x"], "and nothing else"),
-        (["sweep", "report", "latest", "--only", "3"], "and nothing else"),
+        (["sweep", "resume", "latest"], "is not a sweep"),
+        (["sweep", "status", "latest", "x"], "expected only a sweep's folder"),
+        (["sweep", "report", "latest", "--only", "3"], "expected only a sweep's folder"),
         (["sweep", "resume", "--only", "three"], "expected numbers of jobs such as 3,7"),
         (["sweep", "resume", "--only", "3", "--retry-failed"], "leave --retry-failed out"),
         (["-m", "seed=1,2", "--folder", "x"], "--folder is for one run"),
         (
             ["+recipe=sft_demo", "sweep.parallel=2"],
-            "is about a sweep; a sweep over several values is started with: run -m",
+            "is an option of a sweep; to start a sweep over several values, type: run -m",
         ),
-        (["report", "a", "b"], "one run is expected"),
-        (["diff", "a"], "two runs are expected"),
+        (["report", "a", "b"], "one run"),
+        (["diff", "a"], "two runs"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
 )
@@ -238,18 +266,18 @@ def test_a_job_that_never_fits_is_refused_before_a_folder_is_made(
 ) -> None:
     many = len(os.sched_getaffinity(0)) + 1
     assert main(["-m", "+recipe=sft_demo", "tracker=none", "seed=1,2", f"device.threads={many}"]) == 2
-    assert f"a job wants {many} cores, and this machine has {many - 1}" in capsys.readouterr().err
+    assert f"a job needs {many} cores, but this machine has {many - 1}" in capsys.readouterr().err
     assert list(workdir.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["optimizer.lr=1"], "a sweep's jobs are fixed"),
+        (["optimizer.lr=1"], "a sweep are fixed"),
         (["sweep.paralel=1"], "did you mean 'parallel'?"),
         (["sweep.parallel=0"], "at least 1"),
-        (["sweep.metric=eval/loss"], "is fixed since the sweep began"),
-        (["sweep.over.seed=[1]"], "typed as KEY=1,2,3"),
+        (["sweep.metric=eval/loss"], "cannot change in a resumed sweep"),
+        (["sweep.over.seed=[1]"], "values as KEY=1,2,3"),
         (["sweep.max_failures=3"], "sweep.fail_fast=true stops at the first failure"),  # of when it began
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -264,7 +292,7 @@ def test_what_a_resume_cannot_set(
 
 @pytest.mark.parametrize(
     ("word", "message"),
-    [("sweep.sampler=cmaes", "cmaes varies two or more numbers"), ("sweep.trials=1", "has 2 jobs already")],
+    [("sweep.sampler=cmaes", "cmaes needs two or more numbers"), ("sweep.trials=1", "already has 2 jobs")],
 )
 def test_what_a_search_cannot_go_on_with(
     word: str, message: str, workdir: Path, capsys: pytest.CaptureFixture[str]

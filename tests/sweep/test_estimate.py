@@ -48,7 +48,7 @@ def test_a_run_that_differs_in_what_varies_tells_the_time(tmp_path: Path, monkey
         Path("outputs/2026-11-21/1-a"), 120.0, seed=7, tracker={"name": "none"}, optimizer={"name": "adamw", "lr": 3.0}
     )
     said = estimated_time(a_plan("optimizer.lr", ["1", "2", "3"]), None, 2)
-    assert said == "about 4 min, as outputs/2026-11-21/1-a took 2 min for 10 steps"
+    assert said == "about 4 min; outputs/2026-11-21/1-a took 2 min for 10 steps"
     assert estimated_time(a_plan("optimizer", ["adamw", "sgd"]), None, 1).startswith("about 4 min")
     assert estimated_time(a_plan("seed", ["1", "2"]), None, 2) == "known after the first job", (
         "its learning rate is another"
@@ -56,7 +56,7 @@ def test_a_run_that_differs_in_what_varies_tells_the_time(tmp_path: Path, monkey
     assert estimated_time(a_plan("recipe", ["a", "b"]), None, 2) == "known after the first job"
     a_run(Path("outputs/2026-11-21/2-a"), 120.0)
     said = estimated_time(a_plan("steps", ["10", "20", "40"]), None, 1)
-    assert said == "about 14 min, as outputs/2026-11-21/2-a took 2 min for 10 steps"
+    assert said == "about 14 min; outputs/2026-11-21/2-a took 2 min for 10 steps"
 
 
 def test_a_few_steps_are_no_evidence_for_many(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_first_job_that_is_done_tells_the_time_to_go(tmp_path: Path) -> None
     assert remaining_s(made, record, {}) is None and first_done_line(made, record, {}) == ""
     record.update(0, state="done", seconds=30.0)
     assert remaining_s(made, record, {}) == 60.0
-    assert first_done_line(made, record, {}) == "time     about 60 s to go: job 0 took 30 s"
+    assert first_done_line(made, record, {}) == "time     about 60 s left: job 0 took 30 s"
     record.update(1, state="done", seconds=50.0)
     assert remaining_s(made, record, {}) == 40.0
     assert remaining_s(made, record, {}, trials=5) == 120.0, "two more are to come"

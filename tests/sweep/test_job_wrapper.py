@@ -18,8 +18,8 @@ from runner.launch.ray.driver_connection import RAY_JOB, forwarded_env
 from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import RemoteJob
-from runner.sweep.executors.ray import RayExecutor
 from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, read_status
+from runner.sweep.ray_executor import RayExecutor
 from tests.sweep import toy
 from tests.sweep.test_scheduler import DEADLINE_S, ROOT, alive, until
 
@@ -165,6 +165,6 @@ def test_a_status_tells_what_the_notes_tell(tmp_path: Path, capsys: pytest.Captu
     assert print_status(str(folder.root)) == 0 and folder.state.read_bytes() == before
     said = capsys.readouterr().out
     assert "1 waiting, 2 running, 1 killed, 1 interrupted; not running" in said
-    assert "runs     job 1  on node7, without its sweep" in said
-    assert "runs     job 2  on node7, silent for 10:00" in said
-    assert "waiting  job 3  was handed over, and has not begun" in said
+    assert "runs     job 1  on node7, its sweep stopped" in said
+    assert "runs     job 2  on node7, no heartbeat for 10:00" in said
+    assert "waiting  job 3  was submitted and has not started" in said

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from runner.core import subprocess as processes
+from runner.core.device_kinds import ResourceRequest, kind_of
 from runner.core.errors import EnvironmentProblem
 from runner.launch.ray.driver_connection import actor_options
-from runner.launch.resources import ResourceRequest, kind_of
 from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
-from runner.sweep.executors.ray import RayExecutor
+from runner.sweep.ray_executor import RayExecutor
 from tests.ray_cluster import cluster
 from tests.sweep import toy
 from tests.sweep.test_scheduler import ROOT, only_sweep
@@ -85,10 +85,10 @@ def test_what_no_node_can_hold_is_refused_with_the_arithmetic() -> None:
     with pytest.raises(EnvironmentProblem) as caught:
         executor.check([NPU, ResourceRequest("npu", 6)])
     assert str(caught.value) == (
-        "a job wants 6 NPUs of one node; 2 nodes of Ray at head:6379: 4 NPUs at most, 6 in all; "
+        "a job needs 6 NPUs on one node; 2 nodes of Ray at head:6379: at most 4 NPUs per node, 6 in total; "
         "lower launch.devices or launch.samplers"
     )
-    with pytest.raises(EnvironmentProblem, match=r"wants 1 GPU of one node; .* no GPUs; `ray status`"):
+    with pytest.raises(EnvironmentProblem, match=r"needs 1 GPU on one node; .*: no GPUs; `ray status`"):
         executor.check([ResourceRequest("cuda", 1)])
     assert executor.cards == ("npu",)
 
@@ -146,7 +146,7 @@ def test_what_becomes_of_jobs_is_what_becomes_of_them_here(
     assert [toy.starts(folder, index) for index in range(7)] == [1, 1, 3, 1, 1, 3, 1]
     errors = {index: str(job.error) for index, job in enumerate(toy.jobs(folder)) if job.error}
     assert errors[1] == "exit code 1: ValueError: no such number" and errors[2] == "killed by SIGKILL"
-    assert errors[3] == "exit code 3: giving up" and "not done after 3 s" in errors[4]
+    assert errors[3] == "exit code 3: giving up" and "not finished after 3 s" in errors[4]
     given = json.loads(folder.output(6).read_text())
     assert given["HF_HOME"] == "/somewhere" and "A_SECRET" not in given
     assert not [name for name in given if name.startswith("RAY_")]

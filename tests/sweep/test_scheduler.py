@@ -23,7 +23,7 @@ from runner.run_dir.folder import RunFolder, is_locked
 from runner.sweep import commands
 from runner.sweep.commands import print_status
 from runner.sweep.config import SweepConfig
-from runner.sweep.executors.local import LocalExecutor
+from runner.sweep.local_executor import LocalExecutor
 from runner.sweep.plan import SweepFolder, SweepState, find_sweep
 from tests.sweep import toy
 
@@ -85,9 +85,9 @@ def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixt
     assert errors[3] == "exit code 1: ValueError: no such number"
     assert errors[7] == "killed by SIGKILL"
     assert errors[8] == "exit code 3: giving up"
-    assert "not done after 1 s" in errors[9]
+    assert "not finished after 1 s" in errors[9]
     out, err = capfd.readouterr()
-    assert "4 of 12 jobs failed" in err and "job 9  did not end within 0.3 s: killed" in out
+    assert "4 of 12 jobs failed" in err and "job 9  did not exit within 0.3 s: killed" in out
     assert "best     job 0  n=0  eval/loss 1 at step 1" in out
     for index in (3, 7, 8, 9):
         assert f"jobs/{index:03}.log" in out and f"--only {index}" in out
@@ -136,7 +136,7 @@ def test_an_end_without_a_result_is_a_failure(tmp_path: Path) -> None:
     folder, code = toy.start(tmp_path, ["half", "silent"])
     assert (code, toy.states(folder)) == (9, ["failed", "failed"])
     assert "its status is running" in str(toy.jobs(folder)[0].error)
-    assert "left no status" in str(toy.jobs(folder)[1].error)
+    assert "status.json is missing or unreadable" in str(toy.jobs(folder)[1].error)
 
 
 def test_what_a_job_started_ends_with_it(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_what_was_handed_over_elsewhere_is_not_started_here(tmp_path: Path) -> N
     given = {"on": "ray", "token": "t", "note": str(folder.note(1))}
     SweepState.read(folder).update(1, state="running", identity=given)
     before = folder.state.read_bytes()
-    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run where sweep\.on=ray had put them; continue"):
+    with pytest.raises(EnvironmentProblem, match=r"job 1 may still run with sweep\.on=ray; continue"):
         resume_here(folder, commands.ResumeSelection())
     assert folder.state.read_bytes() == before and toy.starts(folder, 1) == 1
 
@@ -255,7 +255,7 @@ def test_a_changed_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         resume_here(folder, commands.ResumeSelection(retry_failed=True))
     text = str(caught.value)
-    assert "n: was 1 when the sweep began, is 7; put it back" in text and "more: was not there" in text
+    assert "n: was 1 when the sweep began, is 7; restore it" in text and "more: was not there" in text
     assert "jobs/001.yaml" in text
 
 
@@ -299,7 +299,7 @@ def test_a_screen_that_goes_away_stops_nothing(tmp_path: Path, sweep_process: St
     process.stdout.close()
     assert process.wait(DEADLINE_S) == 0
     folder = only_sweep(tmp_path)
-    assert toy.states(folder) == ["done"] * 3 and "the screen is gone" in folder.log.read_text()
+    assert toy.states(folder) == ["done"] * 3 and "the terminal closed" in folder.log.read_text()
 
 
 @pytest.mark.slow

@@ -100,20 +100,23 @@ def test_hydras_way_to_ask_for_it(workdir: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([*BASE, "steps=3"], "nothing varies"),
+        ([*BASE, "steps=3"], "the sweep varies"),
         ([*BASE, "optimizer.lr=interval(1,0)"], "is empty"),
         ([*BASE, "optimizer.lr=tag(log,interval(0,1))"], "needs an interval above 0"),
-        ([*BASE, "optimizer.lr=interval(-1,1)"], "expected a number above 0, got -1"),
-        ([*BASE, "optimizer.lr=tag(wild,interval(1,2))"], "tag(wild,…) means nothing here"),
+        ([*BASE, "optimizer.lr=interval(-1,1)"], "expected a number above 0 or null, got -1"),
+        ([*BASE, "optimizer.lr=tag(wild,interval(1,2))"], "tag(wild,…) is not supported"),
         ([*BASE, "seed=tag(log,choice(1,2))"], "not for a choice"),
         ([*BASE, "algorithm.batch_size=interval(8,64)"], "expected an integer at least 1, got 42.608"),
-        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,reward/mean", "sweep.prune=true"], "stopped early by one metric"),
-        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,perf/x"], "nothing is known of sweep.metric=perf/x"),
+        (
+            [*BASE, "seed=1,2", "sweep.metric=eval/loss,reward/mean", "sweep.prune=true"],
+            "early stopping of jobs needs one metric",
+        ),
+        ([*BASE, "seed=1,2", "sweep.metric=eval/loss,perf/x"], "sweep.metric has no known direction: perf/x"),
         ([*BASE, "seed=1,2", "sweep.metric=eval/loss,perf/x", "sweep.metric_mode=min"], "has 1 entries for 2 metrics"),
         ([*BASE, "seed=1,2", "sweep.metric=eval/loss,eval/loss"], "names a metric twice"),
-        (["sweep.search=optuna", "seed=1,2"], "sweep.trials: must be given"),
-        (["sweep.trials=3", "seed=1,2"], "is for sweep.search=optuna"),
-        (["sweep.prune=true", "seed=1,2"], "is for sweep.search=optuna"),
+        (["sweep.search=optuna", "seed=1,2"], "sweep.trials: must be set"),
+        (["sweep.trials=3", "seed=1,2"], "sweep.trials: needs sweep.search=optuna"),
+        (["sweep.prune=true", "seed=1,2"], "sweep.prune: needs sweep.search=optuna"),
         (["sweep.search=optuma", "seed=1,2"], "'optuma'"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, list) else "",
@@ -126,7 +129,7 @@ def test_what_cannot_be_searched_is_refused(words: list[str], message: str, work
 
 def test_a_search_must_know_what_is_better(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-m", "model=tiny", "optimizer.lr=interval(1e-4,1e-2)", *BASE[1:]]) == 2
-    assert "sweep.metric: must be given" in capsys.readouterr().err
+    assert "sweep.metric: must be set" in capsys.readouterr().err
 
 
 def test_it_finds_a_good_value_and_stops_hopeless_jobs(tmp_path: Path) -> None:
@@ -138,7 +141,7 @@ def test_it_finds_a_good_value_and_stops_hopeless_jobs(tmp_path: Path) -> None:
     best = float(results["jobs"][results["best"]]["varied"]["optimizer.lr"])
     assert abs(math.log10(best) + 3) < 0.6  # a grid of seven values from 1e-6 to 1 comes as close as 0.5
     assert sorted(study(folder)) == ["COMPLETE"] * states.count("done") + ["PRUNED"] * states.count("pruned")
-    assert "search   optuna, tpe; the hopeless are stopped early" in folder.log.read_text()
+    assert "search   optuna, tpe; bad jobs are stopped early" in folder.log.read_text()
 
 
 def test_killed_half_way_it_goes_on(tmp_path: Path) -> None:
@@ -185,7 +188,7 @@ def test_a_search_is_resumed_where_it_began(
     folder, _ = toy.search(tmp_path / "sweeps", ["curve"], trials=1)
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", "resume", str(folder.root), "sweep.trials=2"]) == 2
-    assert "resume it where it began: cd " in capsys.readouterr().err
+    assert "resume it in its first folder: cd " in capsys.readouterr().err
 
 
 X = Dimension("x", "x", "float", 1e-4, 1.0, log=True)
@@ -290,14 +293,14 @@ def test_a_proposal_that_is_no_job_is_said_and_another_is_drawn(tmp_path: Path) 
 
     search = Simulated(tmp_path, (Y,))
     assert all(int(job["y"]) % 2 == 0 for job in search.run(6, picky)) and len(search.plan.jobs) == 6
-    assert search.said and all("is no job, so another is drawn: y: is odd" in line for line in search.said)
+    assert search.said and all("not a valid job, so another one is sampled: y: is odd" in line for line in search.said)
     states = study(search.folder)
     assert states.count("FAIL") == len(search.said) and states.count("COMPLETE") == 6
 
     def never(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
         raise SpecError([Problem("y", "is wrong")])
 
-    with pytest.raises(SpecError, match=r"50 proposals in a row are no job[\s\S]*y: is wrong"):
+    with pytest.raises(SpecError, match=r"50 proposals in a row were not valid jobs[\s\S]*y: is wrong"):
         search.run(7, never)
 
 
@@ -305,18 +308,18 @@ def test_a_job_without_the_metric_is_said(tmp_path: Path) -> None:
     search = Simulated(tmp_path, (X,), (Ranking("eval/other", "max", "last", ""),))
     search.run(2)
     assert study(search.folder) == ["FAIL"] * 2
-    assert search.said[0] == "job 0  is done without a finite eval/other: the search takes it as failed"
+    assert search.said[0] == "job 0  finished without a finite eval/other: the search counts it as failed"
 
 
 @pytest.mark.parametrize(
     ("space", "options", "objectives", "message"),
     [
-        ((X, KIND), {"sampler": "cmaes"}, 1, "cmaes varies numbers only, and kind is a choice"),
-        ((X, KIND), {"sampler": "qmc"}, 1, "qmc varies numbers only, and kind is a choice"),
+        ((X, KIND), {"sampler": "cmaes"}, 1, "cmaes supports only numbers, but kind is a choice"),
+        ((X, KIND), {"sampler": "qmc"}, 1, "qmc supports only numbers, but kind is a choice"),
         ((X,), {"sampler": "cmaes"}, 1, "two or more numbers"),
-        ((X, Y), {"sampler": "cmaes"}, 2, "cmaes takes one metric"),
-        ((X, KIND, OF_A), {"sampler": "gp"}, 1, "gp needs jobs that all vary the same, unlike kind=a: z"),
-        ((KIND, Dimension("n", "n", "int", 1, 5, step=2)), {}, 1, "there are 6 different jobs only"),
+        ((X, Y), {"sampler": "cmaes"}, 2, "cmaes supports one metric"),
+        ((X, KIND, OF_A), {"sampler": "gp"}, 1, "gp needs the same varied keys in all jobs, unlike kind=a: z"),
+        ((KIND, Dimension("n", "n", "int", 1, 5, step=2)), {}, 1, "there are only 6 different jobs"),
     ],
     ids=str,
 )

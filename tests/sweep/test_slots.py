@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.cli.job_builder import compose_job
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.launch.resources import ResourceRequest
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placement_text, request_of
-from runner.sweep.executors.local import LocalExecutor, cards_here, visible_devices_env
+from runner.sweep.local_executor import LocalExecutor, cards_here, visible_devices_env
 
 
 def slots_for(needs: list[ResourceRequest], parallel: int | None) -> LocalExecutor:
@@ -34,7 +34,7 @@ def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.Mo
     monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,2,3")
     with pytest.raises(
         EnvironmentProblem,
-        match=r"wants 8 NPUs, and 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1,2,3\); lower launch.devices or",
+        match=r"needs 8 NPUs, but 4 can be used here \(ASCEND_RT_VISIBLE_DEVICES=0,1,2,3\); lower launch.devices or",
     ):
         slots_for([ResourceRequest("npu", 8)], None)
     with pytest.raises(EnvironmentProblem, match=r"this machine has \d+; lower device.threads, launch.devices or"):
@@ -42,7 +42,7 @@ def test_a_job_that_never_fits_is_refused_with_the_reason(monkeypatch: pytest.Mo
     with pytest.raises(EnvironmentProblem, match="0,1,,3: an empty entry"), pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASCEND_RT_VISIBLE_DEVICES", "0,1,,3")
         slots_for([ResourceRequest("npu", 1)], None)
-    with pytest.raises(SpecError, match="5 jobs do not fit at once: there are 4 NPU"):
+    with pytest.raises(SpecError, match="5 jobs do not fit together: this machine has 4 NPU"):
         slots_for([ResourceRequest("npu", 1)] * 6, 5)
 
 

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem
-from runner.launch.resources import ResourceRequest
 from runner.launch.slurm.commands import FINISHED_STATES, error_text, parse_card_numbers
 from runner.sweep import commands
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
-from runner.sweep.executors.slurm import QueueEntry, SlurmExecutor, array_spec, read_queue, submitit_options
 from runner.sweep.job import JobAttempt
 from runner.sweep.plan import SweepFolder
+from runner.sweep.slurm_executor import QueueEntry, SlurmExecutor, array_spec, read_queue, submitit_options
 from tests.sweep import slurm_stand_in, toy
 
 pytest.importorskip("submitit", reason="the extra slurm is not installed")
@@ -121,7 +121,7 @@ def test_one_that_fails_stops_no_other(tmp_path: Path, cluster: str, capfd: pyte
     errors = {index: str(job.error) for index, job in enumerate(toy.jobs(folder)) if job.error}
     assert errors[3] == "exit code 1: ValueError: no such number"
     assert (errors[7], errors[8]) == ("killed by SIGKILL", "exit code 3: giving up")
-    assert "not done after 1 s" in errors[9]
+    assert "not finished after 1 s" in errors[9]
     assert "4 of 12 jobs failed" in capfd.readouterr().err
     assert at_once(folder, 12) == 2
     assert len(list((folder.root / "slurm").glob("*_submission.sh"))) == 1, "one array"
@@ -149,7 +149,7 @@ def test_a_sweep_that_is_killed_loses_nothing_and_its_jobs_go_on(
     assert [toy.starts(folder, index) for index in range(5)] == [1, 2, 1, 1, 1]
 
 
-STILL = "Slurm still has job 0, 1 of the sweep before"
+STILL = "job 0, 1 of the previous sweep process"
 
 
 @pytest.mark.slow
@@ -287,7 +287,7 @@ def test_what_slurm_refuses_is_said_in_its_words_before_anything_is_made(
         _, code = toy.start(tmp_path, ["good"], need, on="slurm", **options)
         assert code == 2
         err = capfd.readouterr().err
-        assert f"Slurm refuses a job with {need}" in err and said in err
+        assert f"Slurm rejects a job with {need}" in err and said in err
     assert not list(tmp_path.glob("*-toy-*/state.json"))
 
 
@@ -296,7 +296,7 @@ def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
 ) -> None:
     def refuse_npus(need: ResourceRequest, *_: object) -> str:
         if need.kind == "npu":
-            raise EnvironmentProblem("Slurm refuses the jobs")
+            raise EnvironmentProblem("Slurm rejects the jobs")
         return "17"
 
     executor = SlurmExecutor(SweepConfig(on="slurm"))
@@ -306,7 +306,7 @@ def test_where_slurm_refuses_one_array_the_jobs_of_another_are_still_signalled(
         executor.submit(ResourceRequest(kind), JobAttempt(index, f"t{index}", (), (), grace_s=1.0, **paths))  # type: ignore[arg-type]
         for index, kind in enumerate(("core", "npu"))
     )
-    with pytest.raises(EnvironmentProblem, match="Slurm refuses the jobs"):
+    with pytest.raises(EnvironmentProblem, match="Slurm rejects the jobs"):
         executor.poll()
     for job in (taken, refused):
         job.signal(signal.SIGTERM)
@@ -331,7 +331,7 @@ def test_a_search_asks_for_a_job_when_there_is_room(tmp_path: Path, cluster: str
 
 def test_without_slurm_it_says_where_to_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Exception, match="scontrol is not here; start where jobs are submitted"):
+    with pytest.raises(Exception, match="scontrol is not installed; run this on a login node"):
         make_executor(SweepConfig(on="slurm")).__enter__()
 
 

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import RunnerError
-from runner.launch.resources import ResourceRequest
 from runner.sweep import commands, plan
 from runner.sweep.commands import make_executor
 from runner.sweep.config import SweepConfig
@@ -82,7 +82,7 @@ def toy_plan(names: Sequence[str], options: Mapping[str, object], need: Resource
         for i in range(len(names))
     )
     return Plan(
-        "toy", ("data.n=…",), {"n": 0, "steps": 2}, jobs, options, (Ranking("eval/loss", "min", "last", "as said"),)
+        "toy", ("data.n=…",), {"n": 0, "steps": 2}, jobs, options, (Ranking("eval/loss", "min", "last", "sent no"),)
     )
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from runner.data.config import DemoConfig
 from runner.sampler.config import TorchSamplerConfig
 from runner.spec import AdapterConfig, EnvironmentConfig, OptimizerConfig, RewardConfig, ScheduleConfig, TrackerConfig
-from runner.trainer.config import CallbackConfig
+from runner.spec.base import CallbackConfig
 
 HERE = "tests.testing.broken_parts"
 Way = Field(default="", description="In which way it is broken.")

@@ -15,7 +15,7 @@ import pytest
 
 from runner.core.errors import RunnerError, StorageError
 from runner.tracker.console import Console
-from runner.tracker.screen import Progress, render_panel
+from runner.tracker.text import Progress, render_panel
 
 ROOT = Path(__file__).resolve().parents[2]
 TITLE = {"name": "toy", "device": "cpu", "seed": 0, "folder": "outputs/x"}
@@ -159,7 +159,7 @@ def test_a_screen_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
         console.step(step, {**VALUES, "eval/loss": 1.0})
     console.stop(["done"])
     log = (tmp_path / "run.log").read_text()
-    assert log.count("the screen is gone (Broken pipe)") == 1 and " 10/10 " in log and "done" in log
+    assert log.count("the terminal closed (Broken pipe)") == 1 and " 10/10 " in log and "done" in log
     with pytest.raises(BrokenPipeError):
         stream.close()
 

@@ -61,7 +61,7 @@ def test_numbers_survive_and_what_is_not_finite_is_null(metrics: dict[str, float
         tracker.finish("done")
         raw = folder.metrics.read_bytes()
         assert raw.count(b"\n") == 1 and not re.search("[\x7f-\x9f]", raw.decode())
-        [line] = [json.loads(raw, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))]
+        [line] = [json.loads(raw, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))]
     assert next(iter(line)) == "step"
     assert line == {"step": 1} | {k: v if math.isfinite(v) else None for k, v in metrics.items()}
 
@@ -153,10 +153,10 @@ def test_nothing_to_cut_writes_nothing(folder: RunFolder) -> None:
     ("kept", "said"),
     [
         ([1, 2, 3, 4, 5, 6], ""),
-        ([1, 3, 4], "it lacks step 2, steps 5 to 6"),
-        ([], "it lacks steps 1 to 6"),
+        ([1, 3, 4], "missing step 2, steps 5 to 6"),
+        ([], "missing steps 1 to 6"),
         ([1, 2, 4, 3, 5, 6], "its steps are not in order"),
-        ([1, 2, 2, 3, 5, 6], "it lacks step 4; its steps are not in order"),
+        ([1, 2, 2, 3, 5, 6], "missing step 4; its steps are not in order"),
     ],
 )
 def test_lines_that_are_missing_after_a_crash_are_counted(folder: RunFolder, kept: list[int], said: str) -> None:
@@ -168,7 +168,7 @@ def test_lines_that_are_missing_after_a_crash_are_counted(folder: RunFolder, kep
 
 
 def test_a_run_that_wrote_nothing_lacks_nothing_at_step_0(folder: RunFolder) -> None:
-    assert missing_steps(folder, 0) == "" and missing_steps(folder, 1) == "it lacks step 1"
+    assert missing_steps(folder, 0) == "" and missing_steps(folder, 1) == "missing step 1"
 
 
 def test_a_run_that_begins_anew_keeps_no_sample_of_before(folder: RunFolder) -> None:
@@ -201,7 +201,7 @@ def test_the_same_attempt_adds_to_what_it_kept(folder: RunFolder) -> None:
 def test_a_damaged_line_is_refused_until_it_is_cut(folder: RunFolder, damage: bytes) -> None:
     write(folder, 1, 2)
     folder.metrics.write_bytes(folder.metrics.read_bytes() + damage)
-    with pytest.raises(RunnerError, match="cut it back first"):
+    with pytest.raises(RunnerError, match="the file first"):
         JsonlTracker(folder)
     assert truncate_after(folder, 2, 2) == 1
     JsonlTracker(folder).finish("done")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.tracker.console import COLUMNS, HEADER_EVERY, LINE_WIDTH, Console, LogTable, eval_lines, sample_lines
-from runner.tracker.screen import METRICS, Progress
+from runner.tracker.text import METRICS, Progress
 
 SFT = {
     "train/loss": 6.2771,

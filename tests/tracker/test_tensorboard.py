@@ -93,3 +93,15 @@ def test_a_write_error_ends_the_sink_but_not_the_run(tmp_path: Path) -> None:
 def test_the_module_itself_imports_no_torch() -> None:
     program = "import runner.tracker.tensorboard, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_the_health_of_rl_is_a_panel_of_its_own(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = tracker(tmp_path, 0)
+    log.log(1, {"train/loss": 1.0, "policy/entropy": 0.5, "mismatch/kl": 1e-4, "rollout/staleness": 2.0})
+    log.finish("done")
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    panel = {name for name in events.Tags()["scalars"] if name.startswith("health/")}
+    assert panel == {"health/entropy", "health/sampler_kl", "health/staleness"}

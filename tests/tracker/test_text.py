@@ -10,15 +10,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.tracker.screen import POINTS, MetricCurve, Progress, render_panel, sample_line
 from runner.tracker.text import (
     BARS,
+    POINTS,
+    MetricCurve,
+    Progress,
     escape_controls,
     escape_for_terminal,
     format_bytes,
     format_duration,
     format_number,
     format_rate,
+    render_panel,
+    sample_line,
     sparkline,
 )
 

@@ -27,6 +27,8 @@ from runner.tracker.config import WandbConfig
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, NoTracker, truncate_after
 from runner.tracker.wandb import WandbTracker, build
+from tests.command import run
+from tests.small import UNJUDGED
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -309,7 +311,7 @@ def test_a_killed_sink_is_started_again_and_leaves_nothing_out(tmp_path: Path) -
     run.wait_for(lambda: run.pid() != before)
     run.steps(11, 20)
     run.finish()
-    assert "starts again" in run.screen.getvalue()
+    assert "restarting it" in run.screen.getvalue()
     assert history(records(tmp_path / "run")) == expected(20)
     assert gone(opened["processes"])
 
@@ -338,7 +340,7 @@ def test_without_the_package_one_line_says_so(tmp_path: Path, monkeypatch: Any) 
     run.steps(1, 3)
     assert isinstance(run.tracker, NoTracker)
     assert [str(d) for d in run.decide.entries] == [
-        "tracker: none instead of wandb (wandb is not installed: pip install wandb, or set tracker=none)"
+        "tracker: none instead of wandb (wandb is not installed: pip install wandb, or type tracker=none)"
     ]
     assert run.tracker.finish("done") == []
     run.jsonl.finish("done")
@@ -382,3 +384,17 @@ def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypat
 def test_the_sink_imports_no_torch() -> None:
     program = "import runner.tracker.wandb_sink, sys; sys.exit('torch' in sys.modules or 'wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_run_whose_server_never_answers_ends_with_its_results(tmp_path: Path) -> None:
+    """The server accepts connections, and that is all: a black hole."""
+    words = [word for word in UNJUDGED if not word.startswith("tracker=")]
+    online = ("tracker=wandb", "tracker.mode=online", "tracker.deadline_s=15", "steps=2")
+    with server("silent") as address:
+        begin = time.monotonic()
+        said = run(*words, *online, cwd=tmp_path, WANDB_BASE_URL=address, WANDB_API_KEY=KEY, HOME=str(tmp_path))
+    assert time.monotonic() - begin < 100
+    assert "wandb sync" in said and "done      2 steps" in said, said
+    lines = (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]

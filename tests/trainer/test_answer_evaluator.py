@@ -79,7 +79,7 @@ REFUSED = {
         "evaluation.samples=4",
         "checkpoint.best=eval/pass@8",
     ),
-    "checkpoint.best: eval/hrad/loss: no evaluation set is called hrad": ("checkpoint.best=eval/hrad/loss",),
+    "checkpoint.best: eval/hrad/loss: no evaluation set is named hrad": ("checkpoint.best=eval/hrad/loss",),
     "checkpoint.best: eval/reward/mean needs a reward": ("checkpoint.best=eval/reward/mean",),
     "evaluation.sets.a.sampels: not an option of a set; did you mean 'samples'": ("evaluation.sets.a={sampels: 2}",),
     "evaluation.sets.a.reward.name: no reward named 'exakt'; did you mean 'exact'": (
@@ -93,8 +93,8 @@ REFUSED = {
         "evaluation.sets.a={data: {name: demo, digits: 2, held_out: 900}}",
     ),
     "evaluation.sets.reward: cannot be a set's name": ("evaluation.sets.reward={samples: 1}",),
-    "evaluation.temperature: a greedy answer has no temperature": ("evaluation.temperature=0.5",),
-    "evaluation.sets: never measured, because evaluation.every=0": ("evaluation.every=0", "evaluation.sets.a={}"),
+    "evaluation.temperature: greedy decoding has no temperature": ("evaluation.temperature=0.5",),
+    "evaluation.sets: not evaluated, because evaluation.every=0": ("evaluation.every=0", "evaluation.sets.a={}"),
 }
 
 

@@ -29,8 +29,8 @@ def warned(values: list[dict[str, float]], caplog: pytest.LogCaptureFixture) -> 
 def test_the_first_step_without_contrast_is_warned_of_and_each_20th_after_it(caplog: pytest.LogCaptureFixture) -> None:
     said = warned([NOTHING] * (2 * WARN_EVERY), caplog)
     assert [line.split(":")[0] for line in said] == ["step 1", f"step {1 + WARN_EVERY}"]
-    assert "all rewards were equal (mean 0.125), so nothing was trained; look at samples.jsonl" in said[0]
-    assert f"nothing was trained, as at {WARN_EVERY} steps before;" in said[1]
+    assert "all rewards were equal (mean 0.125), so nothing was trained; check samples.jsonl" in said[0]
+    assert f"nothing was trained, as in {WARN_EVERY} steps before;" in said[1]
 
 
 @pytest.mark.parametrize("change", [{"train/tokens": 9.0}, {"reward/zero_variance": 0.875}], ids=str)
@@ -55,7 +55,7 @@ def test_a_run_without_any_valid_reward_says_so_in_its_own_words_and_ends_with_3
     more = ["steps=9", "reward=function", "reward.path=mine.py:score", "reward.max_failures=4"]
     assert main([*words, *more]) == 3
     printed = "".join(capsys.readouterr())
-    assert "step 1: no group had a valid reward (4 samples), so nothing was learned" in printed
+    assert "step 1: no group had a valid reward (4 samples), so nothing was trained" in printed
     assert "no sample of 4 groups in a row could be scored" in printed and "rewards were equal" not in printed
     [row] = [json.loads(line) for line in Path("outputs/latest/metrics.jsonl").read_text().splitlines()]
     assert row["reward/num_failed"] == 4 and None not in row.values() and "NaN" not in map(str, row.values())

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from runner.build.components import build_data, build_tokenizer
-from runner.build.conversations import build_extend
+from runner.build.components import build_tokenizer
+from runner.build.data import build_data, build_extend
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.interfaces import GreedyOutput, StopCriterion
-from runner.model.generation import finish_at_limit
+from runner.interfaces.model import Choose
 from runner.model.tiny import byte_tokenizer
 from runner.spec.registry import default_registry
 from runner.trainer.evaluator import Report
@@ -30,29 +31,25 @@ ROWS = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.
 
 
 class Scripted:
-    """A model that says to each prompt what `says` makes of its text, token by token."""
+    """A model, and its decoder, that says to each prompt what `says` makes of its text, token by token."""
 
     length_limit: tuple[int, str] | None = None
+    summon_full_params = staticmethod(nullcontext)
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
         self.tokenizer, self._says = tokenizer, says
+        self.stop_token_ids, self.vocab_size = frozenset({tokenizer.eos_token_id}), len(tokenizer)
 
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        rows: int | None = None,
-        finish: StopCriterion = finish_at_limit,
-    ) -> list[GreedyOutput]:
-        return [self._answer(self.tokenizer.decode(prompt), max_new_tokens, finish) for prompt in prompts]
+    def batch_decoder(self, **_: Any) -> Scripted:
+        return self
 
-    def _answer(self, prompt: str, limit: int, finish: StopCriterion) -> GreedyOutput:
-        ids: list[int] = []
-        for token in self.tokenizer(self._says(prompt), add_special_tokens=False)["input_ids"]:
-            ids.append(token)
-            if (why := finish(ids, limit)) is not None:
-                return GreedyOutput(tuple(ids), why)
-        return GreedyOutput(tuple(ids), "stop")
+    def decode(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None:
+        logits = torch.eye(self.vocab_size)
+        for at, prompt in enumerate(prompts):
+            said = self.tokenizer(self._says(self.tokenizer.decode(prompt)), add_special_tokens=False)["input_ids"]
+            ids = iter([*said, self.tokenizer.eos_token_id])
+            while choose(logits[[next(ids)]], [at]) != [None]:
+                pass
 
 
 def asks_a_calculator(prompt: str) -> str:
@@ -111,7 +108,7 @@ def test_a_limit_that_no_answer_can_reach_is_refused_and_one_that_some_cannot_is
         evaluation(words, str, (positions, f"the model has {positions} positions"), decide)
         return "\n".join(str(one) for one in decide.entries if one.feature == "evaluation.max_new_tokens")
 
-    text = "no answer can have 20 tokens: the model has 24 positions, .* shortest .* takes 5; 19 is the most"
+    text = "no completion can have 20 tokens: the model has 24 positions, .* shortest .* has 5; the maximum is 19"
     with pytest.raises(SpecError, match=rf"evaluation\.max_new_tokens: {text}"):
         limited(24)
     assert "evaluation.max_new_tokens: 17 to 19 for 2 of 4 questions instead of 20 tokens" in limited(25)

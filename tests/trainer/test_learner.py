@@ -234,7 +234,7 @@ def test_an_optimizer_of_other_groups_is_refused() -> None:
     subject = learner()
     state = subject.state_dict()
     state["optimizer"]["groups"] *= 2
-    with pytest.raises(CheckpointError, match="groups its parameters in another way"):
+    with pytest.raises(CheckpointError, match="has other parameter groups"):
         subject.load_state_dict(state)
 
 
@@ -242,7 +242,7 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     state = learner().state_dict()
     with pytest.raises(CheckpointError, match="differ in 1 parameters"):
         learner().load_state_dict({**state, "tensors": {**state["tensors"], "param/extra": torch.ones(1)}})
-    with pytest.raises(CheckpointError, match="in another way"):
+    with pytest.raises(CheckpointError, match="other parameter groups"):
         learner().load_state_dict({**state, "tensors": {**state["tensors"], "optim/step/extra": torch.ones(1)}})
     with pytest.raises(CheckpointError, match=r"table: torch.float64\[12, 12\] in the checkpoint"):
         learner(Bigram(vocab=13)).load_state_dict(state)

@@ -212,7 +212,7 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
     publisher.publish(4)
     if wrong_loads == 2:
         with pytest.raises(
-            SamplerError, match=r"weights of version 4 were sent, twice.*sampler\.sync_logprob_tolerance=0\.001"
+            SamplerError, match=r"after the sync of version 4, twice.*sampler\.sync_logprob_tolerance=0\.001"
         ) as error:
             publisher.load_for(4)
         assert error.value.exit_code == 75
@@ -220,8 +220,8 @@ def test_a_sampler_that_says_something_else_is_loaded_once_more_and_then_refused
         publisher.load_for(4)
         assert publisher.numbers()["weight_sync/logprob_error"] == 0.0
     assert sampler.loads == [4] * min(wrong_loads + 1, 2)
-    assert caplog.text.count("are sent once more") == min(wrong_loads, 1)
-    assert ("sampler 1 of 0 to 1 is" in caplog.text) == (wrong == "one engine of two" and wrong_loads > 0)
+    assert caplog.text.count("sending the weights again") == min(wrong_loads, 1)
+    assert ("sampler 1 of 0 to 1 differs" in caplog.text) == (wrong == "one engine of two" and wrong_loads > 0)
 
 
 def first_reads(world: ParallelContext, folder: Path, full: bool) -> tuple[str, bool, list[float]]:

@@ -16,11 +16,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from runner.weight_sync import reusable_file, weight_store
-from runner.weight_sync.reusable_file import supports_leases, write_file
+from runner.weight_sync import weight_store
 from runner.weight_sync.store_dir import reserve_dir
 from runner.weight_sync.weight_checksum import weights_digest
-from runner.weight_sync.weight_store import StoredWeights, WeightStore
+from runner.weight_sync.weight_store import StoredWeights, WeightStore, supports_leases, write_file
 
 DEADLINE_S = 60.0
 
@@ -143,12 +142,12 @@ def test_who_comes_upon_a_file_that_is_written_waits_for_its_end(tmp_path: Path)
     path = tmp_path / "file"
     path.write_bytes(b"old")
     handle = os.open(path, os.O_RDWR)
-    assert reusable_file._take_lease(handle)
+    assert weight_store._take_lease(handle)
     read: list[bytes] = []
     reader = threading.Thread(target=lambda: read.append(path.read_bytes()))
     with ExitStack() as ending:
         ending.callback(reader.join, DEADLINE_S)
-        ending.callback(reusable_file._release, handle)
+        ending.callback(weight_store._release, handle)
         reader.start()
         reader.join(0.3)
         assert reader.is_alive() and not read  # and this process has outlived the signal that told it
@@ -167,7 +166,7 @@ def test_a_disk_whose_leases_mean_nothing_gets_new_files(
 
     (tmp_path / "shm").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(reusable_file.fcntl, "fcntl", lease)
+        patch.setattr(weight_store.fcntl, "fcntl", lease)
         assert not supports_leases(tmp_path)
         made = WeightStore(reserve_dir(tmp_path / "run", 0, tmp_path / "shm"))
         old = dict(made.put(1, weights(1).items()))

@@ -95,7 +95,7 @@ def whiten(values: Tensor, mask: Tensor, *, ddof: int = 0, eps: float = 1e-8) ->
 
 AdvantageEps = Annotated[float, Field(ge=0, description="Added to the standard deviation of the rewards")]
 WhitenDdof = Annotated[
-    int, Field(ge=0, le=1, description="Degrees of freedom that the variance of whitening takes off: 1 = Bessel")
+    int, Field(ge=0, le=1, description="Degrees of freedom that the variance of whitening subtracts: 1 = Bessel")
 ]
 
 
@@ -116,11 +116,11 @@ def group_mean_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEp
 
 @advantage("group_mean", paper="Dr. GRPO 2503.20783", formula="R − mean of the group")
 def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
-    """R − mean, [N]. Dr. GRPO also wants the aggregation seq_mean_token_sum_norm."""
+    """R − mean, [N]. Dr. GRPO also needs the aggregation seq_mean_token_sum_norm."""
     return _center_by_group(rewards, group)[0]
 
 
-@advantage("leave_one_out", paper="RLOO 2402.14740", formula="R − mean of the group's other answers")
+@advantage("leave_one_out", paper="RLOO 2402.14740", formula="R − mean of the group's other completions")
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean of the other scored samples = n/(n − 1)·(R − mean), [N]; 0 where there is no other."""
     centred, count = _center_by_group(rewards, group)

@@ -73,8 +73,8 @@ class PolicyConfig(ReferenceBasedConfig):
     needs_sampler: ClassVar[bool] = True
     needs_reward: ClassVar[bool] = True
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:policy"
-    group_size: int = Field(default=8, ge=1, description="Answers sampled per prompt.")
-    epochs: int = Field(default=1, ge=1, description="Passes over a step's samples.")
+    group_size: int = Field(default=8, ge=1, description="Completions sampled per prompt.")
+    epochs: int = Field(default=1, ge=1, description="Epochs over the samples of one step.")
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a group once in training; changes speed, not the numbers."
     )
@@ -82,16 +82,16 @@ class PolicyConfig(ReferenceBasedConfig):
         default="clip", description="Policy loss per token."
     )
     importance_sampling_level: Literal["token", "sequence"] = Field(
-        default="token", description="Level of the importance ratio; sequence = GSPO's mean over the answer's tokens."
+        default="token", description="Level of the importance ratio; sequence = GSPO's mean over the tokens."
     )
     loss_aggregation: Annotated[str, RegisteredFunction("aggregation")] = Field(
-        default="token_mean", description="How token losses become one; denominators count the whole step."
+        default="token_mean", description="Aggregation of token losses; denominators count the whole step."
     )
     kl_estimator: Annotated[str, RegisteredFunction("kl_estimator", others=("none",))] = Field(
         default="none", description="Estimator of the KL divergence from the reference; none = no reference model."
     )
     kl_in: Literal["loss", "reward"] | None = Field(
-        default=None, description="Where the KL penalty goes; null = loss for grpo, reward for ppo."
+        default=None, description="Where the KL penalty is added; null = loss for grpo, reward for ppo."
     )
     kl_coef: float | None = Field(
         default=None, ge=0, description="Weight of the KL penalty; 0 = no reference model; null = 0.001."
@@ -101,26 +101,25 @@ class PolicyConfig(ReferenceBasedConfig):
     )
     reference: Literal["adapter", "copy"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, or a frozen copy; null = a copy of an adapter that "
-        "the model came with, else adapter if there is one.",
+        description="Reference model: adapter = the policy with its adapter disabled; copy = a frozen copy. null = "
+        "adapter where this job adds a new adapter, else copy.",
     )
     max_log_ratio: float | None = Field(
         default=20.0,
         gt=0,
-        description="Bound of the logarithms of ratios (policy, correction, KL estimator), 20 as in verl; null = none, "
-        "as in TRL.",
+        description="Clamp of log-ratios (policy, correction, KL estimator): 20 as in verl; null = none, as in TRL.",
     )
     entropy_coef: float = Field(default=0.0, description="Weight of the entropy bonus.")
     mask_truncated: bool = Field(
-        default=False, description="Leave completions that were cut off at max_new_tokens out of the loss."
+        default=False, description="Mask completions that were truncated at max_new_tokens out of the loss."
     )
     lag: int = Field(default=0, ge=0, description="Steps that sampling runs ahead of training; 0 = strictly on-policy.")
     correction: Annotated[str, RegisteredFunction("correction", others=("none",))] = Field(
         default="none",
-        description="Importance weights against the drift from sampler to trainer; decoupled is needed above lag 1.",
+        description="Importance weights against the mismatch of sampler and trainer; lag above 1 needs decoupled.",
     )
     correction_level: Literal["token", "sequence"] | None = Field(
-        default=None, description="Level of the weights; null = token."
+        default=None, description="Level of the correction weights; null = token."
     )
     max_logprob_diff: float | None = Field(
         default=None,
@@ -233,17 +232,17 @@ class PolicyConfig(ReferenceBasedConfig):
             }
             found.append(("algorithm.kl_estimator", f"{reasons[kl_in]} kl_in={kl_in} for {self.kl_estimator}"))
         if self.kl_coef == 0 and self.reference is not None:
-            found.append(("algorithm.reference", "kl_coef=0 has no reference model; leave it out, or raise kl_coef"))
+            found.append(("algorithm.reference", "kl_coef=0 loads no reference model; leave it out, or raise kl_coef"))
         found += self.reference_problems(self.reference, job)
         if self.importance_sampling_level == "sequence" and self.loss_aggregation != "seq_mean_token_mean":
             found.append(
                 (
                     "algorithm.loss_aggregation",
-                    f"a sequence ratio needs seq_mean_token_mean, not {self.loss_aggregation}",
+                    f"importance_sampling_level=sequence needs seq_mean_token_mean, not {self.loss_aggregation}",
                 )
             )
         if self.max_logprob_diff is not None and self.lag:
-            found.append(("algorithm.max_logprob_diff", f"at lag={self.lag} the two differ by design; it is for lag=0"))
+            found.append(("algorithm.max_logprob_diff", f"at lag={self.lag} the two differ by design; use it at lag=0"))
         return found
 
 
@@ -254,12 +253,12 @@ class GrpoConfig(PolicyConfig):
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     name: Literal["grpo"] = "grpo"
     advantage: Annotated[str, RegisteredFunction("advantage")] = Field(
-        default="group_mean_std", description="What a reward is compared with, and how it is scaled."
+        default="group_mean_std", description="Advantage estimator: the baseline of a reward, and its scale."
     )
     zero_variance: Literal["drop", "keep", "resample"] = Field(
         default="drop",
-        description="Groups whose rewards, less a KL penalty in them, are all equal: left out of the update, kept, or "
-        "replaced by new prompts.",
+        description="Groups whose rewards (minus a KL penalty in them) are all equal: drop them from the update, keep "
+        "them, or replace them by new prompts (resample).",
     )
     count_dropped_groups: bool | None = Field(
         default=None,
@@ -267,7 +266,7 @@ class GrpoConfig(PolicyConfig):
         "loss: true = as TRL, and verl without filter_groups; null = false, as verl's filter_groups.",
     )
     max_resample_rounds: int | None = Field(
-        default=None, ge=1, description="Most rounds of new prompts per step under zero_variance=resample; null = 4."
+        default=None, ge=1, description="Maximum rounds of new prompts per step under zero_variance=resample; null = 4."
     )
 
     @property
@@ -292,6 +291,9 @@ class GrpoConfig(PolicyConfig):
             if getattr(self, option) is not None and self.zero_variance != user:
                 text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance={user}"
                 found.append((f"algorithm.{option}", text))
+        if self.zero_variance == "resample" and job.data.is_stream:
+            text = "resample needs a second order of the rows, which data.streaming=true has not; type keep or drop"
+            found.append(("algorithm.zero_variance", text))
         if self.zero_variance == "resample" and self.kl_location == "reward":
             text = "groups are replaced before the KL in their rewards is known; type algorithm.zero_variance=drop"
             found.append(("algorithm.zero_variance", text))
@@ -300,13 +302,11 @@ class GrpoConfig(PolicyConfig):
             found.append(
                 (
                     "algorithm.group_size",
-                    f"advantage={self.advantage} compares within a group; 1 gives nothing to learn",
+                    f"advantage={self.advantage} compares within a group; a group of 1 has no signal",
                 )
             )
         if not compares and self.zero_variance != "keep":
-            found.append(
-                ("algorithm.zero_variance", f"advantage={self.advantage} learns from equal rewards too; type keep")
-            )
+            found.append(("algorithm.zero_variance", f"advantage={self.advantage} also uses equal rewards; type keep"))
         return found
 
 
@@ -317,12 +317,13 @@ class PpoConfig(PolicyConfig):
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     default_kl_location: ClassVar[Literal["loss", "reward"]] = "reward"
     name: Literal["ppo"] = "ppo"
-    group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
+    group_size: int = Field(default=1, ge=1, description="Completions sampled per prompt.")
     gamma: float = Field(default=1.0, gt=0, le=1, description="Discount per token.")
     lam: float = Field(default=0.95, ge=0, le=1, description="GAE's lambda.")
     value_clip: float | None = Field(default=0.2, gt=0, description="Clip range of the value loss; null = none.")
     critic: Literal["separate", "shared"] = Field(
-        default="separate", description="The critic: a model of its own, or a value head on the policy's backbone."
+        default="separate",
+        description="separate = its own critic model; shared = a value head on the policy's backbone.",
     )
     critic_lr: float | None = Field(
         default=None, gt=0, description="Learning rate of a separate critic; null = optimizer.lr."
@@ -335,7 +336,7 @@ class PpoConfig(PolicyConfig):
         default=None,
         ge=0,
         le=1,
-        description="Degrees of freedom that the variance of whitening takes off: 1 = Bessel; null = 0.",
+        description="Degrees of freedom that the variance of whitening subtracts: 1 = Bessel; null = 0.",
     )
 
     def trained_models(self) -> dict[str, Head]:
@@ -357,7 +358,7 @@ class PpoConfig(PolicyConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.critic == "shared" and self.critic_lr is not None:
-            found.append(("algorithm.critic_lr", "critic=shared learns with optimizer.lr; leave it out"))
+            found.append(("algorithm.critic_lr", "critic=shared is trained with optimizer.lr; leave it out"))
         if self.whiten_ddof is not None and not self.normalize_advantages:
             text = "not used with normalize_advantages=false; it belongs to normalize_advantages=true"
             found.append(("algorithm.whiten_ddof", text))
@@ -382,9 +383,9 @@ class OpdConfig(TeacherBasedConfig, PolicyConfig):
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TeacherBasedConfig.models, **PolicyConfig.models}
     needs_reward: ClassVar[bool] = False
     name: Literal["opd"] = "opd"
-    group_size: int = Field(default=1, ge=1, description="Answers sampled per prompt.")
+    group_size: int = Field(default=1, ge=1, description="Completions sampled per prompt.")
     kl_in: Literal["loss"] | None = Field(
-        default=None, description="Where the KL penalty from the reference goes: there is no reward to lower."
+        default=None, description="The KL penalty is added to the loss, as there is no reward."
     )
 
     @property

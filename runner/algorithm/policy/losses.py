@@ -41,7 +41,7 @@ DualClip = Annotated[
 
 @policy_loss(
     "clip",
-    paper="PPO 1707.06347; clip-higher: DAPO 2503.14476; dual clip: 1912.09729; GSPO 2507.18071 with the row's ratio",
+    paper="PPO 1707.06347; clip-higher: DAPO 2503.14476; dual clip: 1912.09729; GSPO 2507.18071 with sequence ratio",
     formula="max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A), where A < 0 at most −dual_clip·A",
 )
 def ppo_clip(
@@ -55,7 +55,7 @@ def ppo_clip(
     """max(−r·A, −clip(r, 1 − clip_low, 1 + clip_high)·A); where A < 0 at most −dual_clip·A, [T].
 
     clip_low, clip_high: 0.2 and 0.2 in PPO, 0.2 and 0.28 in DAPO, 3e-4 and 4e-4 in GSPO (on sequence ratios).
-    dual_clip: above 1, or None for no bound. verl has 3 unless told otherwise; OpenRLHF, NeMo-RL and slime have none.
+    dual_clip: above 1, or None for no bound. verl's default is 3; OpenRLHF, NeMo-RL and slime have none.
     A clipped token has no gradient: below 1 − clip_low that takes A < 0, above 1 + clip_high A > 0.
     """
     loss = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
@@ -132,8 +132,7 @@ AggregationLength = Annotated[
     float | None,
     Field(
         gt=0,
-        description="Constant of seq_mean_token_sum_norm in tokens; null = sampler.max_new_tokens × the turns of an "
-        "episode",
+        description="Divisor of seq_mean_token_sum_norm in tokens; null = sampler.max_new_tokens × turns of an episode",
     ),
 ]
 
@@ -147,14 +146,14 @@ def token_mean(mask: Tensor, tokens: int) -> Tensor:
 @aggregation(
     "seq_mean_token_mean",
     paper="GRPO 2402.03300; GSPO 2507.18071; TRL: grpo",
-    formula="1 / (trained tokens of the answer × answers of the step)",
+    formula="1 / (trained tokens of the completion × completions of the step)",
 )
 def seq_mean_token_mean(mask: Tensor, row: Tensor, rows: int) -> Tensor:
     """1 / (trained tokens of the row · rows), [T]: every row weighs the same. row: int64 [T]."""
     return _segment_mean_weights(mask, row) / max(rows, 1)
 
 
-@aggregation("seq_mean_token_sum", paper="RLOO 2402.14740", formula="1 / (answers of the step)")
+@aggregation("seq_mean_token_sum", paper="RLOO 2402.14740", formula="1 / (completions of the step)")
 def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
     """1 / rows, [T]: a row weighs as much as it is long."""
     return _as_float(mask) / max(rows, 1)
@@ -163,7 +162,7 @@ def seq_mean_token_sum(mask: Tensor, rows: int) -> Tensor:
 @aggregation(
     "seq_mean_token_sum_norm",
     paper="Dr. GRPO 2503.20783; TRL: dr_grpo",
-    formula="1 / (answers of the step × loss_norm_length)",
+    formula="1 / (completions of the step × loss_norm_length)",
 )
 def seq_mean_token_sum_norm(
     mask: Tensor, rows: int, max_length: float, *, loss_norm_length: AggregationLength = None
@@ -172,7 +171,9 @@ def seq_mean_token_sum_norm(
     return seq_mean_token_sum(mask, rows) / (max_length if loss_norm_length is None else loss_norm_length)
 
 
-@aggregation("prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's answers × prompts of the step)")
+@aggregation(
+    "prompt_mean", paper="SkyRL", formula="1 / (trained tokens of the prompt's completions × prompts of the step)"
+)
 def prompt_mean(mask: Tensor, group: Tensor, groups: int) -> Tensor:
     """1 / (trained tokens of the prompt · prompts), [T]: all prompts weigh the same. group: int64 [T]."""
     return _segment_mean_weights(mask, group) / max(groups, 1)

@@ -27,14 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector, make_experience
+from runner.algorithm import rollouts
+from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
 from runner.algorithm.policy.advantages import whiten
 from runner.algorithm.policy.config import GaeCritic, PolicyConfig, RegisteredAdvantage, TeacherLogRatio
-from runner.algorithm.policy.importance import KlController
-from runner.algorithm.policy.policy_loss import losses_by_role, teacher_log_ratio
+from runner.algorithm.policy.total_loss import losses_by_role, teacher_log_ratio
+from runner.algorithm.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.core.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
 from runner.core.errors import TrainingDiverged
 from runner.core.prefix_tree import Branch, Tree, pack_trees
@@ -106,7 +106,7 @@ class PolicyOptimization:
             raise TrainingDiverged(
                 f"step {step + 1}: sampler and trainer differ by {found:.3g} per token (mean |log-probability|), more "
                 f"than algorithm.max_logprob_diff={worst}; their weights, data types or sampling options are "
-                "not the same"
+                "different"
             )
         if "policy/kl" in values:
             self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)

@@ -19,9 +19,9 @@ class PreferenceConfig(ReferenceBasedConfig):
 
     reference: Literal["adapter", "copy", "cached"] | None = Field(
         default=None,
-        description="The reference: the model with its adapter off, a frozen copy, or what they say, computed before "
-        "the first step and kept on disk; null = a copy of an adapter that the model came with, else adapter if there "
-        "is one.",
+        description="Reference model: adapter = the policy with its adapter disabled; copy = a frozen copy; cached = "
+        "log-probabilities computed before the first step and stored on disk. null = adapter where this job adds a "
+        "new adapter, else copy.",
     )
 
     def frozen_models(self) -> Mapping[str, FrozenModelSpec]:
@@ -43,7 +43,7 @@ class DpoConfig(PreferenceConfig):
     sft_coef: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the chosen answer's cross-entropy per token beside the loss (RPO 2404.19733).",
+        description="Weight of an added cross-entropy loss per token of the chosen completion (RPO 2404.19733).",
     )
     share_prompts: bool = Field(
         default=True, description="Compute the prompt of a pair once; changes speed, not the numbers."
@@ -77,14 +77,14 @@ class KtoConfig(PreferenceConfig):
     desirable_weight: float = Field(
         default=1.0,
         ge=0,
-        description="Weight of good answers; with its number it should be 1 to 4/3 times the bad ones' product.",
+        description="Weight of desirable completions; weight × count should be 1 to 4/3 of the undesirable ones'.",
     )
-    undesirable_weight: float = Field(default=1.0, ge=0, description="Weight of bad answers.")
+    undesirable_weight: float = Field(default=1.0, ge=0, description="Weight of undesirable completions.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
         if self.batch_size < 2 * self.mini_batches:
-            text = "a mini-batch needs at least 2 answers: its baseline z swaps their prompts; raise it, or lower"
+            text = "a mini-batch needs at least 2 completions, for the KL baseline; raise it, or lower"
             found.append(("algorithm.batch_size", f"{text} algorithm.mini_batches={self.mini_batches}"))
         return found
 
@@ -98,7 +98,7 @@ class RmConfig(AlgorithmConfig):
     name: Literal["rm"] = "rm"
     use_margin: bool = Field(
         default=True,
-        description="Ask the scores to lie apart by the column `margin` (2307.09288) where a pair has one.",
+        description="Require the two scores to differ by the column `margin` (2307.09288), where a pair has one.",
     )
     center_rewards_coef: float = Field(
         default=0.0,

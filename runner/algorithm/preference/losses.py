@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 Beta = Annotated[float, Field(gt=0, description="Factor of the log-ratios, or of the log-probabilities (ipo: tau)")]
 LabelSmoothing = Annotated[
-    float, Field(ge=0, le=0.5, description="Share of labels taken to be flipped (robust: below 0.5)")
+    float, Field(ge=0, le=0.5, description="Assumed fraction of flipped labels (robust: below 0.5)")
 ]
-Alpha = Annotated[float, Field(ge=0, description="Weight of the chosen answer's likelihood")]
+Alpha = Annotated[float, Field(ge=0, description="Weight of the chosen completion's likelihood")]
 
 
 @preference_loss("sigmoid", paper="DPO 2305.18290", formula="−log σ(beta·(d_c − d_r))")

@@ -30,7 +30,7 @@ from runner.launch.worker_process import LocalWorker, WorkerSpec
 TICK_S = 0.05
 CHUNK = 2**14  # bytes of each stream in one answer: small ones go without Ray's object store
 WORKER_SPEC = TypeAdapter(WorkerSpec)  # to and from JSON
-MAX_BUFFERED = 2**20  # bytes that nobody has fetched yet, at which the process has to wait
+MAX_BUFFERED = 2**20  # bytes not fetched yet, at which the process has to wait
 
 
 def worker_environment(carried: Mapping[str, str], kind: str, devices: Sequence[str], alike: int) -> dict[str, str]:
@@ -87,7 +87,7 @@ class ActorProcess:
                 code = self._run(janitor)
         except Exception as error:
             code = self._report(error)
-        finally:  # whatever happened: somebody waits to hear that it has ended
+        finally:  # whatever happened: another process waits for its end
             with self._news:
                 self._code = code
                 self._news.notify_all()
@@ -103,8 +103,8 @@ class ActorProcess:
     def _run(self, janitor: CleanupProcess) -> int:
         folder = self._order.folder
         if not folder.spec.is_file():
-            text = f"the run's folder {folder.root} is not to be seen on {socket.gethostname()}"
-            raise EnvironmentProblem(f"{text}; start on a disk that all nodes share")
+            text = f"cannot see the run's folder {folder.root} on {socket.gethostname()}"
+            raise EnvironmentProblem(f"{text}; use storage that all nodes share")
         (out, telling_out), (err, telling_err) = os.pipe(), os.pipe()
         given = (telling_out, telling_err, *([] if self._listener is None else [self._listener]))
         try:

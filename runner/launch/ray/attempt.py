@@ -2,7 +2,7 @@
 
 Messages go through the connection to Ray's driver, with a `WorkerProcess` for each process of an actor.
 
-                        ┌─▶ runner.launch.ray.reaper ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
+                        ┌─▶ runner.launch.ray.driver_connection ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Supervisor ──┤                                                       ├▶ actor 1 ─▶ rank 1 …
                         └◀── what they say, how they end ───────────────────────┴▶ actor N ─▶ sampler 0 …
 """
@@ -17,10 +17,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TextIO
 
+from runner.core.device_kinds import CPU, CUDA
 from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost, RunnerError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import SignalRecorder, StopSignal
-from runner.device.device_kinds import CPU, CUDA
 from runner.launch.config import RayConfig
 from runner.launch.exit_cause import HeartbeatReader, JobFailed, ProcessExit, is_final
 from runner.launch.local import run_attempts
@@ -47,7 +47,7 @@ PATIENCE_S = 2.0  # before that is said
 ACTOR_START_S = 120.0  # for the actors to begin, and to answer
 POLL_S = 0.1
 MEET_S = 60.0  # for an actor to listen
-KILL_S = 10.0  # for a process that is killed to be told of; then its actor is
+KILL_S = 10.0  # until a killed process is reported; then its actor is killed
 SIGKILL = 9
 
 
@@ -68,7 +68,7 @@ def _run(spec: JobSpec, folder: RunFolder, number: int) -> None:
 
 @contextmanager
 def reserve_placement(spec: JobSpec, say: Callable[[str], None]) -> Iterator[RayLauncher]:
-    """All seats of a job, for as long as the block lasts. Raises EnvironmentProblem, Interrupted."""
+    """All bundles of a job, for as long as the block lasts. Raises EnvironmentProblem, Interrupted."""
     starter, stop = RayLauncher(spec, bundles(spec)), StopSignal()
     with stop.handle_signals(), stop.interrupt_immediately():
         starter.__enter__()
@@ -99,9 +99,9 @@ def close_after(link: RayConnection) -> Iterator[None]:
 
 
 class RayLauncher(RayConnection):
-    """Ray's driver as the `WorkerLauncher` of launch=ray: each process on its seat.
+    """Ray's driver as the `WorkerLauncher` of launch=ray: each process in its bundle.
 
-    taken: where the seats are; free: what the cluster has left, while they are waited for; broken: why nobody answers
+    taken: where the bundles are; free: what the cluster has left, before they are placed; broken: why Ray is gone
     any more
     """
 
@@ -135,10 +135,10 @@ class RayLauncher(RayConnection):
                 told = True
                 say(f"waiting  at most {FREE_S:g} s: {self._shortage()}")
             if self.free is not None and waited > FREE_S:
-                raise EnvironmentProblem(f"{self._shortage()}; `ray status` says who has the rest: try again later")
+                raise EnvironmentProblem(f"{self._shortage()}; `ray status` lists who uses the rest: try again later")
             if waited > FREE_S + ACTOR_START_S:
                 raise DeadlineExceeded(
-                    f"{self.where}: {what} are reserved, and the actors did not begin in {ACTOR_START_S:g} s"
+                    f"{self.where}: {what} are reserved, but the actors did not start within {ACTOR_START_S:g} s"
                 )
         lines = [
             f"ray      {self.where}: {what} in one placement group",
@@ -147,7 +147,7 @@ class RayLauncher(RayConnection):
         if self._spec.launch.here and (named := os.environ.get(ADDRESS)):
             lines.append(f"note     {ADDRESS}={named} is not used without launch.address=auto")
         if not self._spec.launch.here:
-            lines.append(f"carried  of this environment: {', '.join(sorted(brought)) or 'nothing'}")
+            lines.append(f"env      passed on from here: {', '.join(sorted(brought)) or 'nothing'}")
         return "\n".join(lines)
 
     def local_ranks(self) -> list[RankInfo]:
@@ -161,7 +161,7 @@ class RayLauncher(RayConnection):
         return self._met.pop()
 
     def start(self, order: WorkerSpec) -> RayWorker:
-        """Have a process started on its seat, whose last one has ended."""
+        """Start a process in its bundle, whose last one has ended."""
         seat = [(one.role, one.index) for one in self._wanted].index((order.role, order.index))
         more = {}
         if not self._is_one_node():
@@ -207,7 +207,7 @@ class RayLauncher(RayConnection):
     def _shortage(self) -> str:
         """What is missing of what is wanted."""
         has = free_text(self._wanted, self.nodes, self.free or {})
-        return f"the job wants {request_text(self._wanted)}, and {self.where} has {has} free"
+        return f"the job needs {request_text(self._wanted)}, but {self.where} has {has} free"
 
 
 def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[str, Any]:
@@ -232,7 +232,7 @@ class RayWorker:
         self._status, self._lost, self._killed = "", "", False
 
     def is_running(self) -> bool:
-        """Whether it still does. Once it does not, all that it said was heard."""
+        """Whether it still does. Once it does not, all its output was received."""
         self._link.poll()
         return self.code is None
 
@@ -254,7 +254,7 @@ class RayWorker:
             self._link.poll(0.1)
         if self.code is None:
             self._link.send(do="dismiss", seat=self._seat)
-            self.mark_lost("its actor does not answer")
+            self.mark_lost("its actor does not respond")
         assert self.code is not None
         log = display_path(self.order.folder.log)
         return ProcessExit(self.order.name, self.code, self.heartbeat.report, log, self._killed, self._lost)
@@ -273,7 +273,7 @@ class RayWorker:
         _print_bytes(sys.stderr, said["err"])
 
     def mark_lost(self, why: str) -> None:
-        """Nobody hears it any more; with its actor it has ended."""
+        """Mark it as lost; with its actor it has ended."""
         if self.code is None:
             self.code, self._lost = -SIGKILL, why
 

@@ -16,20 +16,20 @@ from runner.core.subprocess import JsonLines
 NAMESPACE = "posttrain-run"
 OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
 TIMED_OUT = "timed out during startup"  # in what Ray raises, an Exception without a class of its own
-BUSY = "is this machine busy with something else?"
+BUSY = "is this machine overloaded?"
 NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs are declared and CANN is not there
 
 
 @contextmanager
 def connect_cluster(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
-    """The cluster that was asked for; sends `ready` with its nodes, or `refused` with the reason.
+    """The requested cluster; sends `ready` with its nodes, or `refused` with the reason.
 
-    asked: address (None: a cluster of our own, heard on this machine only), resources and folder of that
+    asked: address (None: a cluster of our own, reachable on this machine only), resources and folder of that
     """
     logging.getLogger(NOISE).setLevel(logging.CRITICAL)
     try:
         _connect(asked)
-        # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) wants it to save.
+        # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) expects it to save.
         signal.signal(signal.SIGTERM, lambda *_: None)
         lines.send({"is": "ready", "nodes": nodes()})
         yield
@@ -64,4 +64,4 @@ def _connect(asked: Mapping[str, Any]) -> None:
     except Exception as error:
         if TIMED_OUT not in str(error):
             raise
-        raise TimeoutError(f"Ray did not start in the 30 s that it gives itself: {BUSY}") from error
+        raise TimeoutError(f"Ray did not start within its own limit of 30 s: {BUSY}") from error

@@ -14,7 +14,7 @@ Ray takes over signals, prints, and may end its process.
             {"is": "ended", "seat", "code"}                        its process
             {"is": "lost", "seat", "why", "unfit"}                 its actor; unfit: which cannot do what it is for
 
-One placement group per job, and a bundle and an actor per seat, whose process it starts
+One placement group per job, and a bundle and an actor per process, which the actor starts
 (launch/ray/actor_process.py). Nothing
 goes through Ray's object store. All of it ends with this process: actors and group are the driver's own.
 """
@@ -114,7 +114,7 @@ class ActorSlot:
 
 
 class RayJobDriver:
-    """The job's seats, and who sits there."""
+    """The job's bundles, and the process in each."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
@@ -123,7 +123,7 @@ class RayJobDriver:
         self._placed, self._told = False, 0.0
         self._kind = ""
         self._brought: tuple[dict[str, str], str] = {}, ""  # the environment and the folder that the job comes from
-        self._calls: dict[Any, tuple[str, int]] = {}  # outstanding ones → what was asked of which seat
+        self._calls: dict[Any, tuple[str, int]] = {}  # outstanding calls → the request and its bundle
 
     def serve(self) -> None:
         """Until the job has ended."""
@@ -148,7 +148,7 @@ class RayJobDriver:
         self._group = placement_group([{seat.resource: seat.count} for seat in self._seats], strategy="PACK")
 
     def _place_actors(self) -> None:
-        """Hire an actor for each seat once all bundles are reserved."""
+        """Start an actor for each bundle once all are reserved."""
         if not self._group.wait(TICK_S):
             if time.monotonic() - self._told > LOOK_S:
                 self._told = time.monotonic()
@@ -201,7 +201,7 @@ class RayJobDriver:
         self._call_actor("kill", seat)
 
     def _dismiss(self, seat: int) -> None:
-        """End an actor that does not answer; who follows on this seat has another one."""
+        """End an actor that does not respond; the next process in this bundle has another one."""
         if self._seats[seat].actor is not None:
             self._kill_actor(seat)
 
@@ -229,7 +229,9 @@ class RayJobDriver:
             self._lines.send({"is": "met", "host": answer[0], "port": answer[1]})
         elif what == "start":
             self._call_actor("hear", at)
-            if seat.doomed:  # an actor does several things at a time: it may have been told so before it had a process
+            if (
+                seat.doomed
+            ):  # an actor does several things at a time: it may have got the signal before it had a process
                 self._call_actor("kill", at)
         elif what == "hear":
             code = answer.pop("code")
@@ -240,7 +242,7 @@ class RayJobDriver:
                 self._lines.send({"is": "ended", "seat": at, "code": code})
 
     def _report_lost(self, at: int, error: RayError) -> None:
-        """An actor is gone, or cannot do what it is for; told once."""
+        """An actor is gone, or cannot start its process; reported once."""
         seat = self._seats[at]
         if seat.actor is None:
             return
@@ -249,7 +251,7 @@ class RayJobDriver:
         self._lines.send({"is": "lost", "seat": at, "why": actor_end_reason(error, seat.taken), "unfit": unfit})
 
     def _kill_actor(self, at: int) -> None:
-        """End an actor; what it was asked needs no answer any more."""
+        """End an actor; its open calls are dropped."""
         seat = self._seats[at]
         ray.kill(seat.actor)
         seat.actor, seat.order = None, None
@@ -263,14 +265,14 @@ def actor_end_reason(error: RayError, taken: Sequence[Any] | None) -> str:
     if (cause := getattr(error, "cause", None)) is not None:
         return f"Ray's worker{where} cannot run it ({type(cause).__name__}: {cause})"
     if detail := DETAIL.search(text):
-        return f"its actor{where} has died; Ray says: {detail[1]}"
+        return f"its actor{where} died; Ray reports: {detail[1]}"
     if NODE.search(text):
-        return f"its node{where.removeprefix(' on')} is lost"
-    return f"its actor{where} has died; Ray says: {text}"
+        return f"its node{where.removeprefix(' on')} was lost"
+    return f"its actor{where} died; Ray reports: {text}"
 
 
 def main(asked: dict[str, Any]) -> None:
-    """Serve one job. `asked`: what runner.launch.ray.cluster is asked for."""
+    """Serve one job. `asked`: the request to runner.launch.ray.cluster."""
     lines = JsonLines.to_parent()
     driver = RayJobDriver(lines)
     with connect_cluster(asked, lines):

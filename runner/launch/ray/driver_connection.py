@@ -1,16 +1,21 @@
-"""The connection to Ray's driver, a process of its own.
+"""The connection to Ray's driver, a process of its own, and the process that cleans up after it.
 
-Ray takes over signals, prints, and may end its process.
+Ray takes over signals, prints, and may end its process; its agents outlive a driver that was killed.
 
-RayConnection ──requests──▶ runner.launch.ray.reaper ▷ MODULE (Ray's driver) ──events──▶ RayConnection
-    each driver tells {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
+RayConnection ──pipes──▶ this module as a program ──the same pipes──▶ MODULE (Ray's driver) ──▶ a cluster of its own:
+                           │                                             raylet, agents, actors, their children
+                           └─ the driver has ended: SIGKILL to all below, the folder removed, its exit code
+
+    each driver sends {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
     {"is": "refused", "why", "passes"}      passes: another attempt may end otherwise
 
-It first checks that the cluster can be reached: Ray would try for minutes. Ray is not imported here.
+Whichever of these is killed, the others end: the driver at the end of its stdin, the program after the driver. The
+connection first checks that the cluster can be reached: Ray would try for minutes. Ray is not imported here.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import os
@@ -23,19 +28,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from runner.core.errors import EnvironmentProblem, RankLost
-from runner.core.subprocess import ChildProcess, JsonLines
+from runner.core.subprocess import ChildProcess, JsonLines, descendants, is_cleaner, kill
 
 READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
 END_S = 30.0  # for Ray to shut down
 KILLED_S = 10.0  # for the guard to end what is left of a driver that it had to kill
 TAIL = 5  # lines of what Ray printed that an error shows
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # what makes Ray take 127.0.0.1 for this machine's address
-QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray reports its use to its makers, unless it is told not to
+QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray sends usage statistics, unless this is set
 # On this machine a job's processes are what they are under launch=local. Ray would let everything else go before its
 # workers (niceness 15), have the kernel end them first, and end them itself where memory becomes scarce.
 AS_LOCAL = {
@@ -61,7 +67,7 @@ def actor_options(resource: str, count: int) -> dict[str, Any]:
 class RayConnection:
     """Ray's driver, from start to end. `nodes`: what each node has.
 
-    module: the driver's program; asked: what it is told at its start, with the `address` (None: a cluster of its own);
+    module: the driver's program; asked: the request at its start, with the `address` (None: a cluster of its own);
     grace_s: seconds that it may take at its end, beside Ray's own
     """
 
@@ -78,7 +84,7 @@ class RayConnection:
             self._asked["folder"] = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp")  # short: sockets are in it
         self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
         self._process = ChildProcess(
-            [sys.executable, "-P", "-m", "runner.launch.ray.reaper", self._module, json.dumps(self._asked)],
+            [sys.executable, "-P", "-m", "runner.launch.ray.driver_connection", self._module, json.dumps(self._asked)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._output,
@@ -97,12 +103,12 @@ class RayConnection:
         self._close(self._grace_s + END_S)
 
     def _environment(self) -> dict[str, str]:
-        """A cluster of our own is heard on this machine only, and has a password of its own."""
+        """A cluster of our own is reachable on this machine only, and has its own password."""
         own = {**LOOPBACK, **AS_LOCAL, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         return {**os.environ, **QUIET, **(own if self._is_own else {})}
 
     def send(self, **request: Any) -> None:
-        """Ask something of the driver. One that has died is told of by `hear`."""
+        """Send a request to the driver. `receive_events` reports one that died."""
         self._lines.send(request)
 
     def receive_events(self, wait_s: float = 0.0) -> None:
@@ -111,7 +117,7 @@ class RayConnection:
         Also RankLost where it was too slow.
         """
         if (events := self._lines.receive(wait_s)) is None:
-            why = self._refused or f"Ray's driver has ended ({self._tail() or 'it said nothing'})"
+            why = self._refused or f"Ray's driver exited ({self._tail() or 'it printed nothing'})"
             lost = self._passes if self._refused else self._was_killed()
             raise (RankLost if lost else EnvironmentProblem)(f"{self.where}: {why}")
         for event in events:
@@ -122,9 +128,9 @@ class RayConnection:
         end = time.monotonic() + seconds
         while not is_so():
             if time.monotonic() > end:
-                port = "`ray start --head` says the port (as a rule 6379); its client's and its dashboard's are others"
+                port = "`ray start --head` prints the port (usually 6379), which is not the dashboard's"
                 advice = "" if self._is_own or self.nodes else f"; {port}"
-                raise EnvironmentProblem(f"{self.where}: no answer within {seconds:g} s{advice} ({self._tail()})")
+                raise EnvironmentProblem(f"{self.where}: no response within {seconds:g} s{advice} ({self._tail()})")
             self.receive_events(0.2)
 
     def _dispatch_event(self, event: Mapping[str, Any]) -> None:
@@ -176,22 +182,22 @@ FOLDERS = ("RAY_TMPDIR", "TMPDIR")  # the first that is set has Ray's files
 
 
 def check_reachable(address: str) -> None:
-    """Raise EnvironmentProblem where nobody listens.
+    """Raise EnvironmentProblem where no server listens.
 
     address: HOST:PORT or auto; what it does not say, and where no cluster of this machine is on record, is left to Ray
     """
     named, what = address, f"Ray at {address}"
     if address == "auto":
         named, source = _recorded_address()
-        what = f"Ray at auto ({named}, says {source})"
+        what = f"Ray at auto ({named}, from {source})"
     host, _, port = named.rpartition(":")
     if not port.isdecimal():
         return
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
-        advice = "`ray start --head` says the address of a cluster; without launch.address the job has one of its own"
-        raise EnvironmentProblem(f"{what}: nobody listens there ({error}); {advice}") from error
+        advice = "`ray start --head` prints the address of a cluster; without launch.address the job starts its own"
+        raise EnvironmentProblem(f"{what}: no server listens there ({error}); {advice}") from error
 
 
 def _recorded_address() -> tuple[str, str]:
@@ -207,7 +213,7 @@ def _recorded_address() -> tuple[str, str]:
 
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a command that `ray job submit` has started
-# `_` at the end: all that begin so. Those that may hold a secret are handed over in memory only.
+# `_` at the end: all that begin so. Those that may hold a secret are passed in memory only.
 FORWARDED = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "VLLM_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_",
     "HCCL_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR", "OMP_NUM_THREADS", "http_proxy",
@@ -223,3 +229,43 @@ def forwarded_env(environment: Mapping[str, str]) -> dict[str, str]:
     if RAY_JOB in environment and "OMP_NUM_THREADS" not in given:
         found.pop("OMP_NUM_THREADS", None)  # Ray's own, for the one process that it has started: 1
     return found
+
+
+PR_SET_CHILD_SUBREAPER = 36
+TICK_S = 0.1
+SETTLE_S = 5.0  # for what clears away after dead processes
+
+
+def main(module: str, asked: str) -> int:
+    """Return the driver's exit code, 128 + n for signal n. SIGUSR1: the driver is killed."""
+    ctypes.CDLL(None).prctl(
+        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
+    )  # what the driver leaves behind stays below this process
+    folder = json.loads(asked)["folder"]
+    forwarded: list[int] = []
+    try:
+        command = [sys.executable, "-P", "-m", module, asked]
+        driver = ChildProcess(command, end_signal=signal.SIGKILL, own_session=False, stdin=None)
+        for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+            signal.signal(number, lambda *_: None)  # it ends with the driver; not ignored, which children inherit
+        signal.signal(signal.SIGUSR1, lambda *_: forwarded.append(signal.SIGKILL))
+        code = driver.wait_and_forward(forwarded)
+    finally:
+        _end_all_below()
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+    return code if code >= 0 else 128 - code
+
+
+def _end_all_below() -> None:
+    end = time.monotonic() + SETTLE_S
+    while left := descendants(os.getpid()):
+        kill([one for one in left if time.monotonic() > end or not is_cleaner(one)])
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(TICK_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

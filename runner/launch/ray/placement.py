@@ -13,21 +13,20 @@ from itertools import groupby
 from math import gcd
 from typing import NamedTuple
 
-from runner.core.device_kinds import KINDS
+from runner.core.device_kinds import CPU, KINDS
 from runner.core.errors import EnvironmentProblem
-from runner.device.device_kinds import CPU
 from runner.launch.supervisor import sampler_count
 from runner.launch.worker_process import Role
 from runner.spec.job import JobSpec
 from runner.tracker.text import count_noun
 
-TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of seats
+TASKS: dict[Role, str] = {"rank": "to train", "sampler": "to sample"}  # in the order of bundles
 OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers"}  # of launch
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One process of the job: what it asks of the node that it runs on, `count` of `resource`."""
+    """One process of the job: what it requests of its node, `count` of `resource`."""
 
     role: Role
     index: int
@@ -36,7 +35,7 @@ class Bundle:
 
 
 class BundleLocation(NamedTuple):
-    """Where a seat is. `devices`: as the node's list of visible ones names them; none on the processor."""
+    """Where a bundle is. `devices`: as the node's list of visible ones names them; none on the processor."""
 
     node: str  # its address
     host: str
@@ -55,29 +54,29 @@ def bundles(spec: JobSpec) -> list[Bundle]:
 def refuse_too_many(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], where: str) -> None:
     """Raise EnvironmentProblem where these nodes could not hold all bundles even without other jobs.
 
-    A sampler's seat is as large as several ranks', so that counting is exact: the larger ones go first.
+    A sampler's bundle is as large as several ranks', so that counting is exact: the larger ones go first.
     """
     there = [int(node.get(wanted[0].resource, 0)) for node in nodes]
     unit, asked = gcd(*(seat.count for seat in wanted)), sum(seat.count for seat in wanted)
-    text = f"the job wants {request_text(wanted)}, and {where} has {_total(there, wanted[0].resource)}"
+    text = f"the job needs {request_text(wanted)}, but {where} has {_total(there, wanted[0].resource)}"
     if asked > (room := sum(there)):
         raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, wanted)}")
     _refuse_large(wanted, there, where)
     if asked > (room := sum(count // unit * unit for count in there)):
-        text = f"{text}, {room} of them in pieces of {unit}"
+        text = f"{text}, {room} of them in groups of {unit} on one node"
         raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, wanted)}")
 
 
 def _refuse_large(wanted: Sequence[Bundle], there: Sequence[int], where: str) -> None:
-    """Raise EnvironmentProblem where the largest seats have no room on single nodes."""
+    """Raise EnvironmentProblem where the largest bundles do not fit on single nodes."""
     resource, largest = wanted[0].resource, max(seat.count for seat in wanted)
     alike = [seat for seat in wanted if seat.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
         each = f"{count_noun(largest, _word(resource))} of one node"
         who = (
-            f"1 {alike[0].role} wants {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s want {each} each"
+            f"1 {alike[0].role} needs {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s need {each} each"
         )
-        text = f"{who}, and {where} has {_total(there, resource)}: room for {fit}"
+        text = f"{who}, but {where} has {_total(there, resource)}: room for {fit}"
         raise EnvironmentProblem(f"{text}; {_advice(sum(there), wanted)}")
 
 
@@ -93,7 +92,7 @@ def request_text(wanted: Sequence[Bundle]) -> str:
 
 
 def free_text(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], left: Mapping[str, float]) -> str:
-    """How much of what is wanted nobody has: 3 of 8 NPUs."""
+    """How much of the requested resources is free: 3 of 8 NPUs."""
     resource = wanted[0].resource
     return (
         f"{int(left.get(resource, 0))} of "
@@ -120,7 +119,7 @@ def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -
 def bundle_order(nodes: Sequence[str], roles: Iterable[Role]) -> list[int]:
     """Order of bundles in which ranks of one node are neighbors: the fullest node first.
 
-    nodes, roles: of each bundle, in the order of seats; returns bundles' numbers
+    nodes, roles: of each bundle, in the order of processes; returns bundles' numbers
     """
     found = list(enumerate(zip(nodes, roles, strict=True)))
     many, order = {node: sum(other == node for other in nodes) for node in nodes}, list(TASKS)
@@ -141,9 +140,9 @@ def _total(there: Sequence[int], resource: str) -> str:
 
 def _advice(total: int, wanted: Sequence[Bundle]) -> str:
     if total == 0:
-        return "`ray status`, or `run doctor` there, lists what there is"
+        return "`ray status`, or `run doctor` there, lists the resources"
     lower = " or ".join(f"launch.{OPTIONS[role]}" for role in dict.fromkeys(seat.role for seat in wanted))
-    return f"lower {lower}; `ray status`, or `run doctor` there, lists what there is"
+    return f"lower {lower}; `ray status`, or `run doctor` there, lists the resources"
 
 
 def _word(resource: str) -> str:

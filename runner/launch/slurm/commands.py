@@ -9,8 +9,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from runner.core.device_kinds import CORE, ResourceRequest, kind_of
 from runner.core.errors import EnvironmentProblem, StorageError
-from runner.launch.resources import CORE, ResourceRequest, kind_of
 from runner.run_dir.folder import OUTPUTS, RunFolder
 from runner.tracker.jsonl_tail import last_lines
 
@@ -29,7 +29,7 @@ LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
 
 def gres_of(given: str | None, need: ResourceRequest) -> str:
-    """What Slurm calls the cards, if nobody says else; empty for cores."""
+    """Slurm's default name of the cards; empty for cores."""
     return "" if need.kind == CORE else given or kind_of(need.kind).gres or need.kind
 
 
@@ -42,12 +42,12 @@ def signals_all() -> bool:
 def run_slurm(*command: str, stdin: str = "") -> str:
     """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
     if shutil.which(command[0]) is None:
-        raise EnvironmentProblem(f"{command[0]} is not here; start where jobs are submitted from (a login node)")
+        raise EnvironmentProblem(f"{command[0]} is not installed; run this on a login node")
     options = {"capture_output": True, "text": True, "check": False, "timeout": TIMEOUT_S}
     try:
         done: subprocess.CompletedProcess[str] = subprocess.run(command, input=stdin, **options)  # type: ignore[call-overload]
     except subprocess.TimeoutExpired as error:
-        raise EnvironmentProblem(f"{command[0]} does not answer within {TIMEOUT_S:g} s") from error
+        raise EnvironmentProblem(f"{command[0]} does not respond within {TIMEOUT_S:g} s") from error
     if done.returncode != 0:
         raise EnvironmentProblem(error_text(command[0], done.stderr) or f"{command[0]}: exit code {done.returncode}")
     return done.stdout

@@ -4,8 +4,15 @@ no Slurm job                     ─▶ submitted (`submission`)
 a job's script, or salloc's shell ─▶ srun: the same command, once on each machine
 a task of srun                   ─▶ machines, number, address, cards from Slurm's variables, as overrides
 
-What Slurm signals (SIGTERM: preempted, requeued, cancelled; SIGUSR1, SIGUSR2: what sbatch --signal asked for) makes
-the job save and end with 75: a requeue continues in the same run folder.
+The script of a submitted job begins the run or resumes it:
+
+sbatch ─▶ python -m runner.launch.slurm.srun_task FOLDER WORDS… ─▶ srun ─▶ run resume FOLDER WORDS…, once per machine
+
+SIGUSR2   Slurm's time limit is near: the run saves and ends with 75, and this job goes back into the queue
+SIGUSR1   the same, but it stays out of the queue
+SIGTERM   Slurm ends the job, and signals the tasks by itself; it requeues one that was preempted by itself, too
+
+A requeue continues in the same run folder.
 """
 
 from __future__ import annotations
@@ -20,18 +27,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from runner.core.device_kinds import find_kind
+from runner.core.device_kinds import CPU, find_kind
 from runner.core.errors import EnvironmentProblem, Interrupted
-from runner.device.device_kinds import CPU
-from runner.launch.slurm.commands import FOLDERS, address_of, allocated_cards, hosts
+from runner.core.subprocess import ChildProcess
+from runner.launch.slurm.commands import FOLDERS, address_of, allocated_cards, hosts, run_slurm, steps_of
 from runner.run_dir.folder import RunFolder, write_atomic
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.tracker.text import print_text
 
 NAME = "slurm"
-DEFAULT = f"launch/{NAME}"  # who has set an option that nobody has
-FIRST_PORT, PORTS = 15000, 15000  # below those that systems hand out by themselves
+DEFAULT = f"launch/{NAME}"  # the origin of an option that is not set
+FIRST_PORT, PORTS = 15000, 15000  # below the ephemeral ports
 SPECIAL_STEPS = 2**32 - 256  # numbers from here are no srun of the user's: a job's script, salloc's shell
 OF_SUBMISSION = {"partition", "account", "qos", "cpus", "time", "preempt_notice_s", "sbatch", "follow"}
 REQUEUE_CODE = 75  # exit code: worth a requeue
@@ -39,7 +46,7 @@ WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Preempted(Interrupted):
-    """Slurm asked the job to end; it saved, if it had made a step."""
+    """Slurm requested the end of the job; it saved, if it had finished a step."""
 
     def __init__(self, message: str) -> None:
         super().__init__(signal.SIGTERM, message)
@@ -62,8 +69,8 @@ class SlurmTask:
             return None
         machines, tasks = (int(variables[f"SLURM_STEP_NUM_{name}"]) for name in ("NODES", "TASKS"))
         if tasks != machines:
-            text = f"Slurm has started {tasks} tasks on {machines} machines, and launch=slurm wants one on each"
-            raise EnvironmentProblem(f"{text}: srun --nodes={machines} --ntasks-per-node=1 …, or leave srun out")
+            text = f"Slurm started {tasks} tasks on {machines} machines, but launch=slurm needs one on each"
+            raise EnvironmentProblem(f"{text}; type srun --nodes={machines} --ntasks-per-node=1 …, or leave srun out")
         return cls(
             int(variables["SLURM_JOB_ID"]), machines, int(variables["SLURM_NODEID"]), variables["SLURM_STEP_NODELIST"]
         )
@@ -93,11 +100,11 @@ def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str
     """
     typed = {name for name, value in own.items() if value is not None and origins.get(f"launch.{name}") == COMMAND_LINE}
     for name in typed & {"node_rank", "rdzv_endpoint"}:
-        raise EnvironmentProblem(f"launch.{name}={own[name]}: Slurm says it; leave it out")
+        raise EnvironmentProblem(f"launch.{name}={own[name]}: Slurm sets it; leave it out")
     if "SLURM_JOB_ID" not in os.environ:
         return []
     for name in typed & OF_SUBMISSION:
-        text = f"is for a job that is to be submitted, and this is one, {os.environ['SLURM_JOB_ID']}; leave it out"
+        text = f"is for submitting a job, but this is Slurm job {os.environ['SLURM_JOB_ID']}; leave it out"
         raise EnvironmentProblem(f"launch.{name}: {text}")
     if own.get("nodes") != _machines() and _is_set("nodes", origins):
         raise EnvironmentProblem(f"launch.nodes={own.get('nodes')}: this Slurm job has {_machines()}; leave it out")
@@ -129,7 +136,7 @@ def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | No
     if origins.get("launch.devices", DEFAULT) == DEFAULT and cards > beside:
         return {"devices": cards - beside}
     if (wanted := own.get("devices", 1) + beside) > cards:
-        raise EnvironmentProblem(f"launch.devices wants {wanted} cards, and Slurm gave this job {cards} on a machine")
+        raise EnvironmentProblem(f"launch.devices needs {wanted} cards, but Slurm gave this job {cards} per machine")
     return {}
 
 
@@ -170,14 +177,14 @@ def _say_few_cores(spec: JobSpec) -> None:
     processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
     if spec.device.kind is not CPU and cores < processes:
         who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
-        text = f"{who} have {cores} core{'' if cores == 1 else 's'} in all, and will be slow"
-        more = f"launch.cpus={8 * processes}, in your own script --cpus-per-task, is more"
+        text = f"{who} have {cores} core{'' if cores == 1 else 's'} in total, which is slow"
+        more = f"to get more, type launch.cpus={8 * processes}, or --cpus-per-task in your own script"
         print_text(f"slurm    {text}; {more}", flush=True)
 
 
 def srun_command(command: Sequence[str], machines: int) -> list[str]:
     """`command` as one task on each machine of this Slurm job, with all its cores there."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")  # what sbatch was told, srun has to be told again
+    cores = os.environ.get("SLURM_CPUS_PER_TASK")  # srun does not take this over from sbatch
     more = [f"--cpus-per-task={cores}"] if cores else []
     return ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--cpu-bind=none", *more, *command]
 
@@ -204,10 +211,10 @@ def handle_slurm_signals(spec: JobSpec) -> Iterator[None]:
 
 
 def as_preemption(error: Interrupted) -> Interrupted:
-    """What a job that Slurm told to end says."""
+    """The error of a job that Slurm stopped."""
     told = error.exit_code == 128 + signal.SIGTERM
     return (
-        Preempted(f"{error}\n  Slurm asked for it: exit code {REQUEUE_CODE}, a requeue continues from there")
+        Preempted(f"{error}\n  stopped by Slurm: exit code {REQUEUE_CODE}, a requeue continues from there")
         if told
         else error
     )
@@ -233,3 +240,46 @@ def requeued_folder(where: Path | None) -> Path | None:
     kept = FOLDERS / os.environ["SLURM_JOB_ID"]
     found = where or (Path(kept.read_text(encoding="utf-8")) if kept.is_file() else None)
     return found if found is not None and RunFolder(found).spec.is_file() else None
+
+
+WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
+
+
+def main(root: str, words: Sequence[str]) -> int:
+    """The exit code of the run, which Slurm then has, too; 0 of one that goes back into the queue."""
+    received: list[int] = []
+    forwarded: list[int] = []  # the first warning: what ends the job, Slurm sends the tasks itself
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if number != ENDED and not forwarded:
+            forwarded.append(number)
+
+    for number in (WARNED, LIMIT, ENDED):
+        signal.signal(number, note)
+    run = RunFolder(Path(root))
+    before = steps_of(run)
+    command = [sys.executable, "-P", "-m", "runner", "resume", root, *words]
+    step = ChildProcess(srun_command(command, int(os.environ["SLURM_JOB_NUM_NODES"])), own_session=False, stdin=None)
+    code = step.wait_and_forward(forwarded)
+    if code == REQUEUE_CODE and LIMIT in received:
+        return requeue(run, before)
+    return code if code >= 0 else 128 - code
+
+
+def requeue(run: RunFolder, before: int) -> int:
+    """Requeue this job if the run has made more steps than `before`; returns the exit code."""
+    if steps_of(run) <= before:
+        print("no step was finished within Slurm's time limit: not requeued; raise launch.time", flush=True)
+        return REQUEUE_CODE
+    try:
+        run_slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except EnvironmentProblem as error:
+        print_text(f"not requeued: {error}", flush=True)
+        return REQUEUE_CODE
+    print("requeued: Slurm restarts the job, and the run continues from its checkpoint", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -13,10 +13,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.launch.config import SlurmConfig
 from runner.launch.exit_cause import JobFailed
-from runner.launch.resources import ResourceRequest
 from runner.launch.session import run_argument
 from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, gres_of, run_slurm, state_of
 from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
@@ -27,16 +27,16 @@ WAITING = "waiting"  # the state of a run that was submitted, and has not begun
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
 LOST = 75  # exit code of a job that ended without a word
 ASK_S = 3.0  # between two questions to Slurm
-SILENT_S = 600.0  # after which a Slurm that does not answer is asked no more
+SILENT_S = 600.0  # after which a Slurm that does not respond is not polled any more
 LATE_S = 10.0  # for what a job has written to come through a shared disk
 
 
 def check_submission(spec: JobSpec) -> None:
-    """Ask Slurm whether it accepts the job. Raises EnvironmentProblem with its reasons, SpecError."""
+    """Check that Slurm accepts the job. Raises EnvironmentProblem with its reasons, SpecError."""
     try:
         run_slurm("sbatch", "--test-only", stdin=batch_script(spec, Path("slurm"), "true"))
     except EnvironmentProblem as error:
-        raise EnvironmentProblem(f"Slurm refuses a job with {_request_text(spec)}: {error}") from error
+        raise EnvironmentProblem(f"Slurm rejects a job with {_request_text(spec)}: {error}") from error
 
 
 def mark_waiting(folder: RunFolder) -> None:
@@ -50,7 +50,7 @@ def refuse_queued(folder: RunFolder) -> None:
     job = read_mapping(folder.slurm / "job.json").get("job")
     found = state_of(job) if job else None
     if found is not None and found[0] not in FINISHED_STATES:
-        text = f"Slurm has this run already: job {job}, {found[0]}; wait for it, or: scancel {job}"
+        text = f"this run is already in Slurm: job {job}, {found[0]}; wait for it, or type: scancel {job}"
         raise EnvironmentProblem(f"{display_path(folder.root)}: {text}")
 
 
@@ -61,18 +61,19 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     """
     folder.slurm.mkdir(exist_ok=True)
     path = folder.slurm / "job.sh"
-    command = [sys.executable, "-P", "-m", "runner.launch.slurm.job", str(folder.root), *words]
+    command = [sys.executable, "-P", "-m", "runner.launch.slurm.srun_task", str(folder.root), *words]
     write_atomic(path, batch_script(spec, folder.slurm, "exec " + shlex.join(command)))
     said = run_slurm("sbatch", str(path))
     number = SUBMITTED.search(said)
     if number is None:
-        raise EnvironmentProblem(f"sbatch: {said.strip() or 'no answer'}; a line 'Submitted batch job …' was expected")
+        raise EnvironmentProblem(f"sbatch: {said.strip() or 'no output'}; a line 'Submitted batch job …' was expected")
     job, log = number[1], folder.slurm / f"{number[1]}.log"
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
-    print_text(f"slurm    job {job} is submitted: {_request_text(spec)}; to cancel it: scancel {job}")
+    print_text(f"slurm    job {job} submitted: {_request_text(spec)}; to cancel it: scancel {job}")
     print_text(
-        f"folder   {display_path(folder.root)}\nlog      {display_path(log)}\nwatch    run status "
-        f"{run_argument(folder)}",
+        f"folder   {display_path(folder.root)}\n"
+        f"log      {display_path(log)}\n"
+        f"watch    run status {run_argument(folder)}",
         flush=True,
     )
     config = _launch(spec)
@@ -80,7 +81,7 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
 
 
 def batch_script(spec: JobSpec, where: Path, command: str) -> str:
-    """What sbatch is given: what the job asks for, its log in the folder `where`, its command."""
+    """The sbatch script: the resources of the job, its log in the folder `where`, its command."""
     lines = [f"#SBATCH --{name}" + ("" if value is True else f"={_quote(value)}") for name, value in _options(spec)]
     return "\n".join(["#!/bin/bash", *lines, f"#SBATCH --output={_quote(where / '%j.log')}", command, ""])
 
@@ -139,7 +140,7 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
             last = found
             if found[0] == "PENDING" and found[1] not in (waits_for, "None"):
                 waits_for = found[1]
-                hint = "" if waits_for in USUAL_REASONS else "; it may never start so"
+                hint = "" if waits_for in USUAL_REASONS else "; it may never start"
                 print_text(f"slurm    job {job} waits: {waits_for}{hint}", flush=True)
     except KeyboardInterrupt:
         raise Interrupted(2, _unfollowed_text(job)) from None
@@ -158,16 +159,16 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
             found, heard, is_silent = state_of(job), time.monotonic(), False
         except EnvironmentProblem as error:
             if time.monotonic() - heard > SILENT_S:
-                raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s now; {_unfollowed_text(job)}") from error
+                raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s; {_unfollowed_text(job)}") from error
             if not is_silent:
-                print_text(f"slurm    {error}; asking again", flush=True)
+                print_text(f"slurm    {error}; retrying", flush=True)
             is_silent = True
         yield found
         time.sleep(ASK_S)
 
 
 def _unfollowed_text(job: str) -> str:
-    return f"job {job} continues without being followed; to end it: scancel {job}"
+    return f"stopped following job {job}, which continues; to end it: scancel {job}"
 
 
 def _print_more(log: Path, at: int) -> int:
@@ -193,5 +194,5 @@ def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
         time.sleep(ASK_S / 10)
     said = status["error"] or f"its status is {status['state']}"
     raise JobFailed(
-        f"Slurm job {job} ended ({found[0] or 'Slurm has forgotten it'}): {said}", status["exit_code"] or LOST
+        f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {said}", status["exit_code"] or LOST
     )

@@ -23,8 +23,8 @@ from runner.sampler.server.openai_weight_sync import make_weight_sync
 from runner.sampler.server.protocol import AnswerLimits
 
 FIXED_TOKENS = 16
-UNTOLD = "it does not say when its process began (/metrics): restarted with nearly the same weights, it is not noticed"
-UNSENT = "nothing is sent to it (sampler.weight_sync=none): what it draws is of the weights that it was started with"
+UNTOLD = "/metrics has no process start time: a restart with nearly the same weights is not detected"
+UNSENT = "sampler.weight_sync=none sends no weights: it samples with the weights that it was started with"
 
 
 class PolicyInfo(Protocol):
@@ -40,7 +40,7 @@ class PolicyInfo(Protocol):
 def build(
     config: ServerSamplerConfig, *, model: PolicyInfo, decide: Decide, folder: Path, recomputed: bool
 ) -> OpenAiSampler:
-    """A sampler that asks the server at config.url.
+    """A sampler that sends requests to the server at config.url.
 
     folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
     the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
@@ -64,7 +64,7 @@ def _built(
     rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
     decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
     if not server.tells:
-        decide.record_fact("sampler restarts", "known by what it says of fixed tokens alone", UNTOLD)
+        decide.record_fact("sampler restarts", "detected only by its log-probabilities of fixed tokens", UNTOLD)
     mode = detect_logprobs_mode(server, bounds.vocab_size)
     _check_logprobs(mode, server, rule, recomputed, decide)
     if config.weight_sync == "none":
@@ -95,11 +95,11 @@ def _check_logprobs(
         decide.record_fact(subject, "at the sampling temperature, before truncation", reported)
         return
     if rule.temperature == 1:  # then truncation is all that is in them
-        decide.record_fact(subject, "of a second request for each answer (prompt_logprobs)", reported)
+        decide.record_fact(subject, "from a second request per completion (prompt_logprobs)", reported)
         return
     remedy = f"type sampler.temperature=1, or leave top_k, top_p and min_p out and {FIX}" if rule.truncates else FIX
     if not recomputed:
-        text = f"{server} reports {mode} log-probabilities, and this algorithm learns from those at temperature"
+        text = f"{server} reports {mode} log-probabilities, but this algorithm needs those at temperature"
         raise EnvironmentProblem(f"{text} {rule.temperature:g} and before truncation; {remedy}")
     decide.record_fact(subject, "not compared with the trainer's (no mismatch/*)", f"{reported}; {remedy}")
 

@@ -21,4 +21,4 @@ def job_token() -> str:
     take_token()
     if _token:
         return _token[0]
-    raise EnvironmentProblem(f"{TOKEN} is not set; the launcher of a job gives it to rank 0 and to samplers")
+    raise EnvironmentProblem(f"{TOKEN} is not set; the launcher of a job sets it for rank 0 and for samplers")

@@ -13,9 +13,9 @@ from typing import Any
 
 from aiohttp import ClientConnectorError, ClientError
 
-from runner.core.bounded_text import parse_json
 from runner.core.errors import EnvironmentProblem, SamplerError
 from runner.core.http_client import CancellableRunner, failure_reason, request
+from runner.core.untrusted_text import parse_json
 
 LARGEST_BYTES = 256 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -43,7 +43,7 @@ class GarbledError(Exception):
 
 
 class OpenAiClient:
-    """Asks one server, from any number of threads; each request has a connection of its own.
+    """Client of one server, for any number of threads; each request has its own connection.
 
     url: with or without a closing /v1; key: sent with each request; retries: further tries, each after a wait twice as
     long as the one before; `retried` counts those that were made
@@ -98,28 +98,26 @@ class OpenAiClient:
             tried += 1
 
     def _wait(self, failure: BaseException, tried: int, retries: int, until: float) -> None:
-        late = "no whole answer in time (sampler.timeout_s)"
+        late = "no complete response within sampler.timeout_s"
         reason = late if isinstance(failure, TimeoutError) else failure_reason(failure)
         if self._closed.is_set():
-            raise SamplerError(f"{self.url}: the sampler was closed while it waited for an answer") from failure
+            raise SamplerError(f"{self.url}: the sampler was closed while it waited for a response") from failure
         pause = min(FIRST_WAIT_S * 2**tried, LONGEST_WAIT_S)
         if tried >= retries or time.monotonic() + pause >= until:
-            text = f"{self.url} does not answer, asked {tried + 1} times: {reason}"
-            raise SamplerError(
-                f"{text}; look after the server, or raise sampler.retries, sampler.timeout_s"
-            ) from failure
+            text = f"{self.url} does not respond after {tried + 1} request{'s' if tried else ''}: {reason}"
+            raise SamplerError(f"{text}; check the server, or raise sampler.retries or sampler.timeout_s") from failure
         with self._lock:
             self.retried += 1
             warns = time.monotonic() - self._warned_at > WARN_S
             self._warned_at = time.monotonic() if warns else self._warned_at
         if warns:
-            more = f"and is asked again, {retries - tried} times at most"
-            log.warning("%s does not answer (%s), %s", self.url, reason, more)
+            more = f"retrying at most {retries - tried} times"
+            log.warning("%s does not respond (%s), %s", self.url, reason, more)
         self._closed.wait(pause)
 
     def _locked_out(self, error: StatusError) -> EnvironmentProblem:
-        instead = "its key is wrong" if self._keyed else "it wants a key; type sampler.api_key_env=NAME"
-        return EnvironmentProblem(f"{self.url} refuses to answer ({error}): {instead}")
+        instead = "its key is wrong" if self._keyed else "it needs a key; type sampler.api_key_env=NAME"
+        return EnvironmentProblem(f"{self.url} refuses the request ({error}): {instead}")
 
     def _once(self, method: str, path: str, content: bytes | None, until: float) -> bytes:
         left = until - time.monotonic()
@@ -145,7 +143,7 @@ def _decode_json(content: bytes) -> Any:
     try:
         return parse_json(content)
     except ValueError as error:
-        raise GarbledError(f"the answer is no JSON: {error}") from error
+        raise GarbledError(f"the response is not JSON: {error}") from error
 
 
 def _words(content: bytes) -> str:

@@ -3,10 +3,10 @@
 Nothing is tokenized twice.
 
 Whatever a server would add by itself is said here: the end tokens (`ignore_eos` keeps those of its own files out), the
-penalties and cuts that a generation config may hold. No version and no digest of its weights can be asked of a server
+penalties and cuts that a generation config may hold. A server reports neither version nor digest of its weights
 that keeps them: it is known by a mark.
 
-Log-probabilities are of the distribution that was drawn from, or the model's own, which vLLM reports unless it is told
+Log-probabilities are of the distribution that was drawn from, or the model's own, which vLLM reports unless it is set
 otherwise. Two requests tell: the likeliest id alone is drawn from, whose probability then is 1, at two temperatures.
 
     log-probability at temperature 1, at 2        they are of
@@ -72,7 +72,7 @@ class RequestTemplate:
 
 
 def score_request(model: str, row: Sequence[int]) -> Json:
-    """A request for the log-probabilities of a row; servers draw at least one token, which nobody reads."""
+    """A request for the log-probabilities of a row; servers sample at least one token, which is not used."""
     return {
         "model": model,
         "prompt": list(row),
@@ -98,7 +98,7 @@ def only_choice(answer: Any) -> Json:
     """The one choice of an answer. Raises InvalidAnswerError."""
     choices = answer.get("choices") if isinstance(answer, Mapping) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise InvalidAnswerError("the answer has not the one choice that was asked for")
+        raise InvalidAnswerError("the response does not have exactly one choice")
     return choices[0]
 
 
@@ -110,10 +110,10 @@ def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
     choice = only_choice(answer)
     read = choice.get("prompt_token_ids")
     if read is not None and list(read) != list(prompt):
-        raise InvalidAnswerError(f"the server read {len(read)} prompt tokens, other ones than the {len(prompt)} sent")
+        raise InvalidAnswerError(f"the server read {len(read)} prompt tokens, not the {len(prompt)} that were sent")
     logprobs = choice.get("logprobs")
     if not isinstance(logprobs, dict) or not isinstance(logprobs.get("token_logprobs"), list):
-        raise InvalidAnswerError("the answer has no log-probabilities (logprobs.token_logprobs)")
+        raise InvalidAnswerError("the response has no log-probabilities (logprobs.token_logprobs)")
     reason = choice.get("stop_reason")
     return CompletionAnswer(
         ids=_ids(choice, logprobs),
@@ -129,7 +129,7 @@ def _ids(choice: Json, logprobs: Json) -> list[Any]:
         return ids
     tokens = logprobs.get("tokens")
     if not isinstance(tokens, list) or not all(str(token).startswith(PLACEHOLDER) for token in tokens):
-        raise InvalidAnswerError("the answer has no token ids (token_ids), and text is not tokenised again")
+        raise InvalidAnswerError("the response has no token ids (token_ids), and text is not tokenized again")
     return [int(token.removeprefix(PLACEHOLDER)) for token in tokens]
 
 
@@ -137,11 +137,11 @@ def parse_scores(answer: Any, row: Sequence[int]) -> list[float]:
     """The log-probabilities of all ids of the row but the first. Raises InvalidAnswerError."""
     found = only_choice(answer).get("prompt_logprobs")
     if not isinstance(found, list) or len(found) != len(row):
-        raise InvalidAnswerError("the answer has no log-probabilities of the prompt (prompt_logprobs)")
+        raise InvalidAnswerError("the response has no log-probabilities of the prompt (prompt_logprobs)")
     try:
         return [float(place[str(token)]["logprob"]) for token, place in zip(row[1:], found[1:], strict=True)]
     except (KeyError, TypeError) as error:
-        raise InvalidAnswerError(f"prompt_logprobs is not of the prompt: {error!r}") from error
+        raise InvalidAnswerError(f"prompt_logprobs does not belong to the prompt: {error!r}") from error
 
 
 DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds where another kernel computes it
@@ -208,10 +208,10 @@ def _likeliest_logprobs(server: OpenAiServer, prompt: Sequence[int], temperature
         answer = server.client.post("/v1/completions", template.body(server.model, prompt, ANSWER, 0), server.until())
         found = parse_completion(answer, prompt)
         if len(found.ids) != ANSWER or len(found.logprobs) != ANSWER:
-            raise InvalidAnswerError(f"{ANSWER} tokens were asked for, and {len(found.ids)} came")
+            raise InvalidAnswerError(f"{ANSWER} tokens were requested, but {len(found.ids)} arrived")
         return [float(value) for value in found.logprobs]
     except (InvalidAnswerError, StatusError, GarbledError, TypeError) as error:
-        raise EnvironmentProblem(f"nothing can be sampled from {server}: {error}") from error
+        raise EnvironmentProblem(f"cannot sample from {server}: {error}") from error
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""The sampler that asks a running server: one request per answer, so that each has a seed of its own.
+"""The sampler of a running server: one request per completion, so that each has its own seed.
 
     requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
                                                                                           │
@@ -29,7 +29,7 @@ from runner.sampler.sampling import StopCriteria, answer_limit
 from runner.sampler.server.openai_client import GarbledError, StatusError
 from runner.sampler.server.openai_protocol import RequestTemplate, ServerFingerprint, parse_completion, read_fingerprint
 from runner.sampler.server.openai_server import OpenAiServer
-from runner.sampler.server.openai_weight_sync import NoSync, WeightSync
+from runner.sampler.server.openai_weight_sync import WeightSync
 from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
 from runner.weight_sync.weight_store import StoredWeights
 
@@ -63,7 +63,7 @@ class OpenAiSampler:
         """Sample from `server`.
 
         stops: how answers end here
-        template: how the server is asked
+        template: the body of a request
         limits: of what may come back
         longest: most tokens of a prompt and its answer, and why
         fixed_row: ids by whose log-probabilities weights are known
@@ -75,7 +75,7 @@ class OpenAiSampler:
         self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
         self._folder, self._reports_raw = folder, reports_raw
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
-        self._naps, self._asleep = config.sleep, False
+        self._naps, self._asleep, self._sends = config.sleep, False, config.weight_sync != "none"
         self._version = 0
         self._weights: StoredWeights | None = None
         self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
@@ -92,7 +92,7 @@ class OpenAiSampler:
 
         Raises SamplerError if it refuses them, StorageError if they cannot be written.
         """
-        if isinstance(self._sync, NoSync):
+        if not self._sends:
             return
         if not isinstance(weights, StoredWeights):
             raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
@@ -105,7 +105,7 @@ class OpenAiSampler:
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
 
-        Raises ValueError and DataError for what cannot be asked, SamplerError for what is not answered.
+        Raises ValueError and DataError for an invalid request, SamplerError for no response.
         """
         limits = [answer_limit(request, self.max_new_tokens, self._longest) for request in requests]
         begun = time.monotonic()
@@ -115,7 +115,7 @@ class OpenAiSampler:
             self._resync()
             found = self._all(requests, limits)
         if found is None:
-            raise SamplerError(f"{self._server} lost its weights twice in one step; look after it, then: run resume")
+            raise SamplerError(f"{self._server} lost its weights twice in one step; check it, then: run resume")
         self._seconds += time.monotonic() - begun
         self._counts["tokens"] += sum(len(rollout.ids) for rollout in found)
         return found
@@ -139,7 +139,7 @@ class OpenAiSampler:
         return found
 
     def release_memory(self) -> None:
-        """With sampler.sleep it sleeps until it is next asked for something."""
+        """With sampler.sleep it sleeps until the next request."""
         if self._naps and not self._asleep:
             self._server.sleep()
             self._asleep = True
@@ -167,15 +167,15 @@ class OpenAiSampler:
     def _resync(self) -> None:
         """Give the server the weights again that it has lost."""
         if self._weights is None:
-            text = "has other weights than when the run began, and sampler.weight_sync=none sends it none"
-            raise SamplerError(f"{self._server} {text}; start it with the same ones, then: run resume")
-        log.warning("%s has lost version %d: it is sent again", self._server, self._version)
+            text = "has other weights than at the start of the run, but sampler.weight_sync=none sends none"
+            raise SamplerError(f"{self._server} {text}; start it with the same weights, then type: run resume")
+        log.warning("%s lost weight version %d; sending it again", self._server, self._version)
         self._counts["resyncs"] += 1
         before = self._fingerprint
         self.load_weights(self._weights, self._version)
         if before.scores is not None and replace(before, started=self._fingerprint.started).is_other(self._fingerprint):
             raise SamplerError(
-                f"{self._server} was sent its weights again, and does not say what it said with them before"
+                f"{self._server} received its weights again, but its log-probabilities differ from before"
             )
 
     def _all(self, requests: Sequence[Request], limits: Sequence[int]) -> list[Rollout] | None:
@@ -206,9 +206,9 @@ class OpenAiSampler:
                 with self._lock:
                     self._counts["rejected"] += 1
                 if last or end.is_set():
-                    text = f"{self._server} gives answers that cannot be right, {TRIES} times: {error}"
-                    raise SamplerError(f"{text}; look after the server") from error
-                log.warning("an answer of %s cannot be right, it is asked again: %s", self._server, error)
+                    text = f"{self._server} returned {TRIES} invalid responses: {error}"
+                    raise SamplerError(f"{text}; check the server") from error
+                log.warning("%s returned an invalid response; retrying: %s", self._server, error)
             except StatusError as error:
                 if error.status == GONE and self._sync.model != self._server.model:
                     raise LostAdapterError from error
@@ -235,7 +235,7 @@ class OpenAiSampler:
         if found is None:
             last = rollout.ids[-1]
             raise InvalidAnswerError(
-                f"it ends after {len(rollout.ids)} of {limit} tokens, with the id {last}, which ends nothing"
+                f"it ends after {len(rollout.ids)} of {limit} tokens, with id {last}, which is no stop token"
             )
         size, finish = found
         raw = None if rollout.raw_logprobs is None else rollout.raw_logprobs[:size]
@@ -245,4 +245,4 @@ class OpenAiSampler:
         try:
             return self._server.score(row, self._sync.model)
         except (InvalidAnswerError, StatusError, GarbledError) as error:
-            raise SamplerError(f"{self._server} does not say how likely given tokens are: {error}") from error
+            raise SamplerError(f"{self._server} does not return prompt log-probabilities: {error}") from error

@@ -22,9 +22,9 @@ from runner.sampler.server.openai_protocol import Json, parse_scores, score_requ
 STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
 PARTING_S = 10.0  # for what can also be left undone
-ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: sampler.weight_sync=reload"
-NO_RELOAD = "a server on vllm-ascend (0.23) cannot read them again: sampler.weight_sync=adapter there, or sampler=vllm"
-DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, where nobody else can reach it; run serve: weight_updates=true"
+ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: weight_updates=true"
+NO_RELOAD = "vllm-ascend (0.23) cannot reload weights: type sampler.weight_sync=adapter, or sampler=vllm"
+DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, on a private network only; run serve: weight_updates=true"
 
 
 class OpenAiServer:
@@ -35,7 +35,7 @@ class OpenAiServer:
     """
 
     def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
-        """Ask who it is.
+        """Query its model and version.
 
         Raises EnvironmentProblem where it has not the model, SamplerError if it does not answer.
         """
@@ -52,7 +52,7 @@ class OpenAiServer:
         return f"vLLM {self.version} at {self.url}" if self.version else self.url
 
     def until(self) -> float:
-        """When patience with what is asked now ends."""
+        """Deadline of a request that starts now."""
         return time.monotonic() + self._timeout_s
 
     def score(self, row: Sequence[int], model: str) -> list[float]:
@@ -96,7 +96,7 @@ class OpenAiServer:
             try:
                 self._call("reload_weights", {"weights_path": str(folder)})
             except StatusError as error:
-                self._in_two_steps(folder, f"; and in one: {error}")
+                self._in_two_steps(folder, f"; in one step: {error}")
                 self._at_once = False
         else:
             self._in_two_steps(folder)
@@ -111,7 +111,7 @@ class OpenAiServer:
         self._do("/wake_up", {}, DEVELOPMENT)
 
     def part(self) -> None:
-        """From here on it is asked once, and waited for no longer than a goodbye may take."""
+        """From here on send each request once, with a short timeout."""
         self._timeout_s, self.client.retries = min(self._timeout_s, PARTING_S), 0
 
     def _began(self) -> str:
@@ -134,7 +134,7 @@ class OpenAiServer:
             cards = [one for one in answer["data"] if isinstance(one.get("id"), str) and not one.get("parent")]
         except (StatusError, GarbledError, KeyError, TypeError, AttributeError) as error:
             text = f"{self.url} does not list its models ({self.url}/v1/models: {error})"
-            raise EnvironmentProblem(f"{text}; sampler.url wants an OpenAI-compatible server") from error
+            raise EnvironmentProblem(f"{text}; sampler.url must be an OpenAI-compatible server") from error
         found = [one for one in cards if model in (None, one["id"])]
         if len(found) != 1:
             names = ", ".join(one["id"] for one in cards) or "none"
@@ -147,7 +147,7 @@ class OpenAiServer:
             self._call("reload_weights", {})
         except StatusError as error:
             raise SamplerError(
-                f"{self} does not read the weights in {folder}, in two steps: {error}{before}; {NO_RELOAD}"
+                f"{self} cannot load the weights in {folder}, in two steps: {error}{before}; {NO_RELOAD}"
             ) from error
 
     def _call(self, method: str, options: Json) -> None:
@@ -161,8 +161,8 @@ class OpenAiServer:
             if not isinstance(answer, dict) or answer.get("success", True):
                 return
             time.sleep(RESET_WAIT_S)
-        text = "keeps its prefix cache, which older weights have computed: other requests are under way"
-        raise SamplerError(f"{self} {text}; let nobody else use it, or start it with --no-enable-prefix-caching")
+        text = "did not reset its prefix cache of older weights, because it has other requests"
+        raise SamplerError(f"{self} {text}; stop other clients, or start it with --no-enable-prefix-caching")
 
     def _do(self, path: str, body: Json, instead: str) -> object:
         try:

@@ -1,6 +1,6 @@
 """How a server gets the trainer's weights: not at all, by an adapter, or by reading all of them again.
 
-    load(weights, version) ─▶ a folder that the server can read ─▶ it is told the path ─▶ the folder before is removed
+    load(weights, version) ─▶ a folder that the server can read ─▶ it receives the path ─▶ the folder before is removed
 
 Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones. Where the
 server is on this machine that folder is on the shelf, whose files are linked, not copied, and which no end of a run
@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 from safetensors.torch import save_file
 
@@ -31,19 +30,8 @@ INDEX = "model.safetensors.index.json"  # without it transformers finds no files
 log = logging.getLogger("runner")
 
 
-class WeightSync(Protocol):
-    """Gives a server weights."""
-
-    @property
-    def model(self) -> str: ...  # the name that requests have to give
-
-    def load(self, weights: StoredWeights) -> None: ...
-
-    def close(self) -> None: ...  # what it has left behind is removed, as far as the server is there
-
-
-class NoSync:
-    """The server's weights are what they are."""
+class WeightSync:
+    """The server's weights are what they are. model: the name that requests have to give."""
 
     def __init__(self, server: OpenAiServer) -> None:
         self.model = server.model
@@ -52,18 +40,18 @@ class NoSync:
         """Nothing is sent."""
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Remove what was left behind, as far as the server is there."""
 
 
-class AdapterSync:
+class AdapterSync(WeightSync):
     """The adapter alone, in a folder as PEFT writes it; the server has the base."""
 
     def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server takes no adapters."""
+        super().__init__(server)  # its model, until the first adapter is there
         server.check_adapters()
         self._server, self._places = server, SyncFolders(folder, blueprint)
         self._settings = blueprint / "adapter" / "adapter_config.json"
-        self.model = server.model  # until the first one is there
 
     def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
@@ -82,7 +70,7 @@ class AdapterSync:
         try:
             self._forget()
         except SamplerError as error:
-            log.warning("the adapter %s stays with the server: %s", self.model, error)
+            log.warning("could not unload the adapter %s from the server: %s", self.model, error)
         finally:
             self._places.close()
 
@@ -92,14 +80,14 @@ class AdapterSync:
             self.model = self._server.model
 
 
-class ReloadSync:
+class ReloadSync(WeightSync):
     """All weights, in a folder with the files of a model."""
 
     def __init__(self, server: OpenAiServer, folder: Path | None, blueprint: Path) -> None:
         """Raises EnvironmentProblem where the server cannot read weights again."""
+        super().__init__(server)
         server.check_development()
         self._server, self._places, self._blueprint = server, SyncFolders(folder, blueprint), blueprint
-        self.model = server.model
 
     def load(self, weights: StoredWeights) -> None:
         """See `WeightSync`."""
@@ -162,7 +150,7 @@ def _explain_os_errors(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         text = f"weights for the server cannot be written to {place}: {error_reason(error)}"
-        raise StorageError(f"{text}; make room, or set sampler.folder to a folder that has it") from error
+        raise StorageError(f"{text}; free space, or set sampler.folder to a folder with space") from error
 
 
 def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
@@ -179,5 +167,5 @@ def _link(files: Iterable[Path], place: Path, before: Path | None) -> None:
 def make_weight_sync(kind: str, server: OpenAiServer, folder: Path | None, blueprint: Path) -> WeightSync:
     """The way that sampler.weight_sync names; folder: sampler.folder."""
     if kind == "none":
-        return NoSync(server)
+        return WeightSync(server)
     return AdapterSync(server, folder, blueprint) if kind == "adapter" else ReloadSync(server, folder, blueprint)

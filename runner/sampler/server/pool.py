@@ -164,6 +164,6 @@ def _read_endpoint(path: Path) -> Endpoint:
     try:
         return Endpoint.read(path)
     except FileNotFoundError as error:
-        raise UnansweredError("it has not started to listen yet") from error
+        raise UnansweredError("it does not listen yet") from error
     except (OSError, ValueError) as error:
         raise UnansweredError(str(error)) from error

@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from runner.core import fsync_io
-from runner.core.bounded_text import parse_json
 from runner.core.errors import OutOfMemory, RunnerError
+from runner.core.untrusted_text import parse_json
 from runner.interfaces import Request, Rollout
 from runner.weight_sync.weight_store import FIXED
 
@@ -131,7 +131,7 @@ class Endpoint:
         try:
             return cls(str(found["url"]), int(found["pid"]), str(found["session"]))
         except (KeyError, TypeError) as error:
-            raise ValueError(f"{path} does not say where a sampler is: {error}") from error
+            raise ValueError(f"{path} is not a valid endpoint file of a sampler: {error}") from error
 
 
 def endpoint_path(folder: Path, index: int) -> Path:
@@ -160,9 +160,9 @@ def decode(body: bytes) -> tuple[Json, list[Array]]:
                 arrays.append(np.frombuffer(rest[begin:end], f"<{kind}"))
                 begin = end
             case _:
-                raise ValueError(f"{shape!r} is no array")
+                raise ValueError(f"{shape!r} is not an array")
     if begin != len(rest):
-        raise ValueError(f"the arrays have {begin} bytes, and {len(rest)} came")
+        raise ValueError(f"the arrays have {begin} bytes, but {len(rest)} arrived")
     return header, arrays
 
 
@@ -195,7 +195,7 @@ def _pack_rows(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
 def unpack_rows(sizes: Array, values: Array) -> list[list[Any]]:
     """Rows of numbers that lie end to end. Raises ValueError where the sizes are not those of the values."""
     if sizes.dtype.kind != "i" or (sizes < 0).any() or sizes.sum() != values.size:
-        raise ValueError(f"{values.size} values are not rows of these sizes")
+        raise ValueError(f"{values.size} values do not match the row sizes")
     flat, ends = values.tolist(), np.cumsum(sizes).tolist()
     return [flat[end - size : end] for end, size in zip(ends, sizes.tolist(), strict=True)]
 
@@ -221,9 +221,9 @@ def decode_rollouts(
         columns = unpack_rows(sizes, ids), unpack_rows(sizes, logprobs), unpack_rows(with_raw.astype(int), raw)
         answers = list(zip(rows, *columns, strict=True))
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"the answer cannot be read: {error}") from error
+        raise InvalidAnswerError(f"the response cannot be read: {error}") from error
     if len(answers) != len(requests):
-        raise InvalidAnswerError(f"{len(requests)} answers were requested, and {len(answers)} came")
+        raise InvalidAnswerError(f"{len(requests)} completions were requested, but {len(answers)} arrived")
     found = list[Rollout]()
     for at, (request, ((held, finish, has_raw), tokens, values, raws)) in enumerate(
         zip(requests, answers, strict=True)
@@ -241,7 +241,7 @@ def check_rollout(rollout: Rollout, request: Request, version: int, limits: Answ
     if not 0 < size <= most:
         raise InvalidAnswerError(f"{name} has {size} tokens, not 1 to {most}")
     if wrong := [token for token in rollout.ids if type(token) is not int or not 0 <= token < limits.vocab_size]:
-        raise InvalidAnswerError(f"{name} has the id {wrong[0]!r}, and the vocabulary has {limits.vocab_size} ids")
+        raise InvalidAnswerError(f"{name} has the id {wrong[0]!r}, but the vocabulary has {limits.vocab_size} ids")
     if rollout.version != version:
         raise InvalidAnswerError(f"{name} is of version {rollout.version!r}, not {version}")
     if rollout.finish not in ("stop", "length"):
@@ -273,9 +273,9 @@ def decode_scores(
     try:
         engines, found = int(header["engines"]), unpack_rows(*arrays)
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidAnswerError(f"the answer cannot be read: {error}") from error
+        raise InvalidAnswerError(f"the response cannot be read: {error}") from error
     if engines < 1 or len(found) != engines * len(rows):
-        raise InvalidAnswerError(f"{len(rows)} rows were sent, and {engines} engines gave {len(found)}")
+        raise InvalidAnswerError(f"{len(rows)} rows were sent, but {engines} engines returned {len(found)}")
     for at, scores in enumerate(found):
         check_logprobs(scores, len(rows[at % len(rows)]) - 1, f"row {at % len(rows)}")
     return [found[at : at + len(rows)] for at in range(0, len(found), len(rows))]

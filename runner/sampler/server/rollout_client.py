@@ -21,9 +21,9 @@ from urllib.parse import quote
 
 from aiohttp import ClientError
 
-from runner.core.bounded_text import parse_json
 from runner.core.errors import SamplerError
 from runner.core.http_client import failure_reason, request
+from runner.core.untrusted_text import parse_json
 from runner.interfaces import Request, Rollout
 from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import (
@@ -196,8 +196,8 @@ class ServerClient:
             except InvalidAnswerError as error:
                 reason = error
             self._metrics.add("rejected")
-            log.warning("%s gave an invalid answer, which is not used: %s", self, reason)
-        raise SamplerError(f"{self} gave invalid answers {TRIES} times: {reason}; look into {self._log_file}")
+            log.warning("%s returned an invalid response, which is not used: %s", self, reason)
+        raise SamplerError(f"{self} returned {TRIES} invalid responses: {reason}; see {self._log_file}")
 
     async def _post_under(self, verb: str, body: bytes, weights: StoredWeights, deadline: float) -> Reply:
         """The reply under these weights; where the server holds others, it loads these first."""
@@ -208,12 +208,12 @@ class ServerClient:
                 return reply
             if reply.error is not None and reply.error.kind != STALE:
                 raise reply.error.to_exception(str(self))
-            text = f"{self} holds {reply.held}, and version {weights.version} was requested"
+            text = f"{self} has {reply.held}, but version {weights.version} was requested"
             wrong += reply.held.session == self._loaded
             if wrong == TRIES:
-                raise SamplerError(f"{text}, although it loaded that: is it a sampler of another job, too?")
+                raise SamplerError(f"{text}, although it loaded that version: does another job use it too?")
             self._metrics.add("resyncs")
-            log.warning("%s: it loads them again", text)
+            log.warning("%s; loading that version again", text)
             await self._reload(weights, deadline)
 
     async def _reload(self, weights: StoredWeights, deadline: float) -> None:
@@ -223,9 +223,9 @@ class ServerClient:
             distance = await self._distance(weights, deadline)
             if distance <= DRIFT:
                 return
-            text = f"{self} differs by {distance:.4g} from the scores of version {weights.version} before"
-            log.warning("%s it was loaded again: it is not used", text)
-        raise SamplerError(f"{text} it was loaded again, {TRIES} times (at most {DRIFT:g}); look into {self._log_file}")
+            text = f"{self} differs by {distance:.4g} from its earlier scores of version {weights.version}"
+            log.warning("%s after a reload: it is not used", text)
+        raise SamplerError(f"{text} after {TRIES} reloads (limit {DRIFT:g}); see {self._log_file}")
 
     async def _distance(self, weights: StoredWeights, deadline: float) -> float:
         """Distance from its fingerprint (mean |log-prob.|); 0 where it has none of these weights.
@@ -268,14 +268,14 @@ class ServerClient:
             self._loaded = reply.held.session
             return None
         if reply.error is None:
-            return SamplerError(f"{self} loaded version {weights.version}, and holds {reply.held}")
+            return SamplerError(f"{self} loaded version {weights.version}, but has {reply.held}")
         if reply.error.kind != SamplerError.__name__:
             raise reply.error.to_exception(str(self))
         return SamplerError(f"{self}: {reply.error.message}")
 
     async def _send_files(self, files: Mapping[str, WeightFile], version: int, deadline: float) -> bool:
         """Send files one after another; whether all arrived. Else the server may be another process by now."""
-        log.info("%s does not see the weights of version %d: %d files are sent", self, version, len(files))
+        log.info("%s cannot read the weights of version %d from disk: sending %d files", self, version, len(files))
         for path, file in files.items():
             where = f"/weights/{quote(file.name)}?size={file.size}&mtime_ns={file.mtime_ns}"
             try:
@@ -296,7 +296,7 @@ class ServerClient:
         reply = await self._retry(ask, deadline)
         if self._session and reply.held.session != self._session:
             self._metrics.add("restarts")
-            log.warning("%s is another process than before", self)
+            log.warning("%s is a new process", self)
         self._session = reply.held.session
         self._metrics.record_device(self._name, reply.header.get("device", {}))
         return reply
@@ -310,18 +310,18 @@ class ServerClient:
             except UnansweredError as error:
                 self._refuse_late(error, deadline)
                 if not tries:
-                    log.log(level, "%s does not answer, and is waited for: %s", self, str(error))  # without its frames
+                    log.log(level, "%s does not respond; waiting: %s", self, str(error))  # without its frames
             else:
                 if tries:
-                    log.log(level, "%s answers after %.1f s", self, time.monotonic() - begin)
+                    log.log(level, "%s responds after %.1f s", self, time.monotonic() - begin)
                 return found
             await asyncio.sleep(max(min(PAUSES_S[min(tries, len(PAUSES_S) - 1)], deadline - time.monotonic()), 0.0))
             tries += 1
 
     def _refuse_late(self, error: UnansweredError, deadline: float) -> None:
         if time.monotonic() >= deadline:
-            remedy = f"look into {self._log_file}, or raise sampler.timeout_s"
-            raise SamplerError(f"{self} gave no answer in time: {error}; {remedy}") from error
+            remedy = f"see {self._log_file}, or raise sampler.timeout_s"
+            raise SamplerError(f"{self} did not respond in time: {error}; {remedy}") from error
 
     async def _exchange(self, method: str, path: str, body: bytes | Path | None, deadline: float) -> bytes:
         """One request. Raises UnansweredError, and FileNotFoundError for a body that is gone."""
@@ -341,7 +341,7 @@ class ServerClient:
             )
         except TimeoutError as error:
             late = time.monotonic() >= deadline
-            raise UnansweredError("it is still at work" if late else "it gives no sign of life") from error
+            raise UnansweredError("it is still working" if late else "no heartbeat") from error
         except (OSError, ClientError) as error:
             raise UnansweredError(failure_reason(error)) from error
         if status != 200:

@@ -109,6 +109,6 @@ def _cpu_options(placement: EnginePlacement) -> dict[str, Any]:
 def _lora_options(rank: int) -> dict[str, Any]:
     room = next((known for known in RANKS if known >= rank), None)
     if room is None:
-        text = f"adapter.rank={rank}, and vLLM has room for {RANKS[-1]}; type sampler.weight_sync=merged"
+        text = f"adapter.rank={rank} is above vLLM's maximum of {RANKS[-1]}; type sampler.weight_sync=merged"
         raise EnvironmentProblem(f"sampler.weight_sync=adapter: {text}")
     return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}

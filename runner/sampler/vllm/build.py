@@ -98,20 +98,18 @@ def _report_choices(config: VllmSamplerConfig, placement: EnginePlacement, decid
     """What a user may not expect of the engine here."""
     if placement.colocated and placement.device == "cpu":
         decide.record_fact(
-            "sampler.sleep", "0", "vLLM knows no sleep on the CPU: the engine stays in memory while training"
+            "sampler.sleep", "0", "vLLM has no sleep mode on the CPU: the engine stays in memory during training"
         )
     if config.min_p > 0 and (config.top_p < 1 or config.top_k is not None):
         decide.record_fact(
-            "sampler.min_p", str(config.min_p), "vLLM cuts by it before top_k and top_p, sampler=torch after"
+            "sampler.min_p", str(config.min_p), "vLLM applies it before top_k and top_p, sampler=torch after them"
         )
     if placement.device == "cpu" and (space := os.environ.get(SPACE)):
         decide(
             "sampler.kv_cache_memory_bytes",
             str(config.kv_cache_memory_bytes or space),
             space,
-            f"{SPACE} is set, which vLLM heeds before all",
+            f"{SPACE} is set, which overrides the option in vLLM; unset it",
         )
     if placement.device == "cpu":
-        decide.record_fact(
-            "sampler.packing", "off", "vLLM would keep packed copies of old weights (a tied LM head's unseen)"
-        )
+        decide.record_fact("sampler.packing", "off", "vLLM would keep packed copies of old weights")

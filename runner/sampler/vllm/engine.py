@@ -1,30 +1,114 @@
-"""A vLLM engine in this process: built without weights, given them, asked, put to sleep, ended.
+"""A vLLM engine in this process: start without weights, load them, sample, sleep, stop.
 
 blueprint ──dummy weights──▶ LLM ◀── load: by reference, or to its workers by path ── weights
                               │ generate, prompt_logprobs
                               └─ sleep 1: weights to the host, cache dropped   2: both dropped   wake: at the next use
+
+What the engine changes in a process that trains is restored. vLLM sets seeds of the whole process, exchanges
+torch.set_num_threads, writes variables for its workers that ours would inherit, runs kernels that torch refuses where
+it is to be deterministic, and its end destroys all process groups.
 """
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
+import random
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.core.errors import EnvironmentProblem, RunnerError, SamplerError
 from runner.core.fsync_io import keep_rendezvous_names, remove_temporary_folder, temporary_folder
-from runner.sampler.vllm.process_isolation import (
-    allow_nondeterminism,
-    free_cached_memory,
-    keep_process_group,
-    preserve_process_state,
-    redirect_tempdir,
-)
+
+# vllm-ascend (0.23) says where its operators lie, and how triton-ascend is to compile, as its parts are first used
+KEPT_PREFIXES = ("VLLM_", "TRITON_", "ASCEND_CUSTOM_OPP_PATH")
+
+
+@contextmanager
+def allow_nondeterminism() -> Iterator[None]:
+    """While an engine computes: any kernel will do, as its draws are recorded and not repeated."""
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+@contextmanager
+def preserve_process_state() -> Iterator[None]:
+    """Restore random states, threads and environment after vLLM is imported or an engine is built."""
+    logging.getLogger("vllm").setLevel(logging.CRITICAL)  # until it reads VLLM_LOGGING_LEVEL
+    environment, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    streams = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        with allow_nondeterminism(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what vLLM and what it brings say of one another
+            yield
+    finally:
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+        random.setstate(streams[0])
+        np.random.set_state(streams[1])
+        torch.set_rng_state(streams[2])
+        _restore(environment)
+
+
+def _restore(environment: dict[str, str]) -> None:
+    """Restore the environment, except variables that vLLM, its compiler and its operators still read."""
+    for name in [name for name in os.environ if name not in environment and not name.startswith(KEPT_PREFIXES)]:
+        del os.environ[name]
+    os.environ.update({name: value for name, value in environment.items() if not name.startswith(KEPT_PREFIXES)})
+
+
+@contextmanager
+def redirect_tempdir(folder: Path) -> Iterator[None]:
+    """Put temporary files of an engine that is built inside the block, and of its workers, in this folder."""
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    os.environ["TMPDIR"] = str(folder)  # which `preserve_process_state` puts back
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def free_cached_memory() -> None:
+    """Return cached memory of torch's allocator to the card before an engine wakes.
+
+    vLLM's own memory runs out otherwise (0.23; newer versions free it).
+    """
+    if (card := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        gc.collect()
+        torch.get_device_module(card).empty_cache()
+
+
+@contextmanager
+def keep_process_group(keep: bool) -> Iterator[None]:
+    """While an engine is ended; keep: the process group that was there before it stays."""
+    destroy: Any = dist.destroy_process_group
+
+    def spare(group: Any = None) -> None:
+        if group is not None and group is not dist.group.WORLD:
+            destroy(group)
+
+    if keep:
+        dist.destroy_process_group = spare
+    try:
+        yield
+    finally:
+        dist.destroy_process_group = destroy
+
 
 PARTS = ("weights", "kv_cache")  # of an engine's memory, by vLLM's names
 DEAD_ENGINE_ERRORS = ("EngineDeadError", "TimeoutError")  # a worker ended, or does not answer
@@ -70,7 +154,7 @@ class VllmEngine:
     def reset_cache(self) -> None:
         """What was computed with other weights. Raises SamplerError if vLLM keeps it."""
         if self._llm.reset_prefix_cache() is False:
-            raise SamplerError("vLLM did not drop the keys and values of its old weights: answers would mix both")
+            raise SamplerError("vLLM did not reset its prefix cache of old weights: versions would mix")
 
     def _send_weights(self, weights: Mapping[str, Tensor], names: Sequence[str], whole: bool) -> None:
         if not self._spread:
@@ -88,14 +172,14 @@ class VllmEngine:
     def generate(self, prompts: Sequence[Sequence[int]], params: Any, adapter: Any) -> list[Any]:
         """vLLM's output for each prompt, in their order. Raises RuntimeError where it has no weights."""
         if not self._whole:
-            raise RuntimeError("the engine holds no weights: load comes first, and again after sleep=2")
+            raise RuntimeError("the engine has no weights: load them first, and again after sleep=2")
         with self._translate_errors():
             self._wake(*PARTS)
             given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
             return [*self._llm.generate(given, params, use_tqdm=False, lora_request=adapter)]
 
     def release(self) -> None:
-        """Sleep as deep as it was told to."""
+        """Sleep at the configured level."""
         if self._level and not self._asleep:
             with self._translate_errors():
                 self._llm.sleep(level=self._level)
@@ -108,11 +192,8 @@ class VllmEngine:
             try:
                 self._llm.wake_up(tags=wanted)
             except RuntimeError as error:
-                advice = (
-                    "a smaller sampler.gpu_memory_utilization or algorithm.micro_batch_tokens leaves it "
-                    "room, or launch.samplers"
-                )
-                raise SamplerError(f"vLLM's engine cannot take its memory back: {error}; {advice}") from error
+                advice = "lower sampler.gpu_memory_utilization or algorithm.micro_batch_tokens, or set launch.samplers"
+                raise SamplerError(f"vLLM's engine cannot allocate its memory again: {error}; {advice}") from error
             self._asleep.difference_update(wanted)
 
     def close(self) -> None:
@@ -132,7 +213,7 @@ class VllmEngine:
             made.mkdir(mode=0o700)
         except OSError as error:
             text = f"cannot make {made} for vLLM's temporary files: {error.strerror}"
-            raise EnvironmentProblem(f"sampler=vllm: {text}; TMPDIR names another place") from error
+            raise EnvironmentProblem(f"sampler=vllm: {text}; set TMPDIR to another folder") from error
         return made
 
     def _call(self, method: str, *args: Any) -> list[Any]:
@@ -150,7 +231,7 @@ class VllmEngine:
         except Exception as error:
             own = self._spread and isinstance(error, RuntimeError)  # a worker's error comes as its words alone
             if own or any(kind.__name__ in DEAD_ENGINE_ERRORS for kind in type(error).__mro__):
-                raise SamplerError(f"vLLM's engine is gone: {type(error).__name__}: {error}") from error
+                raise SamplerError(f"vLLM's engine died: {type(error).__name__}: {error}") from error
             raise
 
 
@@ -162,7 +243,7 @@ def device_type() -> str:
             from vllm.platforms import current_platform
     except (ImportError, OSError, RuntimeError) as error:
         text = f"import vllm fails: {type(error).__name__}: {error}"
-        raise EnvironmentProblem(f"sampler=vllm: {text}\n  what is wrong: run doctor") from error
+        raise EnvironmentProblem(f"sampler=vllm: {text}\n  find the cause: run doctor") from error
     return str(current_platform.device_type)
 
 

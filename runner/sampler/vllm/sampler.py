@@ -62,7 +62,7 @@ class VllmSampler:
         `VllmEngine.load`.
         """
         if weights is None:
-            raise ValueError("a vLLM engine has weights of its own")
+            raise ValueError("a vLLM engine has its own weights")
         begun = time.perf_counter()
         changed: frozenset[str] | None = getattr(weights, "changed", None) if version != self._version else None
         if self._adapters is None:
@@ -104,13 +104,13 @@ class VllmSampler:
 
         for row in rows:
             if not 0 < len(row) < self.max_model_len:
-                raise ValueError(f"a row of {len(row)} tokens; 1 to {self.max_model_len - 1} can be scored")
+                raise ValueError(f"cannot score {len(row)} tokens, only 1 to {self.max_model_len - 1}")
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
         found = self._ask(rows, params)
         return [[_prompt_logprobs(row, output.prompt_logprobs) for row, output in zip(rows, found, strict=True)]]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Since it was last asked: tokens per second of drawing, seconds of loading."""
+        """Since the last call: sampled tokens per second, seconds of loading."""
         found = {"load_s": self._loading_s}
         if self._drawing_s:
             found["tokens_per_s"] = self._tokens / self._drawing_s
@@ -157,7 +157,7 @@ class VllmSampler:
     def _rollout(self, request: Request, limit: int, drawn: Any) -> Rollout:
         ids = [int(token) for token in drawn.token_ids]
         if not ids or not 0 <= min(ids) <= max(ids) < self._vocabulary or drawn.finish_reason not in ("stop", "length"):
-            raise SamplerError(f"vLLM ended an answer of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
+            raise SamplerError(f"vLLM ended a completion of {len(ids)} tokens by {drawn.finish_reason}; ids {ids[:5]}")
         count, finish = self._stops.first_stop(ids, limit) or (len(ids), drawn.finish_reason)
         logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
         if not math.isfinite(sum(logprobs)):

@@ -6,8 +6,8 @@ older         needs transformers 4, beside which this project does not install
 
 Neither torch nor vLLM is imported.
 
-Where weights are replaced while it runs, vllm-ascend wants the plain layout; to sleep, no growing segments. 0.23 asks
-for the layout twice: waking looks at its config, an update of weights at the environment alone,
+To replace weights while it runs, vllm-ascend needs the plain layout; sleep does not work with expandable segments.
+0.23 reads the layout twice: waking reads its config, an update of weights only the environment,
 whose default is another layout (worker.py and utils.py of its sdist). Both are set; neither has been run on a card.
 Waking, it also turns the matrices of experts over, for somebody who then loads them as they are on the disk: with
 weights that stay it computes nonsense, and vLLM's own way to new ones (`reload`) fails on them. That is refused.
@@ -39,25 +39,22 @@ def installed_version() -> Version:
             return Version(version(package))
         except PackageNotFoundError:
             continue
-    raise EnvironmentProblem(
-        f"sampler=vllm: a module vllm is here, but no package of {' or '.join(PACKAGES)}\n{ABSENT}"
-    )
+    raise EnvironmentProblem(f"sampler=vllm: a module vllm exists, but no package of {' or '.join(PACKAGES)}\n{ABSENT}")
 
 
 def check_version(found: Version, decide: Decide) -> None:
     """Say which version it is. Raises EnvironmentProblem for one that cannot be beside this project."""
     if found < OLDEST:
         raise EnvironmentProblem(
-            f"sampler=vllm: vLLM {found} is older than {OLDEST}, the first that goes with transformers 5\n"
-            "  install a newer one, or let it run as a server in an environment of its own: sampler=server"
+            f"sampler=vllm: vLLM {found} is older than {OLDEST}, the first version for transformers 5\n"
+            "  install a newer one, or run it as a server in its own environment: sampler=server"
         )
     release = Version(f"{found.major}.{found.minor}")
     known = (
-        f"known are {OLDEST} to {NEWEST}; what it computes is compared after each load (sampler.sync_logprob_tolerance)"
+        f"tested with {OLDEST} to {NEWEST}; log-probabilities are compared after each load "
+        "(sampler.sync_logprob_tolerance)"
     )
-    decide.record_fact(
-        "sampler.vllm", str(found), f"newer than this project knows: {known}" if release > NEWEST else known
-    )
+    decide.record_fact("sampler.vllm", str(found), f"newer than tested: {known}" if release > NEWEST else known)
 
 
 ABSENT = """sampler=vllm: vLLM is not installed here
@@ -74,8 +71,8 @@ def require_vllm() -> None:
 
 
 LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
-LOST = "an engine on an NPU that sleeps loses its experts' layout as it wakes (vllm-ascend 0.23)"
-REMEDY = "type sampler.sleep=0, or give it devices of its own: launch.samplers"
+LOST = "on an NPU the experts' layout is lost after sleep (vllm-ascend 0.23)"
+REMEDY = "type sampler.sleep=0, or use separate devices: launch.samplers"
 ALLOCATORS = ("PYTORCH_NPU_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -87,15 +84,15 @@ def npu_engine_options(environment: Mapping[str, str], sleeps: bool, experts: bo
     """
     if environment.get(LAYOUT) != "0":
         raise EnvironmentProblem(
-            f"sampler=vllm: {LAYOUT}={environment.get(LAYOUT, '')!r}; new weights need the plain layout\n"
-            f"  export {LAYOUT}=0, or leave it to device.env_preset=colocated_rl"
+            f"sampler=vllm: {LAYOUT}={environment.get(LAYOUT, '')!r}; weight updates need the plain layout\n"
+            f"  export {LAYOUT}=0, or type device.env_preset=colocated_rl"
         )
     if sleeps and experts:
         raise EnvironmentProblem(f"sampler=vllm: {LOST}\n  {REMEDY}")
     growing = [name for name in ALLOCATORS if "expandable_segments:true" in environment.get(name, "").lower()]
     if sleeps and growing:
         raise EnvironmentProblem(
-            f"sampler=vllm: {growing[0]}={environment[growing[0]]}; an engine cannot sleep in segments that grow\n"
-            "  device.env_preset=colocated_rl sets what it can, or sampler.sleep=0"
+            f"sampler=vllm: {growing[0]}={environment[growing[0]]}; sleep does not work with expandable segments\n"
+            "  type device.env_preset=colocated_rl, or sampler.sleep=0"
         )
     return {"additional_config": {"weight_nz_mode": 0}}

@@ -60,13 +60,13 @@ class Loading:
         try:
             taken = model.load_weights(lora_wrapped_names(model, weights))  # type: ignore[operator]
         except (KeyError, ValueError, RuntimeError, AssertionError) as error:
-            raise EnvironmentProblem(f"sampler=vllm: {kind} of vLLM does not take the weights: {error!r}") from error
+            raise EnvironmentProblem(f"sampler=vllm: {kind} of vLLM does not accept the weights: {error!r}") from error
         lacking = (
             sorted(_parameters(model) - set(map(strip_lora_wrapper, taken))) if whole and taken is not None else []
         )
         if lacking:
             text = f"{len(lacking)} parameters of vLLM's {kind} were not sent, such as {lacking[:3]}"
-            raise EnvironmentProblem(f"sampler=vllm: {text}; use sampler=torch")
+            raise EnvironmentProblem(f"sampler=vllm: {text}; type sampler=torch")
 
 
 def _parameters(model: nn.Module) -> set[str]:

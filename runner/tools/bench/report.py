@@ -37,7 +37,7 @@ def format_header(machine: DeviceSpeed) -> Iterator[str]:
     versions = ", ".join(f"{package} {number}" for package, number in machine.versions.items())
     yield f"device   {name}; {versions}"
     matmul = f"{format_flops(machine.matmul_flops)} in {machine.precision}"
-    yield f"measured {matmul} of a square matrix product, {machine.copy_bytes / 1e9:.3g} GB/s of a copy"
+    yield f"measured {matmul} of a square matrix product, {machine.copy_bytes / 1e9:.3g} GB/s for a copy"
     yield f"peak     {format_flops(machine.peak.flops)} ({machine.peak.source}); MFU = achieved / this"
     yield ""
     yield _line(HEAD)
@@ -71,7 +71,7 @@ def format_comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterat
     for one in result.cases:
         old = before.get(one.name)
         if one.tokens_per_s is None or one.mfu is None or old is None or not old["tokens_per_s"]:
-            yield f"{one.name.ljust(WIDTHS[0])} {'not in both'}"
+            yield f"{one.name.ljust(WIDTHS[0])} {'in one file only'}"
             continue
         ratio = one.tokens_per_s / old["tokens_per_s"]
         speeds = (f"{one.tokens_per_s:.0f}", f"{old['tokens_per_s']:.0f}", f"{ratio:.2f}")
@@ -83,7 +83,7 @@ def check_min_mfu(result: BenchResult, least: float) -> None:
     sft = [one for one in result.cases if one.name.startswith("sft")]
     low = [f"{one.name} {one.mfu:.1%}" for one in sft if one.mfu is not None and one.mfu < least]
     if low or all(one.mfu is None for one in sft):
-        raise ParityError(f"--min-mfu {least:.1%}: {', '.join(low) or 'no sft case was measured'}")
+        raise ParityError(f"--min-mfu {least:.1%}: {', '.join(low) or 'no SFT case was measured'}")
 
 
 def format_flops(flops: float) -> str:

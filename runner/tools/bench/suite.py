@@ -104,9 +104,9 @@ def read_earlier(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"--compare {path}: {error}; a file that run bench wrote is expected") from error
+        raise DataError(f"--compare {path}: {error}; expected a file written by run bench") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or "cases" not in found:
-        raise DataError(f"--compare {path}: expected what run bench writes, in format {FORMAT}")
+        raise DataError(f"--compare {path}: expected a file of run bench in format {FORMAT}")
     return found
 
 
@@ -120,7 +120,7 @@ def run_bench(
     """
     first = jobs[0][1]
     if first.launch.world > 1:
-        text = f"run bench is one process, and this job is {first.launch.world}"
+        text = f"run bench uses one process, but this job has {first.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 parallelism=single")])
     first.device.preflight()
     with console_logging(jobs[0][2] / "run.log", silent=True):

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from packaging.version import Version
 
 from runner.device.ascend import CHIPS, generation, install_folders, set_env_script, toolkit_folders
-from runner.device.torch_npu_import import LIBRARY
-from runner.tools.doctor import ascend
-from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
-from runner.tools.doctor.host import ARCHITECTURES
-from runner.tools.doctor.system_info import SystemInfo
+from runner.device.process_setup import LIBRARY
+from runner.tools.doctor import driver
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, unknown, warning
+from runner.tools.doctor.system_info import ARCHITECTURES, SystemInfo
 from runner.tools.doctor.versions import AS_OF, CANN, PACKAGES, cann_for, release, same_version, torch_npu_for
 
 KERNELS = "opp/built-in/op_impl/ai_core/tbe/kernel"
@@ -64,13 +63,13 @@ def toolkit(machine: SystemInfo) -> CheckResult:
         )
     if found.version is None:
         return unknown(f"{found.home}, version unknown: no ascend_toolkit_install.info or version.cfg")
-    known = "" if torch_npu_for(found.version) else ", which the doctor's table does not have"
+    known = "" if torch_npu_for(found.version) else ", which is not in the doctor's table"
     return ok(f"CANN {found.version} in {found.home}{known}")
 
 
 def install_operators(machine: SystemInfo, version: str) -> str:
     """The command that installs the operators (ops) of this machine's chip."""
-    chip = CHIPS.get(generation(ascend.soc_of_first_card(machine) or ""))
+    chip = CHIPS.get(generation(driver.soc_of_first_card(machine) or ""))
     return f"bash Ascend-cann-{chip.installer if chip else '*'}-ops_{version}_linux-{machine.arch}.run --install"
 
 
@@ -82,8 +81,8 @@ def _cann_for_torch_npu(machine: SystemInfo) -> tuple[str, str]:
     fits = cann_for(npu)
     if not fits:
         return "*", (
-            f"; which one torch_npu {npu} was built for is not in the table of {AS_OF}; a pair that is: "
-            f"CANN {next(iter(CANN))} and torch_npu {torch_npu_for(next(iter(CANN)))[0]}"
+            f"; the table of {AS_OF} has no CANN for torch_npu {npu}; a listed pair is: CANN {next(iter(CANN))} and "
+            f"torch_npu {torch_npu_for(next(iter(CANN)))[0]}"
         )
     return fits[0], f"; torch_npu {npu} was built for CANN {' or '.join(fits)}"
 
@@ -104,14 +103,14 @@ def cann_environment(machine: SystemInfo) -> CheckResult:
             f"ASCEND_HOME_PATH is not set: {found.set_env_script(machine)} was not sourced in this shell", remedy
         )
     if not machine.path(home).is_dir():
-        return problem(f"ASCEND_HOME_PATH={home} is no folder", remedy)
+        return problem(f"ASCEND_HOME_PATH={home} is not a folder", remedy)
     other = machine.environment.get("ASCEND_TOOLKIT_HOME", home)
     if machine.path(other).resolve() != machine.path(home).resolve():
         return warning(f"ASCEND_HOME_PATH={home}, but ASCEND_TOOLKIT_HOME={other}: two CANNs are mixed", remedy)
     folders = [folder for folder in machine.environment.get("LD_LIBRARY_PATH", "").split(":") if folder]
     holders = [folder for folder in folders if machine.exists(f"{folder}/{LIBRARY}")]
     if not holders:
-        return problem(f"ASCEND_HOME_PATH={home}, but no folder of LD_LIBRARY_PATH holds {LIBRARY}", remedy)
+        return problem(f"ASCEND_HOME_PATH={home}, but no folder of LD_LIBRARY_PATH has {LIBRARY}", remedy)
     if "ASCEND_OPP_PATH" not in machine.environment:
         return warning("ASCEND_OPP_PATH is not set: the operators are not found", remedy)
     if not machine.path(holders[0]).resolve().is_relative_to(machine.path(home).resolve()):
@@ -131,7 +130,7 @@ def atb(machine: SystemInfo) -> CheckResult:
             cann = find_cann(machine)
             version = (cann and cann.version) or _cann_for_torch_npu(machine)[0]
             return problem(
-                f"no ATB in {' or '.join(usual)}, and vllm-ascend needs it",
+                f"no ATB in {' or '.join(usual)}, but vllm-ascend needs it",
                 f"bash Ascend-cann-nnal_{version}_linux-{machine.arch}.run --install && source {place}/set_env.sh",
             )
         return skip("only vllm-ascend needs it")
@@ -161,17 +160,17 @@ def operators(machine: SystemInfo) -> CheckResult:
     if version is None and not chips:
         return problem(f"{found.home} has no operators: neither ascend_ops_install.info nor {KERNELS}/ascend…", remedy)
     if version and found.version and not same_version(version, found.version):
-        return problem(f"operators {version} beside toolkit {found.version}: both must be one version", remedy)
-    return _of_chip(machine, f"operators {version or 'of an unnamed version'}", chips, remedy)
+        return problem(f"operators {version} and toolkit {found.version}: versions must be equal", remedy)
+    return _of_chip(machine, f"operators {version or 'of unknown version'}", chips, remedy)
 
 
 def _of_chip(machine: SystemInfo, seen: str, chips: list[str], remedy: str) -> CheckResult:
-    chip = ascend.soc_of_first_card(machine)
+    chip = driver.soc_of_first_card(machine)
     known = CHIPS.get(generation(chip or ""))
     if not chips or known is None:
-        return unknown(f"{seen} for {', '.join(chips) or 'a chip that they do not name'}; this is {chip or 'unknown'}")
+        return unknown(f"{seen} for {', '.join(chips) or 'an unknown chip'}; this is {chip or 'unknown'}")
     if known.kernels not in chips:
-        return problem(f"{seen} are for {', '.join(chips)}, and this is {chip} ({known.kernels})", remedy)
+        return problem(f"{seen} are for {', '.join(chips)}, but this is {chip} ({known.kernels})", remedy)
     return ok(f"{seen} for {known.kernels}")
 
 
@@ -186,8 +185,8 @@ def python_packages(machine: SystemInfo) -> CheckResult:
     missing = {name: version for name, version in PACKAGES.items() if not _is_there(machine, name, version)}
     if missing:
         wanted = " ".join(f"'{name}>={version}'" if version != "0" else name for name, version in missing.items())
-        return problem(f"CANN's compiler of operators imports {', '.join(missing)}: not here", f"pip install {wanted}")
-    return ok(f"{f'{COMPILER} is on PYTHONPATH; ' if found else ''}{', '.join(PACKAGES)} are there")
+        return problem(f"CANN's operator compiler needs {', '.join(missing)}: not installed", f"pip install {wanted}")
+    return ok(f"{f'{COMPILER} is on PYTHONPATH; ' if found else ''}{', '.join(PACKAGES)} are installed")
 
 
 def _finds_compiler(machine: SystemInfo, found: CannInstall) -> bool:

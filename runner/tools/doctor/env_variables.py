@@ -9,10 +9,9 @@ from pathlib import Path
 import yaml
 from packaging.version import Version
 
-from runner.core.device_kinds import Kind
-from runner.device.device_kinds import NPU, parse_visible, unread_variable_problem
-from runner.device.env_presets import HCCL_DEFAULTS, QUEUES, hccl_objection
-from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, warning
+from runner.core.device_kinds import NPU, Kind, parse_visible, unread_variable_problem
+from runner.device.process_setup import HCCL_DEFAULTS, QUEUES, hccl_objection
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, warning
 from runner.tools.doctor.system_info import SystemInfo
 from runner.tools.doctor.versions import release
 
@@ -34,19 +33,23 @@ def allocator(machine: SystemInfo, kind: Kind) -> CheckResult:
     seen = ", ".join(f"{name}={value}" for name, value in given.items()) or "none set"
     if len(given) == 2:
         fatal = kind is NPU and Version(release(machine.version("torch") or "2.10")) >= Version("2.10")
-        how = "torch_npu ends the process over that" if fatal else "only one of them is read"
+        how = "torch_npu exits" if fatal else "only one of them is read"
         answer = problem if fatal else warning
         return answer(f"{own} and {SHARED_ALLOCATOR} are both set; {how}", f"unset {own}")
     for name, text in given.items():
         settings = [piece.partition(":") for piece in text.split(",")]
         if malformed := [key for key, colon, value in settings if not (colon and value)]:
-            return problem(f"{name}: '{malformed[0]}' is no key:value", f"export {name}=expandable_segments:True")
+            return problem(f"{name}: '{malformed[0]}' is not key:value", f"export {name}=expandable_segments:True")
         keys = [key.strip() for key, _, _ in settings]
         if repeated := {key for key in keys if keys.count(key) > 1}:
-            return problem(f"{name}: {', '.join(sorted(repeated))} stands twice", f"export {name}=…")
+            last = dict(zip(keys, text.split(","), strict=True)).values()
+            return problem(f"{name}: {', '.join(sorted(repeated))} is listed twice", f"export {name}={','.join(last)}")
         grows = any(key.strip() == "expandable_segments" and value == "True" for key, _, value in settings)
+        left = [piece for key, piece in zip(keys, text.split(","), strict=True) if key not in EXCLUDES]
         if kind is NPU and grows and (beside := [key for key in keys if key in EXCLUDES]):
-            return problem(f"{name}: expandable_segments excludes {', '.join(beside)}", f"export {name}=…")
+            return problem(
+                f"{name}: expandable_segments excludes {', '.join(beside)}", f"export {name}={','.join(left)}"
+            )
     return ok(seen)
 
 
@@ -55,7 +58,7 @@ def choices(machine: SystemInfo) -> CheckResult:
     given = {name: machine.environment[name] for name in CHOICES if name in machine.environment}
     odd = {name: machine.environment[name] for name in NUMBERS if not machine.environment.get(name, "0").isdecimal()}
     if odd:
-        texts = [f"{name}={value} is no whole number" for name, value in odd.items()]
+        texts = [f"{name}={value} is not an integer" for name, value in odd.items()]
         return problem("; ".join(texts), f"unset {' '.join(odd)}")
     wrong = {name: value for name, value in given.items() if value not in CHOICES[name]}
     if wrong:
@@ -65,7 +68,7 @@ def choices(machine: SystemInfo) -> CheckResult:
     old = machine.environment.get("HCCL_ASYNC_ERROR_HANDLING")
     if old is not None and old != machine.environment.get("TORCH_HCCL_ASYNC_ERROR_HANDLING", old):
         return warning(
-            "HCCL_ASYNC_ERROR_HANDLING, the older name, says other than TORCH_HCCL_ASYNC_ERROR_HANDLING",
+            "HCCL_ASYNC_ERROR_HANDLING, the older name, differs from TORCH_HCCL_ASYNC_ERROR_HANDLING",
             "unset HCCL_ASYNC_ERROR_HANDLING",
         )
     remarks = {
@@ -97,14 +100,14 @@ def _visible(machine: SystemInfo, kind: Kind, count: int) -> CheckResult:
     if asked.faults:
         return problem(f"{variable}={text}: {'; '.join(asked.faults)}", f"export {variable}=0")
     if not asked.ids:
-        return problem(f"{variable} is set and empty: no device is visible", f"unset {variable}")
+        return problem(f"{variable} is set but empty: no device is visible", f"unset {variable}")
     if not count:
-        return skip(f"{variable}={text}, and no device to hold against it")
+        return skip(f"{variable}={text}, but no device was found")
     if beyond := asked.out_of_range(count):
         rest = [str(number) for number in asked.ids if number not in beyond]
         return problem(
-            f"{variable}={text} asks for {len(asked.ids)} devices; there are {count}, so "
-            f"{', '.join(map(str, beyond))} {'is' if len(beyond) == 1 else 'are'} dropped without a word",
+            f"{variable}={text}: the devices here are 0 to {count - 1}, so {', '.join(map(str, beyond))} "
+            f"{'is' if len(beyond) == 1 else 'are'} silently ignored",
             f"export {variable}={','.join(rest) or '0'}",
         )
     return ok(f"{variable}={text}: {len(asked.ids)} of {count}")
@@ -121,7 +124,7 @@ def timeouts(machine: SystemInfo) -> CheckResult:
         return problem(text, remedy)
     if int(env.get("HCCL_EXEC_TIMEOUT", HCCL_DEFAULTS["HCCL_EXEC_TIMEOUT"])) == 0:
         return warning(
-            f"{seen}: 0 = wait for ever is not honoured by every release, and a hang is then never noticed",
+            f"{seen}: some releases do not support 0 (wait forever), and a hang is then never detected",
             "export HCCL_EXEC_TIMEOUT=7208 HCCL_EVENT_TIMEOUT=7300",
         )
     return ok(seen)
@@ -132,12 +135,12 @@ def network(machine: SystemInfo) -> CheckResult:
     given = {name: machine.environment[name] for name in MEETING if name in machine.environment}
     there = [path.rpartition("/")[2] for path in machine.glob("/sys/class/net/*")]
     for name, value in given.items():
-        remedy = f"unset {name}, or take what is this machine's: ip -brief address"
+        remedy = f"unset {name}, or use an interface of this machine: ip -brief address"
         if name == "HCCL_IF_IP" and not _is_address(value):
-            return problem(f"{name}={value} is no address", remedy)
+            return problem(f"{name}={value} is not an address", remedy)
         if name == "HCCL_SOCKET_IFNAME" and there and not any(accepts(value, interface) for interface in there):
-            return problem(f"{name}={value} fits no network interface here ({', '.join(there)})", remedy)
-    return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "left to HCCL")
+            return problem(f"{name}={value} matches no network interface here ({', '.join(there)})", remedy)
+    return ok(", ".join(f"{name}={value}" for name, value in given.items()) or "chosen by HCCL")
 
 
 def accepts(wanted: str, interface: str) -> bool:

@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 
-from runner.device import nvidia_smi
-from runner.device.device_kinds import CUDA
-from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
+from runner.core.device_kinds import CUDA
+from runner.device import device_stats
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, unknown, wait_or_choose, warning
 from runner.tools.doctor.system_info import SystemInfo
 from runner.tools.doctor.versions import release
 from runner.tracker.text import count_noun
@@ -29,10 +29,10 @@ def count(machine: SystemInfo) -> int:
 
 
 def device_nodes(machine: SystemInfo) -> CheckResult:
-    """/dev/nvidia0 and its like."""
+    """/dev/nvidia0 and so on."""
     nodes = machine.glob(NODES)
     if locked := [path for path in nodes if not machine.may(machine.path(path), os.R_OK | os.W_OK)]:
-        return problem(f"no right to use {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
+        return problem(f"no permission for {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
     if nodes:
         return ok(f"{len(nodes)}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
     return problem("no /dev/nvidia0: no GPU, or no driver", _hand_in(machine))
@@ -40,7 +40,7 @@ def device_nodes(machine: SystemInfo) -> CheckResult:
 
 def _hand_in(machine: SystemInfo) -> str:
     """The command that brings the driver here: into this container, or onto this machine."""
-    return "docker run --gpus all -it IMAGE" if machine.in_container else INSTALL_DRIVER
+    return machine.docker_run("--gpus all") if machine.in_container else INSTALL_DRIVER
 
 
 def driver(machine: SystemInfo) -> CheckResult:
@@ -49,7 +49,7 @@ def driver(machine: SystemInfo) -> CheckResult:
     version, newest = (
         re.search(pattern, banner) for pattern in (r"Driver Version:\s*([\d.]+)", r"CUDA Version:\s*([\d.]+)")
     )
-    seen = f"driver {version[1]}, good for CUDA {newest[1]}" if version and newest else ""
+    seen = f"driver {version[1]}, supports CUDA {newest[1]}" if version and newest else ""
     torch = machine.version("torch")
     built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.read_package_file("torch/version.py") or "", re.MULTILINE)
     if torch is not None and built is None:
@@ -67,10 +67,10 @@ def driver(machine: SystemInfo) -> CheckResult:
 
 def products(machine: SystemInfo) -> CheckResult:
     """The GPUs that nvidia-smi lists."""
-    answer = machine.command_result(*nvidia_smi.QUERY)
+    answer = machine.command_result(*device_stats.QUERY)
     if answer.code != 0:
         return problem(
-            f"nvidia-smi does not answer: {answer.last_line}",
+            f"nvidia-smi does not respond: {answer.last_line}",
             _hand_in(machine),
         )
     found = _gpus(machine)
@@ -84,14 +84,12 @@ def memory_in_use(machine: SystemInfo) -> CheckResult:
     found = _gpus(machine)
     if not found:
         return skip("nvidia-smi lists no GPU")
-    full = [
-        f"{gpu.index}: {gpu.memory_used_mb} of {gpu.memory_total_mb} MB"
-        for gpu in found
-        if gpu.memory_used_mb > FOREIGN_SHARE * gpu.memory_total_mb
-    ]
+    crowded = [gpu for gpu in found if gpu.memory_used_mb > FOREIGN_SHARE * gpu.memory_total_mb]
+    full = [f"{gpu.index}: {gpu.memory_used_mb} of {gpu.memory_total_mb} MB" for gpu in crowded]
     if full:
+        free = [str(gpu.index) for gpu in found if gpu not in crowded]
         used = "; ".join([f"in use: {', '.join(full)}", *_processes(machine)])
-        return warning(used, "wait, end them, or choose free ones: export CUDA_VISIBLE_DEVICES=…")
+        return warning(used, wait_or_choose("CUDA_VISIBLE_DEVICES", free))
     return ok(f"{len(found)} free")
 
 
@@ -99,13 +97,13 @@ def topology(machine: SystemInfo) -> CheckResult:
     """How the GPUs reach one another."""
     if count(machine) < 2:
         return skip("fewer than two GPUs")
-    kinds = nvidia_smi.links(machine.command_result("nvidia-smi", "topo", "-m").out)
+    kinds = device_stats.links(machine.command_result("nvidia-smi", "topo", "-m").out)
     seen = ", ".join(f"{count_noun(number, 'pair')} {kind}" for kind, number in kinds.items())
     return ok(seen) if kinds else unknown("no matrix of GPUs in what nvidia-smi topo -m printed")
 
 
-def _gpus(machine: SystemInfo) -> list[nvidia_smi.Gpu]:
-    return nvidia_smi.parse_query(machine.command_result(*nvidia_smi.QUERY).out)
+def _gpus(machine: SystemInfo) -> list[device_stats.Gpu]:
+    return device_stats.parse_query(machine.command_result(*device_stats.QUERY).out)
 
 
 def _processes(machine: SystemInfo) -> Iterator[str]:

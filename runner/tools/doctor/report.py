@@ -1,4 +1,4 @@
-"""The report: each finding, then steps in order, then the devices that are ready; or all as JSON."""
+"""What a check returns; the report: findings, steps in order, ready devices; or all as JSON."""
 
 from __future__ import annotations
 
@@ -7,11 +7,78 @@ import os
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
 from itertools import groupby
 from typing import TextIO
 
-from runner.tools.doctor.check_result import ANY_DEVICE, CheckStatus, ReportEntry, skip
 from runner.tracker.text import count_noun
+
+ANY_DEVICE = "any device"  # the group of checks that every device needs
+
+
+class CheckStatus(StrEnum):
+    """ok; warning = works, with a remark; problem = cannot work; unknown; skipped; bug = of this project."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+    UNKNOWN = "unknown"
+    SKIPPED = "skipped"
+    BUG = "bug"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The answer of one check: what was seen, and what to type where something is to be done."""
+
+    verdict: CheckStatus
+    evidence: str
+    remedy: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportEntry:
+    """A finding in the report: which check of which group made it."""
+
+    group: str
+    check: str
+    finding: CheckResult
+
+    def record(self) -> dict[str, str | None]:
+        """As plain data."""
+        return {"group": self.group, "check": self.check, **asdict(self.finding)}
+
+
+def ok(evidence: str) -> CheckResult:
+    """Nothing to do."""
+    return CheckResult(CheckStatus.OK, evidence)
+
+
+def warning(evidence: str, remedy: str | None = None) -> CheckResult:
+    """It works, and something is to be known."""
+    return CheckResult(CheckStatus.WARNING, evidence, remedy)
+
+
+def problem(evidence: str, remedy: str) -> CheckResult:
+    """It cannot work until the remedy is done."""
+    return CheckResult(CheckStatus.PROBLEM, evidence, remedy)
+
+
+def unknown(evidence: str, remedy: str | None = None) -> CheckResult:
+    """Not established: the tables or the machine do not say."""
+    return CheckResult(CheckStatus.UNKNOWN, evidence, remedy)
+
+
+def skip(evidence: str) -> CheckResult:
+    """Does not apply here."""
+    return CheckResult(CheckStatus.SKIPPED, evidence)
+
+
+def wait_or_choose(variable: str, free: Sequence[str]) -> str:
+    """What to do where others use devices: wait, or name the free ones in a variable."""
+    return "wait, or stop them" + (f"; or use the free ones: export {variable}={','.join(free)}" if free else "")
+
 
 FORMAT = 1  # of --json; grows when a field changes its meaning or goes
 COLOURS = {
@@ -99,7 +166,7 @@ def _why_not_ready(entries: Sequence[ReportEntry], device: str) -> str | None:
     if problems:
         return f"not ready: {count_noun(problems, 'problem')}"
     tried = any(e.group == f"trial on {device}" and e.finding.verdict is CheckStatus.OK for e in entries)
-    return None if tried else "nothing against it, but not tried"
+    return None if tried else "no problem found, but not tested"
 
 
 def _lines(entry: ReportEntry, coloured: bool) -> list[str]:
@@ -126,10 +193,10 @@ def _ending(entries: Sequence[ReportEntry], devices: Sequence[str]) -> Iterator[
     found = (entry.finding for entry in entries if entry.finding.verdict is CheckStatus.WARNING)
     look = dict.fromkeys(finding.remedy for finding in found if finding.remedy is not None)
     if fixes := list(numbered_steps(entries)):
-        yield "to do, in this order"
+        yield "do this, in order"
         yield from (*fixes, "")
     if look:
-        yield "worth a look"
+        yield "check these"
         yield from (f"  {line}" for line in look)
         yield ""
     for device, state in readiness(entries, devices).items():

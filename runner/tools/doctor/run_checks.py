@@ -11,27 +11,16 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+from runner.core import device_kinds
+from runner.core.device_kinds import VARIABLES
 from runner.core.errors import RunnerError
-from runner.device import device_kinds
-from runner.device.device_kinds import VARIABLES
-from runner.tools.doctor import (
-    ascend,
-    cann,
-    driver,
-    env_variables,
-    host,
-    imports,
-    nvidia,
-    packages,
-    rollout_stack,
-    smoke_tests,
-)
-from runner.tools.doctor.check_result import ANY_DEVICE, CheckResult, CheckStatus, ReportEntry, ok, problem, skip
+from runner.tools.doctor import cann, driver, env_variables, nvidia, packages, smoke_tests, system_info
+from runner.tools.doctor.report import ANY_DEVICE, CheckResult, CheckStatus, ReportEntry, ok, problem, skip
 from runner.tools.doctor.system_info import SIMULATED_CARDS, SystemInfo, trial_simulator
 
 Check = tuple[str, Callable[[SystemInfo], CheckResult]]
 
-HOST: tuple[Check, ...] = (("platform", host.platform),)
+HOST: tuple[Check, ...] = (("platform", system_info.system_platform),)
 NPU_VARIABLES: tuple[Check, ...] = (
     ("allocator", partial(env_variables.allocator, kind=device_kinds.NPU)),
     ("HCCL time-outs", env_variables.timeouts),
@@ -41,10 +30,10 @@ NPU_VARIABLES: tuple[Check, ...] = (
 NPU: tuple[Check, ...] = (
     ("device files", driver.device_nodes),
     ("driver, firmware", driver.driver),
-    ("npu-smi", ascend.products),
-    ("in use", ascend.memory_in_use),
-    ("topology", ascend.topology),
-    ("numbering", ascend.numbering),
+    ("npu-smi", driver.products),
+    ("in use", driver.memory_in_use),
+    ("topology", driver.topology),
+    ("numbering", driver.numbering),
     ("CANN", cann.toolkit),
     ("CANN operators", cann.operators),
     ("CANN environment", cann.cann_environment),
@@ -55,12 +44,12 @@ NPU: tuple[Check, ...] = (
     ("torch_npu, CANN", packages.torch_npu_and_cann),
     ("vllm, vllm-ascend", packages.vllm_pair),
     ("wheel, chip", packages.wheel_and_soc),
-    ("engine on NPU", rollout_stack.npu_engine),
-    ("Python", partial(host.python, names=("torch-npu", "vllm", "vllm-ascend"))),
+    ("engine on NPU", packages.npu_engine),
+    ("Python", partial(system_info.python, names=("torch-npu", "vllm", "vllm-ascend"))),
     *NPU_VARIABLES,
     ("visible devices", lambda machine: env_variables.visible(machine, device_kinds.NPU, npu_count)),
     ("container mounts", driver.container_mounts),
-    ("import torch", imports.torch_with_npu),
+    ("import torch", smoke_tests.torch_with_npu),
 )
 CUDA: tuple[Check, ...] = (
     ("device files", nvidia.device_nodes),
@@ -72,18 +61,18 @@ CUDA: tuple[Check, ...] = (
     ("visible devices", partial(env_variables.visible, kind=device_kinds.CUDA, count=nvidia.count)),
 )
 ANY: tuple[Check, ...] = (
-    ("Python", host.python),
-    ("disk", host.disk),
-    ("shared memory", host.shared_memory),
-    ("W&B", host.wandb),
+    ("Python", system_info.python),
+    ("disk", system_info.disk),
+    ("shared memory", system_info.shared_memory),
+    ("W&B", system_info.wandb),
     ("antlr", packages.antlr),
     ("demands", packages.pins),
-    ("vLLM", rollout_stack.vllm),
-    ("Ray", rollout_stack.ray),
-    ("Slurm", rollout_stack.slurm),
-    ("import torch", imports.torch_alone),
+    ("vLLM", packages.vllm),
+    ("Ray", packages.ray),
+    ("Slurm", packages.slurm),
+    ("import torch", smoke_tests.torch_alone),
 )
-IMPORTS = (imports.torch_alone, imports.torch_with_npu)
+IMPORTS = (smoke_tests.torch_alone, smoke_tests.torch_with_npu)
 
 
 def run_checks(machine: SystemInfo, *, trial: bool = True, debug: bool = False) -> Iterator[ReportEntry]:
@@ -95,7 +84,7 @@ def run_checks(machine: SystemInfo, *, trial: bool = True, debug: bool = False) 
     for group, checks in _groups(machine, trial):
         for check, look in checks:
             if wrong and machine.parts and look in IMPORTS:
-                found = skip("first the problems above")
+                found = skip("fix the problems above first")
             else:
                 found = _run_check(look, machine, debug)
             wrong = wrong or found.verdict is CheckStatus.PROBLEM
@@ -112,7 +101,7 @@ def _groups(machine: SystemInfo, trial: bool) -> Iterator[tuple[str, Sequence[Ch
         if machine.elsewhere is None and (machine.wanted == name or (machine.wanted == "auto" and is_present(machine))):
             yield name, checks
         else:
-            asked = machine.elsewhere or f"device={machine.wanted} was asked for"
+            asked = machine.elsewhere or f"not checked: device={machine.wanted} was chosen"
             why = sign if machine.wanted == "auto" and not machine.elsewhere else asked
             yield name, [("", partial(_skip, why=why))]
     yield machine.wanted, () if machine.elsewhere else smoke_tests.plugin_checks(machine.wanted)
@@ -137,7 +126,7 @@ def _part(machine: SystemInfo, preflight: Callable[[], None]) -> CheckResult:
 
 
 def checked_devices(machine: SystemInfo) -> list[str]:
-    """The devices that the examination is about: the one asked for, or all of which there is a sign."""
+    """The devices to check: the requested one, or all that this machine seems to have."""
     if machine.elsewhere:
         return []
     if machine.wanted != "auto":
@@ -148,7 +137,7 @@ def checked_devices(machine: SystemInfo) -> list[str]:
 
 def npu_count(machine: SystemInfo) -> int:
     """How many chips there are: device files, or what npu-smi lists."""
-    info = ascend.info_of(machine)
+    info = driver.info_of(machine)
     return len(machine.nodes) or (len(info.chips) if info else 0)
 
 
@@ -177,5 +166,5 @@ def _bug(error: Exception, debug: bool) -> CheckResult:
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(last.filename).name}:{last.lineno}"
     return CheckResult(
-        CheckStatus.BUG, f"this check failed, which is a bug of ours: {type(error).__name__}: {error} ({place})"
+        CheckStatus.BUG, f"this check failed, which is a bug in this project: {type(error).__name__}: {error} ({place})"
     )

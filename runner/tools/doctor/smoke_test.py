@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 from runner.core.device_kinds import KINDS
 from runner.core.subprocess import ChildProcess, end_with_parent
-from runner.device.torch_npu_import import hide_torch_npu
+from runner.device.process_setup import hide_torch_npu
 from runner.spec.registry import default_registry
 from runner.tools.doctor.system_info import device_config, trial_simulator
 

@@ -1,9 +1,13 @@
-"""Runs the tiny real run (`trial`) in child processes, and judges what they leave."""
+"""Checks that import torch or run a job (`smoke_test`) in a child process; judges what they leave.
+
+An import that fails or aborts is a finding.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import tempfile
 import time
@@ -12,12 +16,61 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from runner.device.device_kinds import VARIABLES
-from runner.device.torch_npu_import import AUTOLOAD
+from runner.core.device_kinds import VARIABLES
+from runner.device.process_setup import AUTOLOAD
 from runner.spec.registry import resolve
-from runner.tools.doctor import ascend, driver, imports, nvidia
-from runner.tools.doctor.check_result import CheckResult, CheckStatus, ok, problem, skip, warning
-from runner.tools.doctor.system_info import CommandResult, SystemInfo, device_config, trial_simulator
+from runner.tools.doctor import driver, nvidia
+from runner.tools.doctor.cann import find_cann
+from runner.tools.doctor.report import CheckResult, CheckStatus, ok, problem, skip, warning
+from runner.tools.doctor.system_info import IMPORT_DEADLINE_S, CommandResult, SystemInfo, device_config, trial_simulator
+
+# -P: a file torch.py in the user's folder is not torch.
+PROGRAM = (sys.executable, "-P", "-c", "import torch; print(torch.__version__)")
+_ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception)): .+$", re.MULTILINE)
+
+
+def torch_alone(machine: SystemInfo) -> CheckResult:
+    """`import torch` without any backend package, as a job on cpu or cuda does it."""
+    if machine.version("torch") is None:
+        return problem("torch is not installed", "pip install -e . -c constraints/cpu.txt")
+    answer = machine.command_result(*PROGRAM, deadline_s=IMPORT_DEADLINE_S, **{AUTOLOAD: "0"})
+    if answer.code != 0:
+        return problem(
+            f"import torch fails: {import_error_cause(answer)}",
+            "pip install --force-reinstall torch -c constraints/cpu.txt",
+        )
+    left_out = " (without torch_npu)" if machine.version("torch-npu") else ""
+    return ok(f"torch {answer.out.strip()} imports{left_out}")
+
+
+def torch_with_npu(machine: SystemInfo) -> CheckResult:
+    """`import torch` as any program does it: torch loads torch_npu on the way."""
+    if machine.version("torch-npu") is None or machine.version("torch") is None:
+        return skip("torch or torch_npu is not installed")
+    answer = machine.command_result(*PROGRAM, deadline_s=IMPORT_DEADLINE_S, **{AUTOLOAD: "1"})
+    if answer.code == 0:
+        return ok(f"torch {answer.out.strip()} imports and loads torch_npu")
+    return problem(
+        f"import torch fails, because it loads torch_npu: {import_error_cause(answer)}", _import_remedy(machine, answer)
+    )
+
+
+def _import_remedy(machine: SystemInfo, answer: CommandResult) -> str:
+    found = find_cann(machine)
+    if "cannot open shared object file" in answer.err:
+        return f"source {found.set_env_script(machine)}" if found else "source /usr/local/Ascend/cann/set_env.sh"
+    if "undefined symbol" in answer.err:
+        return "install the torch, torch_npu and CANN of one row of docs/npu-versions.md"
+    return "run doctor device=npu --no-trial"
+
+
+def import_error_cause(answer: CommandResult) -> str:
+    """The errors of a traceback, the first one first: it is the cause of those that follow."""
+    errors = list(dict.fromkeys(_ERROR.findall(answer.err)))
+    if not errors:
+        return answer.last_line
+    return errors[0] if len(errors) == 1 else f"{errors[0]} (then {errors[-1].partition(':')[0]})"
+
 
 KERNELS_DEADLINE_S = 300.0  # an NPU compiles each operator at its first use
 REDUCE_DEADLINE_S = 150.0
@@ -29,7 +82,7 @@ Trial = tuple[str, Callable[[SystemInfo], CheckResult]]
 
 
 def devices(machine: SystemInfo) -> list[str]:
-    """The kinds of device to try: those asked for, or all there are."""
+    """The kinds of device to test: the requested ones, or all that exist."""
     if machine.wanted != "auto":
         return [machine.wanted]
     present = {"npu": bool(machine.nodes), "cuda": nvidia.count(machine) > 0}
@@ -56,7 +109,7 @@ def plugin_checks(device: str) -> tuple[Trial, ...]:
 
 
 def _is_unlimited(device: str) -> bool:
-    """Whether there are as many of the device as a process asks for."""
+    """Whether a process sees as many devices as expected."""
     return device == "cpu" or trial_simulator(device) is not None
 
 
@@ -72,11 +125,11 @@ def _unless_hopeless(
 def _can_begin(machine: SystemInfo, device: str) -> bool:
     """Whether torch imports for this kind of device, and the driver answers."""
     needed = {
-        "cpu": (imports.torch_alone,),
-        "cuda": (imports.torch_alone, nvidia.products, nvidia.driver),
-        "npu": (driver.device_nodes, ascend.products, imports.torch_with_npu),
+        "cpu": (torch_alone,),
+        "cuda": (torch_alone, nvidia.products, nvidia.driver),
+        "npu": (driver.device_nodes, driver.products, torch_with_npu),
     }
-    own = (imports.torch_alone, *(look for _, look in plugin_checks(device)))
+    own = (torch_alone, *(look for _, look in plugin_checks(device)))
     return all(check(machine).verdict is not CheckStatus.PROBLEM for check in needed.get(device, own))
 
 
@@ -95,10 +148,10 @@ def _kernels(machine: SystemInfo, device: str, expected: int) -> CheckResult:
     answer = _child(machine, "kernels", device, deadline_s=KERNELS_DEADLINE_S)
     records = _records(answer)
     if answer.code != 0 or not records:
-        return problem(f"{_last_record_text(records)}{imports.import_error_cause(answer)}", _remedy(device))
+        return problem(f"{_last_record_text(records)}{import_error_cause(answer)}", _remedy(device))
     wrong = [f"{r['what']} on {r['device']} is off by {r['error']:.1e}" for r in records if not r["good"]]
     if wrong:
-        return problem("; ".join(wrong), f"a device that computes wrongly: try it alone{LOGS.get(device, '')}")
+        return problem("; ".join(wrong), f"a device computes wrong values: test it alone{LOGS.get(device, '')}")
     count = len({r["device"] for r in records})
     if count < expected:
         return problem(f"torch sees {count} of {expected} devices", _remedy(device))
@@ -113,7 +166,7 @@ def _all_reduce(machine: SystemInfo, device: str, world: int) -> CheckResult:
     records = _records(answer)
     if answer.code == 0 and records:
         return ok(f"{records[0]['backend']} sums over {world} process{'es' if world > 1 else ''}")
-    text = f"{world} processes could not sum: {imports.import_error_cause(answer)}"
+    text = f"{world} processes could not all-reduce: {import_error_cause(answer)}"
     if device == "cpu":
         return warning(text, "export GLOO_SOCKET_IFNAME=lo")
     return problem(text, _remedy(device))
@@ -128,7 +181,9 @@ def _step(machine: SystemInfo, device: str, index: int) -> CheckResult:
         seconds = time.perf_counter() - begin
         loss = _loss(Path(folder))
     if answer.code != 0 or loss is None or not math.isfinite(loss):
-        return problem(f"run device={device} steps=1 ended with {answer.code}: {_error_text(answer)}", _remedy(device))
+        return problem(
+            f"run device={device} steps=1 failed with code {answer.code}: {_error_text(answer)}", _remedy(device)
+        )
     return ok(f"one step of model=tiny, a checkpoint and an export in {seconds:.0f} s; loss {loss:.2f}")
 
 

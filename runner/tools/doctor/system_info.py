@@ -2,6 +2,8 @@
 
 Nothing here imports what it describes: versions come from package metadata, and whatever may fail on import runs in a
 child process with a deadline.
+
+The checks of the machine as such stand below them: system, Python, container, disk, shared memory, Weights & Biases.
 """
 
 from __future__ import annotations
@@ -12,16 +14,21 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, cast
 
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from runner.core.device_kinds import NPU
 from runner.core.subprocess import ChildProcess, descendants, kill
 from runner.device.config import DeviceConfig
-from runner.device.device_kinds import NPU
 from runner.spec.registry import default_registry
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, warning
+from runner.tools.doctor.versions import PYTHON, release
 
 SIMULATED_CARDS = 2  # that the trial of a simulated device has
 COMMAND_DEADLINE_S = 30.0
@@ -41,7 +48,7 @@ class CommandResult:
     def last_line(self) -> str:
         """The line that usually says what went wrong."""
         lines = [line.strip() for line in (self.err or self.out).splitlines() if line.strip()]
-        return lines[-1] if lines else f"ended with {self.code} and said nothing"
+        return lines[-1] if lines else f"exited with code {self.code} and printed nothing"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ class SystemInfo:
     """A frozen view of one machine; tests build one from fixtures, `current_system` reads the real one."""
 
     wanted: str = "auto"  # the name of a device
-    sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = nobody said
+    sampler: str | None = None  # what a job is meant to sample with, and to be launched by; None = not set
     launch: str | None = None
     elsewhere: str | None = None  # why a job's processes do not run on this machine
     parts: tuple[tuple[str, Callable[[], None]], ...] = ()  # what the parts of a job check themselves
@@ -78,7 +85,7 @@ class SystemInfo:
     free_bytes: Callable[[Path], int] = field(default=lambda path: shutil.disk_usage(path).free)
     total_bytes: Callable[[Path], int] = field(default=lambda path: shutil.disk_usage(path).total)
     may: Callable[[Path, int], bool] = field(default=os.access)
-    run: RunCommand = field(default=lambda words, deadline_s, extra: CommandResult(None, err="no command can be run"))
+    run: RunCommand = field(default=lambda words, deadline_s, extra: CommandResult(None, err="commands cannot be run"))
 
     def path(self, name: str) -> Path:
         """A path of the machine, `/dev/davinci0`."""
@@ -99,6 +106,13 @@ class SystemInfo:
         """The machine's paths that match, sorted by number where they end in one."""
         found = ["/" + str(path.relative_to(self.root)) for path in self.root.glob(pattern.lstrip("/"))]
         return sorted(found, key=lambda name: (len(name), name))
+
+    def docker_run(self, *flags: str) -> str:
+        """The command that starts this container's image with more flags; a container's name is its host name."""
+        name = (self.read("/etc/hostname") or "").strip()
+        note = "on the host" if name else "on the host; CONTAINER: see docker ps"
+        image = f"$(docker inspect -f '{{{{.Config.Image}}}}' {name or 'CONTAINER'})"
+        return f"docker run {' '.join(flags)} -it {image}  # {note}"
 
     def command_result(self, *words: str, deadline_s: float = COMMAND_DEADLINE_S, **extra: str) -> CommandResult:
         """How a command ended. `extra` is added to its environment."""
@@ -180,7 +194,7 @@ def run_command(words: Sequence[str], deadline_s: float, extra: Mapping[str, str
     except subprocess.TimeoutExpired:
         _kill_tree(process)
         out, err = process.communicate()
-        said = "\n".join([*err.decode(errors="replace").strip().splitlines()[-1:], f"no end after {deadline_s:.0f} s"])
+        said = "\n".join([*err.decode(errors="replace").strip().splitlines()[-1:], f"timeout after {deadline_s:.0f} s"])
         return CommandResult(None, out.decode(errors="replace"), said, late=True)
     except BaseException:
         _kill_tree(process)
@@ -201,3 +215,96 @@ def _cache_results(run: RunCommand) -> RunCommand:
         return run(words, deadline_s, dict(extra))
 
     return lambda words, deadline_s, extra: once(tuple(words), deadline_s, tuple(sorted(extra.items())))
+
+
+GB = 10**9
+PROJECT = "posttrain-run"
+SHELF = 32 * GB  # two versions of a model of 7 billion in bfloat16
+ARCHITECTURES = ("x86_64", "aarch64")
+
+
+def system_platform(machine: SystemInfo) -> CheckResult:
+    """Linux on a processor that torch_npu has wheels for."""
+    seen = f"{machine.system} {machine.kernel} {machine.arch}".replace("  ", " ")
+    if machine.system != "Linux":
+        return warning(f"{seen}; only Linux is tested, and NPUs need it")
+    if machine.arch not in ARCHITECTURES:
+        return warning(f"{seen}; wheels of torch and torch_npu exist for {' and '.join(ARCHITECTURES)}")
+    return ok(seen)
+
+
+def python(machine: SystemInfo, names: Sequence[str] = (PROJECT, "torch", "transformers")) -> CheckResult:
+    """A Python that these packages take."""
+    version = ".".join(map(str, machine.python))
+    there = [name for name in names if name in machine.packages]
+    if not there:
+        return skip(f"{names[0]} is not installed")
+    refused = [f"{name} {machine.version(name)} needs {wants}" for name, wants in _takes(machine, there)]
+    if refused:
+        return problem(f"{version}; {'; '.join(refused)}", "python3.11 -m venv .venv && .venv/bin/pip install -e .")
+    return ok(f"{version}, supported by {', '.join(there)}")
+
+
+def _takes(machine: SystemInfo, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Those of these packages that do not take this Python, and which ones they do."""
+    version = ".".join(map(str, machine.python))
+    for name in names:
+        package = machine.packages.get(name)
+        if package and package.python and version not in SpecifierSet(package.python):
+            yield name, package.python
+        elif package and name == "torch-npu":
+            low, high = PYTHON.get(".".join(release(package.version).split(".")[:2]), ("0", "99"))
+            if not Version(low) <= Version(f"{machine.python[0]}.{machine.python[1]}") <= Version(high):
+                yield name, f"{low} to {high}"
+
+
+def disk(machine: SystemInfo) -> CheckResult:
+    """Room for checkpoints where the command is run."""
+    free = machine.free_bytes(machine.work)
+    seen = f"{free / GB:.1f} GB free in {machine.work}"
+    if not machine.may(machine.work, os.W_OK):
+        return problem(f"{machine.work} is not writable", "cd to your own folder; runs are written to ./outputs")
+    if free < 0.2 * GB:
+        return problem(f"{seen}: not enough for any checkpoint", "free some space, or cd to another disk")
+    if free < 20 * GB:
+        return warning(
+            f"{seen}; a full checkpoint of a 0.6 B model needs 7 GB, of a 7 B model 90 GB",
+            "checkpoint.keep=1 adapter=lora, or cd to a larger disk",
+        )
+    return ok(seen)
+
+
+def shared_memory(machine: SystemInfo) -> CheckResult:
+    """Processes of one machine talk through /dev/shm; containers get 64 MB of it."""
+    if not machine.exists("/dev/shm"):
+        return warning("no /dev/shm: processes of one machine cannot share memory", "mount -t tmpfs tmpfs /dev/shm")
+    total = machine.total_bytes(machine.path("/dev/shm"))
+
+    def enlarge(size: int) -> str:
+        in_place = f"mount -o remount,size={size}G /dev/shm"
+        return machine.docker_run(f"--shm-size={size}g") if machine.in_container else in_place
+
+    if total < 1 * GB:
+        return warning(f"/dev/shm has {total / 10**6:.0f} MB: too little for several processes", enlarge(16))
+    if machine.sampler == "vllm" and total < SHELF:
+        return warning(
+            f"/dev/shm has {total / GB:.1f} GB; weights for engines are stored there (15 GB per version of 7 billion "
+            "in bfloat16), else in the run's folder",
+            enlarge(64),
+        )
+    return ok(f"/dev/shm has {total / GB:.1f} GB")
+
+
+def wandb(machine: SystemInfo) -> CheckResult:
+    """The default tracker: installed, and whether its variables say other than the job will."""
+    version = machine.version("wandb")
+    if version is None:
+        return warning("not installed: a run continues without it", "pip install wandb, or tracker=none")
+    overruled = [name for name in ("WANDB_MODE", "WANDB_DISABLED") if name in machine.environment]
+    if overruled:
+        named = ", ".join(f"{name}={machine.environment[name]}" for name in overruled)
+        return warning(f"{version}; {named} has no effect: a job's tracker.mode is used", f"unset {overruled[0]}")
+    home = machine.environment.get("HOME", "/root")
+    known = "WANDB_API_KEY" in machine.environment or "api.wandb.ai" in (machine.read(f"{home}/.netrc") or "")
+    how = "an API key is set" if known else "no API key: for tracker.mode=online, wandb login"
+    return ok(f"{version}, offline by default; {how}")

@@ -111,7 +111,7 @@ def relative(recorded: float, here: float) -> float:
 def refuse_other_job(recorded: Mapping[str, object], spec: JobSpec) -> None:
     """Raise SpecError naming every option that is not as recorded and may not differ."""
     now, before = dict(iter_leaves(spec.model_dump(mode="json"))), dict(iter_leaves(recorded))
-    text = "was recorded as {}, is {}; leave it out, or record again with it"
+    text = "was recorded as {}, now {}; leave it out, or record again with it"
     problems = [
         Problem(key, text.format(before.get(key), now.get(key)), COMMAND_LINE)
         for key in {**before, **now}
@@ -124,11 +124,11 @@ def refuse_other_job(recorded: Mapping[str, object], spec: JobSpec) -> None:
 def refuse_other_start(recorded: Recording, here: Recording) -> None:
     """Raise DataError for other data, CheckpointError for other weights: then no number could be compared."""
     if recorded.made["data"] != here.made["data"]:
-        raise DataError("the data (or its tokenizer) is not that of the recording; copy it here, or record again")
+        raise DataError("the data (or its tokenizer) differs from the recording; copy it here, or record again")
     for role, origin in here.made["frozen"].items():
         before = recorded.made["frozen"][role]
         if other := [name for name, value in origin.items() if before.get(name, value) != value]:
-            raise CheckpointError(f"the {role} is not that of the recording: another {', '.join(other)}; copy it here")
+            raise CheckpointError(f"the {role} differs from the recording: other {', '.join(other)}; copy it here")
     weights, now = recorded.of_kind("weight"), here.of_kind("weight")
     rounded = recorded.spec["model"]["dtype"] != here.spec["model"]["dtype"]  # which frozen weights are stored in
     apart = [
@@ -138,8 +138,8 @@ def refuse_other_start(recorded: Recording, here: Recording) -> None:
     ]
     if apart:
         raise CheckpointError(
-            f"{len(apart)} of {len(weights)} weights are not those of the recording, the first of them {apart[0]}: "
-            "another model, or another file of it; copy it here, or record again"
+            f"{len(apart)} of {len(weights)} weights differ from the recording, the first is {apart[0]}: another "
+            "model, or another version of it; copy it here, or record again"
         )
 
 
@@ -225,7 +225,7 @@ def comparison_lines(comparison: Comparison, recorded: Recording, here: Recordin
     yield f"\n{_series_text(comparison.series)}, and the norm of the gradient"
     yield from _table([HEAD, *_rows(comparison)])
     if comparison.ended is not None:
-        yield f"ended early here: {comparison.ended}"
+        yield f"stopped early here: {comparison.ended}"
     yield f"\nmean relative error {_percent(comparison.loss_error)} (tolerance {_percent(tolerance)})"
     yield from _sampler(recorded.steps, here.steps)
     gaps = {"output": comparison.outputs, "gradient": comparison.gradients}
@@ -242,7 +242,7 @@ def disagreement_text(comparison: Comparison, tolerance: float) -> str:
     """Why they disagree, and where to look."""
     said = []
     if comparison.ended is not None:
-        said.append("here the steps ended early, with a number that is not finite")
+        said.append("here the steps stopped early, because a value is not finite")
     elif comparison.loss_error > tolerance:
         said.append(f"the mean relative error {_percent(comparison.loss_error)} is above the tolerance")
     if gap := comparison.first_output:
@@ -251,24 +251,22 @@ def disagreement_text(comparison: Comparison, tolerance: float) -> str:
         text = f"first in the backward pass: the gradient of {gap.name} differs by {gap.distance:.2g}"
         said.append(f"{text} (bound {comparison.bounds.gradient:g})")
     if comparison.first_output is None and comparison.first_gradient is None:
-        said.append("no module and no gradient of step 1 is beyond its bound: look at the optimizer, and at the sizes")
-    return "the two disagree\n  " + "\n  ".join(said)
+        said.append("no module and no gradient of step 1 exceeds its bound: check the optimizer, and the sizes")
+    return "the two devices disagree\n  " + "\n  ".join(said)
 
 
 def _gap_text(gap: TensorGap, comparison: Comparison) -> str:
     bound = comparison.bounds.output
     if gap.shapes is not None:
         recorded, here = gap.shapes
-        return (
-            f"{gap.name}, whose output is {list(recorded)} recorded and {list(here)} here: see what was decided above"
-        )
+        return f"{gap.name}, whose output is {list(recorded)} recorded and {list(here)} here: see the choices above"
     text = f"{gap.name}, whose output differs by {gap.distance:.2g} (bound {bound:g})"
     if gap.taken is None:
         return text
     if gap.taken <= bound:
         return f"{text} while its input differs by {gap.taken:.2g}"
     owner = gap.name.rpartition(".")[0] or "the model"
-    return f"{text}; its input differs as much ({gap.taken:.2g}): it is what {owner} computes before it"
+    return f"{text}; its input differs as much ({gap.taken:.2g}): the cause is what {owner} computes before it"
 
 
 def _percent(share: float) -> str:
@@ -277,10 +275,10 @@ def _percent(share: float) -> str:
 
 def _summary(gaps: Sequence[TensorGap], bound: float) -> str:
     if not gaps:
-        return "none was seen on both sides"
+        return "none ran on both sides"
     worst = max(gaps, key=lambda gap: gap.distance)
     beyond = sum(gap.distance > bound for gap in gaps)
-    most = "equal to the bit" if worst.distance == 0 else f"largest difference {worst.distance:.2g} ({worst.name})"
+    most = "equal bit for bit" if worst.distance == 0 else f"largest difference {worst.distance:.2g} ({worst.name})"
     return f"{len(gaps)} compared, {beyond} beyond the bound {bound:g}; {most}"
 
 

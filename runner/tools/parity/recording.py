@@ -94,7 +94,7 @@ class Recording:
           frozen models come from
     steps: the numbers of each step; experiences: what sampled algorithms trained on, as `Algorithm.encode` gives it
     prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see
-    `runner.tools.parity.module_hooks`) ended: why it has fewer steps than were asked for
+    `runner.tools.parity.replay`) ended: why it has fewer steps than requested
     """
 
     spec: Mapping[str, Any]
@@ -109,7 +109,7 @@ class Recording:
         """What to say where no step had a gradient, so that none can be compared."""
         if any(step["train/grad_norm"] for step in self.steps):
             return None
-        return "no recorded step had a gradient (no answers to one prompt differed in reward?): only outputs can differ"
+        return "no recorded step had a gradient (equal rewards in all groups?): only outputs can differ"
 
     def of_kind(self, kind: str) -> dict[str, TensorSketch]:
         """The prints of one kind, by `ROLE/NAME`."""
@@ -142,20 +142,20 @@ def write(path: Path, recording: Recording) -> None:
 def read(path: Path) -> Recording:
     """Read a recording. Raises EnvironmentProblem if there is none, DataError if it is damaged."""
     if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; a recording is made with: run parity --record {path}")
+        raise EnvironmentProblem(f"{path}: no such file; to record one, type: run parity --record {path}")
     try:
         with safe_open(path, framework="np") as file:
             said = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: no recording, or a damaged one ({error}); record again") from error
+        raise DataError(f"{path}: not a recording, or damaged ({error}); record again") from error
     if ENTRY not in said:
-        raise DataError(f"{path}: safetensors, and no recording; one is made with: run parity --record FILE")
+        raise DataError(f"{path}: safetensors, but not a recording; to record one, type: run parity --record FILE")
     if said.get(DIGEST) != _digest(said[ENTRY], tensors):
-        raise DataError(f"{path}: damaged: it does not match its own checksum; copy it again, or record again")
+        raise DataError(f"{path} is damaged: its checksum does not match; copy it again, or record again")
     header = json.loads(said[ENTRY])
     if header["format"] != FORMAT:
-        raise DataError(f"{path} has format {header['format']}, this version reads {FORMAT}; record again with it")
+        raise DataError(f"{path} has format {header['format']}, but this version reads {FORMAT}; record again with it")
     return _recording(header, tensors)
 
 

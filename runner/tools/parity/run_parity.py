@@ -55,10 +55,10 @@ def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Cal
 
 def _refuse_unsupported(spec: JobSpec) -> None:
     if spec.launch.world > 1:
-        text = f"run parity is one process, and this job is {spec.launch.world}"
+        text = f"run parity uses one process, but this job has {spec.launch.world}"
         raise SpecError([Problem("launch.devices", f"{text}; type launch.devices=1 launch.nodes=1 parallelism=single")])
     if spec.model.compile:
-        text = "run parity watches every module, and compiled layers have none inside; leave it out"
+        text = "run parity hooks every module, but compiled layers have no modules inside; leave it out"
         raise SpecError([Problem("model.compile", text)])
 
 

@@ -47,7 +47,7 @@ class MemoryBand:
 class Estimate:
     """The plan of one rank; of pipeline stages, the one with the most memory.
 
-    models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what lies in /dev/shm of rank
+    models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what is in /dev/shm of rank
     0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
     sampling takes at least; found: where the model's shape is from; left_out: what is part of the job and not counted
     """
@@ -97,7 +97,7 @@ def _band(tensors: int, pooled: int, card: Card) -> MemoryBand:
 
 
 def _communicators(mesh: Mesh) -> int:
-    """Of a rank: one for each different set of ranks that it speaks to, but for pieces of experts."""
+    """Of a rank: one for each set of ranks that it communicates with, except for shards of experts."""
     sets = [families for name, families in mesh.groups().items() if name != "expert_pieces"]
     return len({tuple(families) for families in (mesh.rank_groups(*mesh.dims), *sets) if len(families[0]) > 1})
 

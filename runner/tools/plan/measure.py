@@ -36,6 +36,7 @@ from runner.tools.plan.model import (
 from runner.tools.plan.rank_layout import RankLayout
 
 BETWEEN = "layers between"
+ASSUMED_LENGTH = 1024  # tokens of an item where data.max_length is null: a plan reads no data
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def needed_outputs(spec: JobSpec, head: Head) -> frozenset[str]:
 
 def longest_row_tokens(spec: JobSpec) -> int:
     """Tokens of the longest row, its answer included."""
-    return spec.data.max_length + spec.sampler.answer_tokens()
+    return (spec.data.max_length or ASSUMED_LENGTH) + spec.sampler.answer_tokens()
 
 
 def micro_batch(spec: JobSpec, ranks: int = 1) -> Batch:

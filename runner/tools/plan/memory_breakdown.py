@@ -74,12 +74,10 @@ class MemoryBreakdown:
         pieces = sum(part.bytes for part in self._parts().values()) + states
         inputs = len(self.stage.layers) * self._tokens() * self.shape.get_text_config().hidden_size * size
         found = [
-            MemoryTerm("pieces, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
+            MemoryTerm("shards, their gradients and optimizer state", pieces if self.spread.offloaded else 0),
             MemoryTerm("layers' inputs", inputs if self.spec.model.activation_offloading else 0),
-            MemoryTerm(
-                "a copy of what a checkpoint is written from", states if self.spec.checkpoint.asynchronous else 0
-            ),
-            MemoryTerm("the weights of an engine that sleeps", self._asleep()),
+            MemoryTerm("a copy of the state for a checkpoint", states if self.spec.checkpoint.asynchronous else 0),
+            MemoryTerm("the weights of a sleeping engine", self._asleep()),
         ]
         return [term for term in found if term.bytes]
 
@@ -108,13 +106,13 @@ class MemoryBreakdown:
         ahead = self.spec.algorithm.steps_ahead()
         here = ahead and self.spec.sampler.shares_model and not self.spec.launch.samplers
         copies = (ahead + 1) * next(iter(self.own.values())).all.trained_bytes if here else 0
-        versions = MemoryTerm("versions for sampling ahead", copies)
+        versions = MemoryTerm("weight versions for algorithm.lag", copies)
         if self.spread.offloaded:
             return [versions]
         trainable = self._trained_bytes()
         return [
             MemoryTerm("trainable weights", trainable),
-            MemoryTerm("weights that do not", sum(part.frozen_bytes for part in self._parts().values())),
+            MemoryTerm("frozen weights", sum(part.frozen_bytes for part in self._parts().values())),
             MemoryTerm("optimizer state", self._state_bytes()),
             versions,
         ]
@@ -137,8 +135,8 @@ class MemoryBreakdown:
             MemoryTerm("activations of micro-batches in flight", waiting),
             MemoryTerm("logits", taken["logits"]),
             MemoryTerm("gradients", 0 if self.spread.offloaded else taken["gradients"]),
-            MemoryTerm("layers gathered from other ranks", gathered.gathered_bytes(compute_dtype(self.spec).itemsize)),
-            MemoryTerm("gradients on their way to other ranks", gathered.trained_bytes),
+            MemoryTerm("layers gathered by FSDP", gathered.gathered_bytes(compute_dtype(self.spec).itemsize)),
+            MemoryTerm("gradients in communication", gathered.trained_bytes),
             *self._exchange_terms(),
         ]
 
@@ -187,7 +185,7 @@ def frozen_model_terms(
     for role, one in spec.algorithm.frozen_models().items():
         way = one.mode or ("copy" if spec.adapter.trains_base else "adapter")
         if one.path is not None and one.path.startswith("recipe:"):
-            left_out.append(f"the {role} of {one.path}, which is not there yet")
+            left_out.append(f"the {role} of {one.path}, which does not exist yet")
         elif one.path is not None:
             other = model_weights(spec, "lm", published_config(one.path, one.revision)[0], trains=False)
             size = DTYPES[one.dtype or spec.model.compute_dtype].itemsize
@@ -201,7 +199,7 @@ def frozen_model_terms(
     if spec.reward.runs_model:
         left_out.append("the reward model")
     if spec.sampler.served:
-        left_out.append("the server that samples")
+        left_out.append("the server of sampler=server")
     return terms, left_out
 
 

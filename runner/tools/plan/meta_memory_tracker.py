@@ -93,7 +93,7 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, *, dtype: torch.d
     return fused(query.to(dtype), key.to(dtype), value.to(dtype))
 
 
-BLOCK = 512  # bytes: the step in which the allocators of CUDA and NPU hand out memory
+BLOCK = 512  # bytes: the granularity of the allocators of CUDA and NPU
 META = torch.device("meta")
 Kind = Literal["activations", "logits", "gradients"]
 

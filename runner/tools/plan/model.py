@@ -19,10 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.npu_fused import install_fused_ops
+from runner.inference.model_source import resolve_model_path
 from runner.model import tiny
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig, SmallConfig
 from runner.model.initial_weights import DTYPES
+from runner.model.model_folder import adapter_base, is_adapter
+from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
 from runner.spec.base import Head
@@ -40,17 +43,38 @@ def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
     if isinstance(config, SmallConfig):
         return tiny.architecture(config, tiny.tokenizer(config)), f"model={config.name}"
     if not isinstance(config, HfConfig):
-        raise SpecError([Problem(key, f"a plan can be made for model=hf, tiny and tiny_moe, not for {config.name}")])
+        raise SpecError([Problem(key, f"run plan supports model=hf, tiny and tiny_moe, not {config.name}")])
     if config.trust_remote_code:
-        text = "a plan runs no code of a model's own; it can be made for the architectures that transformers has"
+        text = "run plan runs no code of a model folder; it supports the architectures in transformers"
         raise SpecError([Problem(f"{key}.trust_remote_code", text)])
-    return published_config(config.path, config.revision)
+    return published_config(config.path, config.revision, config.base)
 
 
-def published_config(path: str, revision: str | None = None) -> tuple[Any, str]:
-    """The config of a folder or hub id, and where it was found; the hub itself is tried last."""
-    if Path(path).expanduser().exists():
-        return _read(str(Path(path).expanduser()), revision, local=True), "its folder"
+def resolve_local_sources(spec: JobSpec) -> JobSpec:
+    """The spec with the local folders that model.path and init_from mean; nothing is downloaded.
+
+    Raises SpecError or CheckpointError for a run without an export or a damaged folder.
+    """
+    first = spec.init_from and _local_folder(spec.init_from, "init_from")
+    return spec.model_copy(update={"model": spec.model.with_resolved_source(_local_folder), "init_from": first})
+
+
+def _local_folder(path: str, key: str, base: str | None = None) -> str:
+    """The folder that a run, an export or an adapter on this machine means; any other name as it is."""
+    here = path == "latest" or Path(path).expanduser().exists()
+    return resolve_model_path(path, key, base) if here else path
+
+
+def published_config(path: str, revision: str | None = None, base: str | None = None) -> tuple[Any, str]:
+    """The config of a folder or hub id, and where it was found; the hub itself is tried last.
+
+    That of an adapter is its base's: `base`, or the one that the adapter names.
+    """
+    path = _local_folder(path, "model.path", base)
+    if is_adapter(path):
+        return published_config(base or adapter_base(path))
+    if Path(path).exists():
+        return _read(path, revision, local=True), "its folder"
     try:
         return AutoConfig.from_pretrained(path, revision=revision, local_files_only=True), "the hub's cache"
     except (OSError, ValueError):
@@ -66,7 +90,7 @@ def _read(path: str, revision: str | None, local: bool) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise EnvironmentProblem(
             f"the shape of {path} is not known here: {reason}\n"
-            "  give a folder with its config.json (the weights are not read): model.path=FOLDER"
+            "  type model.path=FOLDER with its config.json (the weights are not read)"
         ) from error
 
 
@@ -89,6 +113,9 @@ def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool
     quiet = Decisions()
     if fused := spec.device.fused_operators:
         install_fused_ops(module, fused, MetaOperators(), quiet)
+    continued = next((path for path in (spec.init_from, spec.model.source) if path and is_adapter(path)), None)
+    if adapted and continued is not None:
+        module = attach_adapter(module, Path(continued), head=head)
     model = kind(module, None, spec.model, seed=0, decide=quiet)
     if adapted:
         model = default_registry().factory(spec.adapter)(spec.adapter, model, decide=quiet)

@@ -2,7 +2,7 @@
 
 The grid of ranks as it is printed: which rank holds which part of a model, and on which machine.
 
-stage 0, copy 1:  rank [(4 5) (6 7)]     parts of a copy side by side; [ ] share each row's tokens, ( ) each layer
+stage 0, replica 1:  rank [(4 5) (6 7)]  shards of a replica side by side; [ ] context parallel, ( ) tensor parallel
 sampler 0:  device (8 9)                 one that only samples, over two devices
 """
 
@@ -17,6 +17,7 @@ from runner.device.cards import GIB, Card
 from runner.parallelism.mesh import Mesh
 from runner.spec.job import JobSpec
 from runner.tools.plan.estimate import FRAGMENTATION, Estimate, MemoryBand
+from runner.tools.plan.measure import ASSUMED_LENGTH
 from runner.tools.plan.rank_layout import StepPhase
 from runner.tools.plan.remedies import Advice
 from runner.tools.plan.rollout_memory import EngineMemory, SamplerDevices
@@ -36,14 +37,16 @@ def plan_lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice 
     yield from table(plan.phases)
     if plan.samplers:
         yield ""
-        yield from table([StepPhase("always", plan.samplers.terms)], "one that only samples, GiB")
+        yield from table([StepPhase("always", plan.samplers.terms)], "one sampling device, GiB")
     yield ""
+    if spec.data.max_length is None:
+        yield f"rows     {ASSUMED_LENGTH} tokens assumed (data.max_length=null, and a plan reads no data)"
     peak = plan.peak
     most = max(peak.terms, key=lambda term: term.bytes)
     share = 100 * most.bytes / peak.bytes
     yield f"peak     {peak.name}: {_gib(peak.bytes)} GiB of tensors, of which {most.name} {share:.0f} %"
     if plan.mesh.pp > 1:
-        yield f"         of {_stage(plan)}, which holds most"
+        yield f"         of {_stage(plan)}, which needs most"
     if plan.engine:
         yield f"engine   {_engine_text(plan.engine)}"
     if card:
@@ -56,35 +59,34 @@ def plan_lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice 
 def _host_lines(spec: JobSpec, plan: Estimate) -> Iterator[str]:
     """What is in the memory of hosts, and what is not in the plan."""
     for term in plan.host:
-        yield f"host     {_gib(term.bytes)} GiB of the host's memory for each rank: {term.name}"
+        yield f"host     {_gib(term.bytes)} GiB of host memory per rank: {term.name}"
     where = "rank 0's machine" if spec.launch.samplers or spec.sampler.served else "each machine"
     for term in plan.shelf:
-        yield f"shelf    {_gib(term.bytes)} GiB of /dev/shm on {where}: {term.name}"
+        yield f"shm      {_gib(term.bytes)} GiB of /dev/shm on {where}: {term.name}"
     if plan.mesh.ep > 1:
-        yield "note     experts are taken to be chosen evenly; where they are not, some ranks compute and hold more"
+        yield "note     the plan assumes evenly used experts; otherwise some ranks need more"
     for part in plan.left_out:
         yield f"note     not counted: {part}"
 
 
 def _engine_text(engine: EngineMemory) -> str:
     """What the engine's keys and values have room for."""
-    said = f"{_gib(engine.pool)} GiB for keys and values, room for {engine.rows} rows of {engine.tokens} tokens"
+    said = f"{_gib(engine.pool)} GiB for the KV cache, room for {engine.rows} sequences of {engine.tokens} tokens"
     if engine.rows == 0:
         return (
-            f"{said}: not one; a larger sampler.gpu_memory_utilization, or more devices for it "
-            "(sampler.tensor_parallel_size)"
+            f"{said}; raise sampler.gpu_memory_utilization, or use more devices for it (sampler.tensor_parallel_size)"
         )
     if engine.rows < engine.wanted:
-        return f"{said}; {engine.wanted} are wanted at once, the others wait for their turn"
-    return f"{said}; {engine.wanted} are wanted at once"
+        return f"{said}; the job samples {engine.wanted} at once, the others wait"
+    return f"{said}; the job samples {engine.wanted} at once"
 
 
 def _models(spec: JobSpec, plan: Estimate) -> str:
     name = spec.model.source or spec.model.name
-    adapter = "all weights learn" if spec.adapter.trains_base else f"adapter={spec.adapter.name}"
+    adapter = "full fine-tuning" if spec.adapter.trains_base else f"adapter={spec.adapter.name}"
     first = next(iter(plan.models.values()))
-    numbers = f"{first.total / 1e9:.2f} billion weights, {first.all.trained / 1e6:.1f} million of them learn"
-    roles = "" if len(plan.models) == 1 else f", once each for {' and '.join(plan.models)}"
+    numbers = f"{first.total / 1e9:.2f} billion parameters, {first.all.trained / 1e6:.1f} million trainable"
+    roles = "" if len(plan.models) == 1 else f", one model each for {' and '.join(plan.models)}"
     return f"{name}, {adapter} ({numbers}{roles})"
 
 
@@ -105,18 +107,18 @@ def _card_lines(plan: Estimate, card: Card, advice: Advice | None) -> Iterator[s
     said = FITS[fit_verdict(plan, card)]
     yield f"card     {_band(plan.band(card), card)}, {why}{'' if own else f': {said}'}"
     if own:
-        yield f"         {_band(own, card)} of each that only samples: {said}"
+        yield f"         {_band(own, card)} on each sampling device: {said}"
     if advice is None:
         return
     for change in advice.changes:
         yield f"change   {change.word}   {change.cost}"
     after = f"{_gib(advice.band.low)} to {_gib(advice.band.high)} GiB"
     if not advice.changes:
-        yield "change   nothing that is known here makes it smaller: take more devices, or a smaller model"
+        yield "change   no option reduces it further: use more devices, or a smaller model"
     elif advice.fits:
         yield f"         then {after}: it fits"
     else:
-        yield f"         then {after}: still too much; take more devices with parallelism=fsdp, or a smaller model"
+        yield f"         then {after}: still too much; use more devices with parallelism=fsdp, or a smaller model"
 
 
 def _band(band: MemoryBand, card: Card) -> str:
@@ -140,23 +142,24 @@ def _stage(plan: Estimate) -> str:
 
 def _work(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]:
     work = plan.work
-    of = "a rank" if plan.mesh.world_size == plan.mesh.dp_size else "for the ranks that work together"
-    cuts = f"{work.tokens} tokens {of} if every row is of the greatest length, in {work.micro_batches} micro-batches"
-    again = f" and {_tera(work.recomputed_flops)} to recompute" if work.recomputed_flops else ""
-    flops = f"{_tera(work.flops)} TFLOP{again} a rank"
+    of = "rank" if plan.mesh.world_size == plan.mesh.dp_size else "replica"
+    cuts = f"up to {work.tokens} tokens per {of} (sequences of maximum length) in {work.micro_batches} micro-batches"
+    again = f", and {_tera(work.recomputed_flops)} to recompute activations" if work.recomputed_flops else ""
+    flops = f"{_tera(work.flops)} TFLOP per rank{again}"
     peak = peak_flops(spec, card)
     if card is None or peak is None:
-        yield f"step     {cuts}: {flops}; how long that takes is not known of this device"
+        yield f"step     {cuts}: {flops}; this device's speed is not known"
     else:
         least = (work.flops + work.recomputed_flops) / peak / (1 - work.bubble)
         device = f"one device ({card.name}, {matmul_precision(spec)})"
         at = f"at least {least:.2g} s at the {_tera(peak)} TFLOP/s of {device}"
-        yield f"step     {cuts}: {flops}, {at}"
-        yield "         a bound for the update alone: no card reaches it; sampling and waiting are not in it"
+        yield f"step     {cuts}: {flops}"
+        yield f"         {at}; a lower bound for the update alone, without sampling and waiting"
     if work.bubble:
-        yield f"bubble   a stage waits for {100 * work.bubble:.0f} % of it; more micro-batches, or chunks, make it less"
+        idle = f"a stage is idle for {100 * work.bubble:.0f} % of the step"
+        yield f"bubble   {idle}; more micro-batches or virtual stages reduce it"
     if work.sent_bytes:
-        yield f"traffic  {_gib(work.sent_bytes)} GiB sent by each rank in a step{_split(work.sending)}"
+        yield f"traffic  {_gib(work.sent_bytes)} GiB sent by each rank per step{_split(work.sending)}"
 
 
 def _sampling(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]:
@@ -164,9 +167,9 @@ def _sampling(spec: JobSpec, plan: Estimate, card: Card | None) -> Iterator[str]
     if plan.sampling_s is None or card is None:
         return
     hidden = spec.algorithm.steps_ahead() and spec.launch.samplers
-    when = "beside the update, by algorithm.lag" if hidden else "before the update"
-    bound = f"at least {plan.sampling_s:.2g} s if every answer is of the greatest length, {when}"
-    yield f"sampling {bound}; no card reaches it"
+    when = "during the update (algorithm.lag)" if hidden else "before the update"
+    bound = f"at least {plan.sampling_s:.2g} s if every completion has the maximum length, {when}"
+    yield f"sampling {bound}; a lower bound"
 
 
 def _split(sending: Mapping[str, int]) -> str:
@@ -232,8 +235,8 @@ def _gib(num_bytes: int) -> str:
 WIDEST = 16  # ranks in a row that are drawn one by one
 LONGEST = 16  # rows that are drawn
 BRACKETS = {
-    "cp": ("[", "]", "share the tokens of each row (cp)"),
-    "tp": ("(", ")", "share every layer (tp)"),
+    "cp": ("[", "]", "context parallel: share the tokens of each sequence"),
+    "tp": ("(", ")", "tensor parallel: share every layer"),
 }
 
 
@@ -242,12 +245,12 @@ def mesh_lines(mesh: Mesh, per_node: int | None, samplers: SamplerDevices | None
 
     per_node: ranks of a machine, None where it is not known before they are placed.
     """
-    beside = f", and {samplers.devices} that only sample{'s' if samplers.devices == 1 else ''}" if samplers else ""
+    beside = f", and {samplers.devices} for sampling" if samplers else ""
     yield f"mesh     {mesh}{beside}"
     if mesh.world_size > 1:
         yield from _ranks(mesh, per_node)
     elif samplers:
-        yield "  copy 0:  rank 0"
+        yield "  replica 0:  rank 0"
     if samplers:
         yield from _sampler_rows(mesh.world_size, samplers)
 
@@ -263,7 +266,7 @@ def _ranks(mesh: Mesh, per_node: int | None) -> Iterator[str]:
         if mesh.dims[name] > 1:
             yield f"  {first} {last} {meaning}"
     if mesh.ep > 1:
-        yield f"  experts of a layer lie over ranks {_expert_groups_text(mesh.expert_groups())}"
+        yield f"  experts of a layer are split over ranks {_expert_groups_text(mesh.expert_groups())}"
 
 
 def _sampler_rows(world: int, samplers: SamplerDevices) -> Iterator[str]:
@@ -279,7 +282,7 @@ def _sampler_rows(world: int, samplers: SamplerDevices) -> Iterator[str]:
 def _replica_name(mesh: Mesh, at: int) -> str:
     stage, copy = divmod(at, mesh.dp_replicate)
     names = [f"stage {stage}"] if mesh.pp > 1 else []
-    return ", ".join([*names, f"copy {copy}"] if mesh.dp_replicate > 1 or mesh.pp == 1 else names)
+    return ", ".join([*names, f"replica {copy}"] if mesh.dp_replicate > 1 or mesh.pp == 1 else names)
 
 
 def _parts(mesh: Mesh, ranks: Sequence[int]) -> str:

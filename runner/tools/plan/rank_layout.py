@@ -17,12 +17,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import Problem, SpecError
-from runner.distributed.work_partition import num_warmup_forwards
 from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
 from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters
 from runner.parallelism.mesh import Mesh, model_sizes
-from runner.parallelism.pipeline_parallel import split_layers
+from runner.parallelism.pipeline_parallel import num_warmup_forwards, split_layers
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.tools.plan.model import build_meta_model, decoder_layers, layer_period, sample_depths, with_depth
@@ -165,7 +164,7 @@ def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> Ran
     For sizes that do not fit a transformers config, and for DeepSpeed.
     """
     if config.deepspeed:
-        text = f"a plan can be made of torch's own ways, not of {config.name}; type parallelism=fsdp, or ddp"
+        text = f"run plan does not support {config.name}; type parallelism=fsdp or parallelism=ddp"
         raise SpecError([Problem("parallelism", text)])
     mesh = config.mesh(world)
     if found := config.divisibility_problems(mesh, model_sizes(architecture)):

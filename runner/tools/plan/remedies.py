@@ -33,23 +33,21 @@ Step = Callable[[JobSpec], Iterator[Change]]
 
 def smaller_chunks(spec: JobSpec) -> Iterator[Change]:
     """Fewer logits at once."""
-    yield from _halving(
-        spec, "model.lm_head_chunk_tokens", LEAST_CHUNK, "the same update, as fast but for a few percent"
-    )
+    yield from _halving(spec, "model.lm_head_chunk_tokens", LEAST_CHUNK, "the same update, a few percent slower")
 
 
 def fewer_answers(spec: JobSpec) -> Iterator[Change]:
     """Fewer rows that are written at once."""
     if spec.algorithm.needs_sampler:
-        yield from _halving(spec, "sampler.max_num_seqs", 8, "the same answers, in more turns")
+        yield from _halving(spec, "sampler.max_num_seqs", 8, "the same completions, fewer at once")
 
 
 def sleeping_engines(spec: JobSpec) -> Iterator[Change]:
-    """An engine that hands its memory back while its rank trains."""
+    """An engine that frees its memory while its rank trains."""
     if spec.sampler.starts_engine and not spec.launch.samplers and not engine_sleep_level(spec):
         changed = _with_option(spec, "sampler.sleep", 1)
         if not changed.sampler.problems(changed):
-            yield Change("sampler.sleep=1", changed, "the same answers; the engine wakes up in every step")
+            yield Change("sampler.sleep=1", changed, "the same completions; the engine wakes up in every step")
 
 
 def engine_memory_share(spec: JobSpec) -> Iterator[Change]:
@@ -57,18 +55,18 @@ def engine_memory_share(spec: JobSpec) -> Iterator[Change]:
     if not spec.sampler.starts_engine or spec.device.is_cpu:
         return
     share, own = engine_share(spec), spec.launch.samplers > 0
-    cost = "the same answers, in more turns where keys and values have less room"
+    cost = "the same completions, fewer at once where keys and values have less room"
     for least in (ALONE,) if own else (0.4, 0.3, 0.2, 0.1):
         if (least > share) == own and least != share:
             changed = _with_option(
                 _with_option(spec, "sampler.gpu_memory_utilization", least), "sampler.kv_cache_memory_bytes", None
             )
-            yield Change(f"sampler.gpu_memory_utilization={least}", changed, "a fuller card" if own else cost)
+            yield Change(f"sampler.gpu_memory_utilization={least}", changed, "less free memory" if own else cost)
 
 
 def smaller_micro_batches(spec: JobSpec) -> Iterator[Change]:
     """Fewer tokens at once, down to one row."""
-    cost = "the same update; the device is less busy with little at once"
+    cost = "the same update; lower device utilization"
     yield from _halving(spec, "algorithm.micro_batch_tokens", longest_row_tokens(spec), cost)
 
 
@@ -79,10 +77,10 @@ def sharding(spec: JobSpec) -> Iterator[Change]:
     if "fsdp" not in kinds or spec.launch.world == 1 or mesh.dp_shard > 1:
         return
     if (nodes := spec.launch.machines) > 1 and spec.launch.devices > 1 and mesh.world_size == mesh.dp_size:
-        cost = "the same update; layers travel within a machine, hidden states between them"
+        cost = "the same update; layers are gathered within a machine, hidden states are sent between machines"
         yield from _with_mesh(spec, {"pp": nodes}, cost, "fsdp")
     kept = {name: size for name, size in mesh.dims.items() if name in ("pp", "cp", "tp") and size > 1}
-    cost = "the same update; layers travel between the devices in every pass"
+    cost = "the same update; layers are gathered from the devices in every pass"
     yield from _with_mesh(spec, kept, cost, "fsdp")
 
 
@@ -92,7 +90,7 @@ def spreading_experts(spec: JobSpec) -> Iterator[Change]:
     experts = getattr(architecture(spec.model)[0].get_text_config(), "num_experts", 0) or 0
     if experts and mesh.ep == 1:
         for ranks in _divisors(mesh.dp_cp_size):
-            cost = "the same update; tokens travel to their experts"
+            cost = "the same update; tokens are sent to their experts"
             yield from _with_mesh(spec, {"ep": ranks} if experts % ranks == 0 else {}, cost)
 
 
@@ -101,7 +99,7 @@ def sharing_rows(spec: JobSpec) -> Iterator[Change]:
     mesh = spec.parallelism.mesh(spec.launch.world)
     if spec.algorithm.micro_batch_tokens < 2 * longest_row_tokens(spec) and mesh.cp == 1:
         for ranks in _divisors(mesh.dp_size):
-            cost = "the same update; ranks share the tokens of each row, and exchange what attends"
+            cost = "the same update; ranks split the tokens of each sequence and exchange keys and values"
             yield from _with_mesh(spec, {"cp": ranks}, cost)
 
 
@@ -110,10 +108,10 @@ def recomputing(spec: JobSpec) -> Iterator[Change]:
     key, now = "model.gradient_checkpointing", spec.model.gradient_checkpointing
     if not now:
         yield Change(
-            f"{key}=selective", _with_option(spec, key, "selective"), "the same update, with a sixth more arithmetic"
+            f"{key}=selective", _with_option(spec, key, "selective"), "the same update, with a sixth more computation"
         )
     if now is not True:
-        yield Change(f"{key}=true", _with_option(spec, key, True), "the same update, with a third more arithmetic")
+        yield Change(f"{key}=true", _with_option(spec, key, True), "the same update, with a third more computation")
 
 
 def offloading(spec: JobSpec) -> Iterator[Change]:
@@ -122,7 +120,7 @@ def offloading(spec: JobSpec) -> Iterator[Change]:
     if spec.model.gradient_checkpointing and not spec.model.activation_offloading:
         changed = _with_option(spec, key, True)
         if not changed.model.problems(changed):
-            yield Change(f"{key}=true", changed, "the same update; layers' inputs travel to the host and back")
+            yield Change(f"{key}=true", changed, "the same update; layers' inputs are copied to the host and back")
 
 
 def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
@@ -135,19 +133,19 @@ def suggest_low_bit_optimizers(spec: JobSpec) -> Iterator[Change]:
         section: Any = kind.model_validate(kept | {"name": spec.optimizer.low_bit, "stochastic_rounding": rounding})
         changed = spec.model_copy(update={"optimizer": section})
         words = "optimizer=adamw8bit" + " optimizer.stochastic_rounding=true" * rounding
-        cost = "another update: weights in bfloat16, rounded at random" if rounding else "nearly the same update"
+        cost = "a different update: bfloat16 weights with stochastic rounding" if rounding else "nearly the same update"
         if section != spec.optimizer and not section.problems(changed):
-            yield Change(words, changed, f"{cost}; moments in 8 bits, by torchao")
+            yield Change(words, changed, f"{cost}; 8-bit moments by torchao")
 
 
 def adapting(spec: JobSpec) -> Iterator[Change]:
     """Few trainable weights."""
     if spec.adapter.trains_base:
         changed = spec.model_copy(update={"adapter": default_registry().classes("adapter")["lora"].model_validate({})})
-        yield Change("adapter=lora", changed, "another update: a low-rank one, which wants a larger optimizer.lr")
+        yield Change("adapter=lora", changed, "a different update: low-rank, needs a larger optimizer.lr")
 
 
-# from cheap to dear
+# from cheap to expensive
 STEPS: tuple[Step, ...] = (
     smaller_chunks,
     fewer_answers,

@@ -24,7 +24,7 @@ from runner.tools.plan.rank_layout import MemoryTerm, ModelWeights, ParameterCou
 from runner.tools.plan.traffic import compute_dtype, peak_flops
 
 ENGINE = "the engine's weights"
-POOL = "the engine's keys and values"
+POOL = "the engine's KV cache"
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +162,8 @@ def shared_memory_terms(spec: JobSpec, whole: Mapping[str, ModelWeights], spread
     changed, fixed = (_sent_bytes(spec, model, size, way) for way in (*(ways or ("adapter",)), None)[:2])
     beside = spec.sampler.extra_weight_copies()
     said = "the weights after a step" if ahead == 0 else f"the weights after each of {ahead + 1} steps"
-    said += ", and what the server has of them" if beside else ""
-    return [
-        MemoryTerm(said + (", and those that none changes" if fixed else ""), fixed + (ahead + 1 + beside) * changed)
-    ]
+    said += ", and the server's copies" if beside else ""
+    return [MemoryTerm(said + (", and the constant ones" if fixed else ""), fixed + (ahead + 1 + beside) * changed)]
 
 
 def _sent_item_size(spec: JobSpec) -> int | None:

@@ -10,31 +10,33 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.tools.report.run_facts import Series
-from runner.tracker.text import format_number
+from runner.tracker.text import format_number, format_rate
 
-WIDTH, HEIGHT = 720, 300
-LEFT, RIGHT, TOP, BOTTOM = 84, 16, 14, 40  # margins
-TICKS = 5
-MOST_POINTS = 240  # of a curve: more than a screen shows
-FEWEST_POINTS = 30
-POINTS = 6000  # of all curves of a chart, where they are many
+WIDTH, HEIGHT = 360, 190
+LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 34  # margins
+TICKS = 4
+MOST_POINTS = 120  # of a curve
+SMOOTHING = 0.6  # weight of the past in the smoothed curve
+SMOOTHED_FROM = 10  # points: shorter curves are drawn as they are
+BINS = 12  # of a histogram
+LOG_SPAN = 10.0  # largest by smallest value above which a logarithmic axis is offered
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
     """A named series; `key` ties it to a row of a table, `hue` is an angle of the colour circle.
 
-    bounds: lower and upper bound of an interval around it, if it has one
+    bounds: lower and upper bound of an interval around it; empty if it has none
     """
 
     name: str
     key: str
     hue: int
     series: Series
-    bounds: tuple[Series, Series] | None = None
+    bounds: tuple[Series, ...] = ()
 
 
 def hues(count: int) -> list[int]:
@@ -42,19 +44,41 @@ def hues(count: int) -> list[int]:
     return [round(210 + i * 360 / max(count, 1) * _stride(count)) % 360 for i in range(count)]
 
 
-def svg(curves: Sequence[Curve], label: str) -> str:
-    """A chart of the curves over the step. `label` says what it shows, for those who hear it."""
-    most = min(max(POINTS // max(len(curves), 1), FEWEST_POINTS), MOST_POINTS)
-    thin = [(curve, curve.series.downsample(most).points) for curve in curves if curve.series.points]
-    xs = [step for _, points in thin for step, _ in points]
-    ys = [value for _, points in thin for _, value in points]
-    ys += [value for curve, _ in thin for bound in curve.bounds or () for _, value in bound.points]
+def svg(curves: Sequence[Curve], label: str, most: int = MOST_POINTS) -> str:
+    """A chart of the curves over the step, at most `most` points each.
+
+    `label` is its text for screen readers.
+    Where all values are positive and span more than LOG_SPAN, a second drawing has a logarithmic axis. The page shows
+    one of both.
+    """
+    thin = [
+        replace(
+            curve, series=curve.series.downsample(most), bounds=tuple(bound.downsample(most) for bound in curve.bounds)
+        )
+        for curve in curves
+        if curve.series.points
+    ]
+    xs = [step for curve in thin for step, _ in curve.series.points]
+    ys = [value for curve in thin for one in (curve.series, *curve.bounds) for _, value in one.points]
     if not xs:
         return "<p>no values yet</p>"
-    across, up = axis_of(min(0, *xs), max(xs)), axis_of(min(ys), max(ys))
-    bands = [_band(curve, curve.bounds, most, across, up) for curve, _ in thin if curve.bounds]
-    lines = [_line(curve, points, across, up) for curve, points in thin]
-    return _drawing(label, across, up, "step", [*bands, *lines])
+    across, low, high = axis_of(min(0, *xs), max(xs)), min(ys), max(ys)
+    linear = _lines(thin, label, across, axis_of(low, high))
+    if low <= 0 or high / low <= LOG_SPAN:
+        return linear
+    log_axis = _lines(thin, f"{label}, logarithmic", across, log_axis_of(low, high))
+    return f'<div class="log">{log_axis}</div><div class="linear">{linear}</div>'
+
+
+def _lines(curves: Sequence[Curve], label: str, across: Axis, up: Axis) -> str:
+    """Bands, raw curves and smoothed curves."""
+    marks = [_band(curve, across, up) for curve in curves if curve.bounds]
+    for curve in curves:
+        is_long = len(curve.series.points) >= SMOOTHED_FROM
+        marks.append(_line(curve, curve.series.points, across, up, "curve raw" if is_long else "curve"))
+        if is_long:
+            marks.append(_line(curve, curve.series.smooth(SMOOTHING).points, across, up, "curve smooth"))
+    return _drawing(label, across, up, "step", marks)
 
 
 def _drawing(label: str, across: Axis, up: Axis, below: str, marks: Sequence[str]) -> str:
@@ -70,9 +94,12 @@ class Axis:
     low: float
     high: float
     ticks: tuple[float, ...]
+    is_log: bool = False
 
     def at(self, value: float) -> float:
         """Where a value lies, from 0 to 1."""
+        if self.is_log:
+            return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
 
@@ -87,6 +114,13 @@ def axis_of(low: float, high: float) -> Axis:
     first = math.ceil(low / step - 1e-9)
     ticks = tuple(i * step for i in range(first, math.floor(high / step + 1e-9) + 1))
     return Axis(low, high, ticks)
+
+
+def log_axis_of(low: float, high: float) -> Axis:
+    """A logarithmic axis with at most TICKS powers of ten as ticks, or both ends."""
+    powers = range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1)
+    ticks = tuple(10.0**power for power in powers[:: math.ceil(len(powers) / TICKS) or 1])
+    return Axis(low, high, ticks if len(ticks) > 1 else (low, high), is_log=True)
 
 
 def x_of(axis: Axis, value: float) -> float:
@@ -108,24 +142,24 @@ def grid(across: Axis, up: Axis, below: str) -> str:
         parts.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
     for tick in across.ticks:
         x = x_of(across, tick)
-        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{_tick(tick)}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{_tick(tick)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{below}</text>')
     return "".join(parts)
 
 
-def _line(curve: Curve, points: Sequence[tuple[int, float]], across: Axis, up: Axis) -> str:
+def _line(curve: Curve, points: Sequence[tuple[int, float]], across: Axis, up: Axis, kind: str) -> str:
     places = [(f"{x_of(across, step):.1f}", f"{y_of(up, value):.1f}") for step, value in points]
     if len(places) == 1:
         [(x, y)] = places
         return _mark("circle", curve, f'cx="{x}" cy="{y}" r="4"')
-    return _mark("polyline", curve, f'points="{" ".join(map(",".join, places))}"')
+    return _mark("polyline", curve, f'points="{" ".join(map(",".join, places))}"', kind)
 
 
-def _band(curve: Curve, bounds: tuple[Series, Series], most: int, across: Axis, up: Axis) -> str:
+def _band(curve: Curve, across: Axis, up: Axis) -> str:
     """The interval around a curve as an area; a vertical line where it has one point."""
-    low, high = (bound.downsample(most).points for bound in bounds)
+    low, high = (bound.points for bound in curve.bounds)
     places = [f"{x_of(across, step):.1f},{y_of(up, value):.1f}" for step, value in (*low, *reversed(high))]
     return f'<polygon class="band" style="--hue:{curve.hue}" points="{" ".join(places)}"/>'
 
@@ -137,7 +171,7 @@ def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
 
 
 def _tick(value: float) -> str:
-    return format_number(float(f"{value:.10g}"))
+    return format_rate(value) if value >= 1e4 else format_number(float(f"{value:.3g}"))
 
 
 def _stride(count: int) -> int:
@@ -148,7 +182,10 @@ def _stride(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A job's two numbers; `key` ties it to a row of a table, `chosen` are filled."""
+    """A job's two numbers; `key` ties it to a row of a table, `chosen` are filled.
+
+    half_width: of the interval around y, 0 for none
+    """
 
     name: str
     key: str
@@ -156,18 +193,46 @@ class Point:
     x: float
     y: float
     chosen: bool
+    half_width: float = 0.0
 
 
 def scatter_svg(points: Sequence[Point], x: str, y: str) -> str:
     """A chart of the points; `x` and `y` name the axes."""
     if not points:
         return "<p>no values yet</p>"
-    right, up = [point.x for point in points], [point.y for point in points]
-    across, upward = axis_of(min(right), max(right)), axis_of(min(up), max(up))
-    dots = [_dot(point, x_of(across, point.x), y_of(upward, point.y)) for point in points]
-    return _drawing(f"{y} against {x}, {len(points)} jobs", across, upward, x, dots)
+    right = [point.x for point in points]
+    up = [point.y + sign * point.half_width for point in points for sign in (-1, 1)]
+    is_log = min(right) > 0 and max(right) / min(right) > LOG_SPAN
+    across = (log_axis_of if is_log else axis_of)(min(right), max(right))
+    upward = axis_of(min(up), max(up))
+    dots = [_dot(point, across, upward) for point in points]
+    return _drawing(f"{y} against {x}, {len(points)} points", across, upward, f"{x}, logarithmic" * is_log or x, dots)
 
 
-def _dot(point: Point, x: float, y: float) -> str:
+def _dot(point: Point, across: Axis, up: Axis) -> str:
     kind = "curve" if point.chosen else "curve hollow"
-    return _mark("circle", point, f'cx="{x:.1f}" cy="{y:.1f}" r="5"', kind)
+    x, y = x_of(across, point.x), y_of(up, point.y)
+    ends = [f"{x:.1f},{y_of(up, point.y + sign * point.half_width):.1f}" for sign in (-1, 1)]
+    bar = _mark("polyline", point, f'points="{" ".join(ends)}"') if point.half_width else ""
+    return bar + _mark("circle", point, f'cx="{x:.1f}" cy="{y:.1f}" r="5"', kind)
+
+
+def histogram_svg(groups: Sequence[tuple[Curve, Sequence[float]]], label: str) -> str:
+    """Share of each group's values in each of BINS bins; `label` names the values."""
+    values = [value for _, group in groups for value in group]
+    across = axis_of(min(values), max(values))
+    edges = [across.low + (across.high - across.low) * i / BINS for i in range(BINS + 1)]
+    counts = [[0] * BINS for _ in groups]
+    for count, (_, group) in zip(counts, groups, strict=True):
+        for value in group:
+            count[min(int(across.at(value) * BINS), BINS - 1)] += 1
+    shares = [[one / max(sum(count), 1) for one in count] for count in counts]
+    up = axis_of(0, max(map(max, shares)))
+    bars = []
+    for number, ((curve, _), share) in enumerate(zip(groups, shares, strict=True)):
+        for left, right, height in zip(edges, edges[1:], share, strict=False):
+            width = (x_of(across, right) - x_of(across, left)) * 0.9 / len(groups)
+            x, y = x_of(across, left) + number * width, y_of(up, height)
+            place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{HEIGHT - BOTTOM - y:.1f}"'
+            bars += [_mark("rect", curve, place)] if height else []
+    return _drawing(f"histogram of {label}", across, up, label, bars)

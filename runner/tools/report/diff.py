@@ -9,11 +9,12 @@ from typing import Any
 
 from runner.run_dir.folder import RunFolder, display_path
 from runner.spec.base import iter_leaves
+from runner.spec.evaluation import HIGH, LOW
 from runner.tools.report.chart import Curve, hues
 from runner.tools.report.page import Page, TableRow, order_metrics
 from runner.tools.report.run_facts import RunFacts, Series, read_run
-from runner.tracker.screen import MACHINE_METRICS
-from runner.tracker.text import align_columns, escape_for_terminal, format_number, sparkline
+from runner.tracker.console import interval_text
+from runner.tracker.text import MACHINE_METRICS, align_columns, escape_for_terminal, format_number, sparkline
 
 ABSENT = "–"
 SHORT = 12  # digits of a fingerprint
@@ -63,6 +64,10 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
                 [["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]
             ),
         ]
+    both = [name for name in a.newest_evaluation if name in b.newest_evaluation and not name.endswith((LOW, HIGH))]
+    if both:
+        rows = [[n, *(interval_text(n, run.newest_evaluation) for run in (a, b)), _change(n, a, b)] for n in both]
+        out += ["", *align_columns([["run eval", "A", "B", "B − A"], *rows])]
     for name, mine, other in (("A", a, b), ("B", b, a)):
         alone = [
             n
@@ -115,6 +120,10 @@ def _value_text(key: str, values: Mapping[str, Any]) -> str:
         text = str(values[key])
         return f"{text.count(chr(10))} lines changed since the commit" if text else "none"
     return escape_for_terminal(str(values[key]))
+
+
+def _change(name: str, a: RunFacts, b: RunFacts) -> str:
+    return f"{b.newest_evaluation[name] - a.newest_evaluation[name]:+.4g}"
 
 
 def _metric(name: str, a: Series, b: Series) -> list[str]:

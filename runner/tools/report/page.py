@@ -9,8 +9,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,22 @@ from runner.run_dir.folder import RunFolder, display_path, write_atomic
 from runner.run_dir.manifest import redact
 from runner.spec.base import iter_leaves
 from runner.spec.evaluation import HIGH, LOW
-from runner.tools.report.chart import Curve, Point, scatter_svg, svg
-from runner.tools.report.run_facts import PREFERRED, RunFacts, read_run, whole_lines
+from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, scatter_svg, svg
+from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_run, whole_lines
 from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
-from runner.tracker.text import format_duration, format_number
+from runner.tracker.console import interval_text
+from runner.tracker.text import HEALTH, count_noun, format_duration, format_number
 
 HERE = Path(__file__).parent
-MOST_CHARTS = 24
-UNSHOWN = ("perf/", "time/", "weight_sync/")  # behind the others, in a report that compares
+MOST_CHARTS = 60  # these bounds keep a page below 500 kB
+POINTS = 5000  # of all curves of a page
+FEWEST_POINTS = 16  # of a curve
+RANKED = [*PREFERRED, *HEALTH]
+MACHINE_PREFIXES = ("perf/", "time/", "weight_sync/", "device/")  # behind the others
+SWITCHES = (
+    '<p><label><input type="checkbox" id="smooth" checked> smoothed</label> '
+    '<label><input type="checkbox" id="log"> logarithmic axis, where all values are positive</label></p>'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,25 +84,43 @@ class Page:
         self.parts.append(f'<div class="scroll">{table}</div>')
 
     def charts(self, curves: Mapping[str, Sequence[Curve]], first: str | None = None) -> None:
-        """A chart per metric, of which one is shown at a time; without scripts, all of them."""
+        """A small chart per metric in a section per prefix, with switches for smoothing and a log axis.
+
+        The POINTS of a page are shared by its curves; metrics for which none are left are named.
+        """
         names = order_metrics(list(curves), first)
-        shown = names[:MOST_CHARTS]
-        if not shown:
+        if not names:
             self.text("no metric was measured yet")
             return
-        choices = "".join(f"<option>{html.escape(name)}</option>" for name in shown)
-        self.parts.append(f'<p><select id="metric" aria-label="metric" hidden>{choices}</select></p>')
+        counts = list(accumulate(len(curves[name]) for name in names[:MOST_CHARTS]))
+        shown = names[: max(sum(count <= POINTS // FEWEST_POINTS for count in counts), 1)]
+        most = min(max(POINTS // counts[len(shown) - 1], FEWEST_POINTS), MOST_POINTS)
+        self.parts.append(SWITCHES)
+        sections: dict[str, list[str]] = {}
         for name in shown:
-            caption = f'<figcaption class="faint">{html.escape(name)}</figcaption>'
-            chart = svg(curves[name], f"{name} over the step, {len(curves[name])} curves")
-            self.parts.append(f'<figure data-metric="{html.escape(name, quote=True)}">{caption}{chart}</figure>')
+            found = curves[name]
+            last = f" {format_number(found[0].series.last[1])}" if len(found) == 1 and found[0].series.points else ""
+            chart = svg(found, f"{name} over the step, {count_noun(len(found), 'curve')}", most)
+            figure = f'<figure data-metric="{html.escape(name, quote=True)}">{_caption(name + last)}{chart}</figure>'
+            sections.setdefault("health" if name in HEALTH else name.split("/")[0], []).append(figure)
+        for prefix, figures in sections.items():
+            self.parts.append(f'<h3>{html.escape(prefix)}</h3><div class="multiples">{"".join(figures)}</div>')
         if len(names) > len(shown):
             self.text(f"{len(names) - len(shown)} more metrics are in metrics.jsonl: {', '.join(names[len(shown) :])}")
 
+    def legend(self, curves: Sequence[Curve]) -> None:
+        """The names of the curves beside their colours."""
+        dots = "".join(f'<span class="key">{_dot(curve.hue)}{html.escape(curve.name)}</span> ' for curve in curves)
+        self.parts.append(f"<p>{dots}</p>")
+
+    def histogram(self, groups: Sequence[tuple[Curve, Sequence[float]]], label: str) -> None:
+        """How often each value occurs in each group, with a legend."""
+        self.legend([curve for curve, _ in groups])
+        self.parts.append(f'<div class="multiples"><figure>{histogram_svg(groups, label)}</figure></div>')
+
     def scatter(self, points: Sequence[Point], x: str, y: str) -> None:
         """Two numbers of each job against each other."""
-        caption = f'<figcaption class="faint">{html.escape(y)}</figcaption>'
-        self.parts.append(f"<figure>{caption}{scatter_svg(points, x, y)}</figure>")
+        self.parts.append(f'<div class="multiples"><figure>{_caption(y)}{scatter_svg(points, x, y)}</figure></div>')
 
     def render(self) -> str:
         """The page."""
@@ -118,14 +146,22 @@ def order_metrics(names: Sequence[str], first: str | None) -> list[str]:
     """Metrics in the order in which they are worth a look."""
 
     def rank(name: str) -> tuple[bool, int, bool, str]:
-        place = PREFERRED.index(name) if name in PREFERRED else len(PREFERRED)
-        return (name != first, place, name.startswith(UNSHOWN), name)
+        place = RANKED.index(name) if name in RANKED else len(RANKED)
+        return (name != first, place, name.startswith(MACHINE_PREFIXES), name)
 
     return sorted(names, key=rank)
 
 
+def _caption(text: str) -> str:
+    return f'<figcaption class="faint">{html.escape(text)}</figcaption>'
+
+
+def _dot(hue: int) -> str:
+    return f'<span class="dot" style="--hue:{hue}"></span>'
+
+
 def _row(row: TableRow, wrap: bool) -> str:
-    dot = "" if row.hue is None else f'<span class="dot" style="--hue:{row.hue}"></span>'
+    dot = "" if row.hue is None else _dot(row.hue)
     cells = []
     for position, cell in enumerate(row.cells):
         kind = ' class="wrap"' if wrap and position == len(row.cells) - 1 else ""
@@ -145,7 +181,8 @@ def _digest(script: str) -> str:
 
 HUE = 210
 MOST_SAMPLES = 8
-FILES = ("job", "spec.yaml")  # who set what nobody chose
+MOST_EVALUATIONS = 4
+FILES = ("job", "spec.yaml")  # the origin of a default
 
 
 def write_page(folder: RunFolder, path: Path) -> None:
@@ -159,13 +196,17 @@ def write_page(folder: RunFolder, path: Path) -> None:
     )
     page.card(_headlines(run), redact(f"run --spec {display_path(folder.spec)}"))
     if run.status.get("error"):
-        page.head("What went wrong")
+        page.head("Error")
         page.code(redact(str(run.status["error"])))
     page.head("Curves")
     page.charts(_curves(run), _first(run))
-    page.parts += samples_grid(evaluated_samples(whole_lines(folder.samples), folder.samples))
+    lines = whole_lines(folder.samples)
+    samples = [row for line in lines if (row := sample_row(line, folder.samples))]
+    _reward_histogram(page, samples)
+    page.parts += samples_grid(evaluated_samples(lines, folder.samples))
+    _evaluations(page, run)
     _times(page, run)
-    _samples(page, folder)
+    _samples(page, samples[-MOST_SAMPLES:])
     _decisions(page, run)
     _settings(page, run)
     page.head("Environment")
@@ -178,9 +219,27 @@ def _curves(run: RunFacts) -> dict[str, list[Curve]]:
     names = [name for name in run.series if not name.endswith((LOW, HIGH))]
     bounds = {name: (run.series.get(name + LOW), run.series.get(name + HIGH)) for name in names}
     return {
-        name: [Curve(name, "", HUE, run.series[name], None if low is None or high is None else (low, high))]
+        name: [Curve(name, "", HUE, run.series[name], () if low is None or high is None else (low, high))]
         for name, (low, high) in bounds.items()
     }
+
+
+def _reward_histogram(page: Page, samples: Sequence[Mapping[str, Any]]) -> None:
+    """Rewards of the rollouts in samples.jsonl, the first half of the steps beside the second."""
+    rewards = [(int(row["step"]), row["reward"]) for row in samples if _has_reward(row)]
+    if len(rewards) < 2:
+        return
+    middle = (rewards[0][0] + rewards[-1][0]) / 2
+    halves = [[float(r) for step, r in rewards if (step > middle) == is_second] for is_second in (False, True)]
+    names = (f"steps up to {middle:g}", f"steps after {middle:g}")
+    groups = [(Curve(f"{n}: {len(g)}", "", h, Series(())), g) for n, h, g in zip(names, hues(2), halves, strict=True)]
+    page.head("Rewards of logged completions")
+    page.histogram([group for group in groups if group[1]], "reward")
+
+
+def _has_reward(row: Mapping[str, Any]) -> bool:
+    reward = row.get("reward")
+    return isinstance(row.get("step"), int) and isinstance(reward, int | float) and math.isfinite(reward)
 
 
 def _first(run: RunFacts) -> str | None:
@@ -198,12 +257,24 @@ def _headlines(run: RunFacts) -> list[str]:
     return lines or ["no metric was measured yet"]
 
 
+def _evaluations(page: Page, run: RunFacts) -> None:
+    """What `run eval` measured, the newest evaluations last."""
+    newest = run.evaluations[-MOST_EVALUATIONS:]
+    if not newest:
+        return
+    page.head("Evaluated afterwards")
+    names = [name for name in dict.fromkeys(n for one in newest for n in one["values"]) if not name.endswith(LOW)]
+    head = ["metric", *(f"step {one['step']}, {one['created'][:16].replace('T', ' ')}" for one in newest)]
+    cells = ([interval_text(name, one["values"]) for one in newest] for name in names)
+    page.table(head, [TableRow([n, *row]) for n, row in zip(names, cells, strict=True) if not n.endswith(HIGH)])
+
+
 def _times(page: Page, run: RunFacts) -> None:
     """Where the time went, by the sums over all steps."""
     sums = {name: sum(v for _, v in s.points) for name, s in run.series.items() if name.startswith("time/")}
     if not sums:
         return
-    page.head("Where the time went")
+    page.head("Time per step")
     total = sum(sums.values()) or 1.0
     rows = [
         TableRow([name, format_duration(s), f"{s / total:.0%}"])
@@ -212,9 +283,7 @@ def _times(page: Page, run: RunFacts) -> None:
     page.table(["part", "time", "share"], rows)
 
 
-def _samples(page: Page, folder: RunFolder) -> None:
-    path = folder.samples
-    rows = [row for line in whole_lines(path)[-MOST_SAMPLES:] if (row := sample_row(line, path))]
+def _samples(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     page.head("Newest samples")
@@ -235,7 +304,7 @@ def _decisions(page: Page, run: RunFacts) -> None:
     facts = run.manifest.get("facts", [])
     if not made and not facts:
         return
-    page.head("Decided and found")
+    page.head("Automatic choices and facts")
     rows = [TableRow([d["feature"], d["got"], f"instead of {d['wanted']}: {d['reason']}"]) for d in made]
     rows += [TableRow([f["feature"], f["value"], f["reason"]]) for f in facts]
     page.table(["feature", "value", "why"], rows, wrap=True)
@@ -248,7 +317,7 @@ def _settings(page: Page, run: RunFacts) -> None:
     chosen |= {key: who for key, who in run.set_by.items() if key in values and who.startswith("recipe")}
     if not run.typed and not chosen:
         return  # a whole spec was run as it was
-    page.head("What was set")
+    page.head("Options that were set")
     page.code(redact("run " + " ".join(run.typed)))
     rows = [TableRow([key, _flow(values[key]), who]) for key, who in chosen.items()]
     if rows:

@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from runner.run_dir.folder import RunFolder, read_mapping
 from runner.run_dir.manifest import redact_values
-from runner.tracker.screen import METRICS
+from runner.tracker.text import METRICS
 
 log = logging.getLogger("runner")
 
@@ -40,6 +40,14 @@ class Series:
         sign = -1.0 if mode == "max" else 1.0
         return min(self.points, key=lambda point: (sign * point[1], point[0]))
 
+    def smooth(self, weight: float) -> Series:
+        """Debiased exponential moving average (Adam, 1412.6980); `weight` is that of the past."""
+        mean, points = 0.0, []
+        for count, (step, value) in enumerate(self.points, 1):
+            mean = weight * mean + (1 - weight) * value
+            points.append((step, mean / (1 - weight**count)))
+        return Series(tuple(points))
+
     def downsample(self, most: int) -> Series:
         """At most about `most` points: means of neighbours, at the last step of each group."""
         if len(self.points) <= most:
@@ -61,7 +69,7 @@ def read_metrics(path: Path) -> dict[str, Series]:
             row = json.loads(line)
             step = int(row.pop("step"))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s: line %d is damaged and left out (%s)", path, number, error)
+            log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
             continue
         for name, value in row.items():
             is_finite = isinstance(value, int | float) and math.isfinite(value)
@@ -95,6 +103,12 @@ class RunFacts:
     manifest: Mapping[str, Any]
     data: str  # the fingerprint of its data, from its newest checkpoint; empty before there is one
     series: Mapping[str, Series]
+    evaluations: tuple[Mapping[str, Any], ...] = ()  # by `run eval`, oldest first
+
+    @property
+    def newest_evaluation(self) -> dict[str, float]:
+        """SET/METRIC → the value that `run eval` measured last."""
+        return {name: value for one in self.evaluations for name, value in one["values"].items()}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -126,7 +140,18 @@ def read_run(folder: RunFolder) -> RunFacts:
         read_mapping(folder.manifest),
         _fingerprint(folder),
         read_metrics(folder.metrics),
+        tuple(_evaluations(folder.evaluations)),
     )
+
+
+def _evaluations(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of evaluations.jsonl; a damaged one is named and left out."""
+    for number, line in enumerate(whole_lines(path), 1):
+        try:
+            row = json.loads(line)
+            yield {"step": row["step"], "created": row["created"], "values": dict(row["values"])}
+        except (ValueError, TypeError, KeyError) as error:
+            log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
 
 
 def _fingerprint(folder: RunFolder) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -25,14 +26,15 @@ from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
 from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.jsonl_tail import last_lines
-from runner.tracker.screen import METRICS
 from runner.tracker.text import (
+    METRICS,
     count_noun,
     escape_for_terminal,
     format_bytes,
     format_duration,
     format_number,
     labeled_line,
+    print_text,
 )
 
 TAIL_BYTES = 2**18  # of metrics.jsonl
@@ -73,6 +75,7 @@ class RunStatus:
     attempt: int | None
     exit_code: int | None
     error: str | None
+    stopped_early: str | None
     step: int
     steps: int
     step_s: float | None
@@ -108,6 +111,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         attempt=status.get("attempt"),
         exit_code=status.get("exit_code"),
         error=status.get("error"),
+        stopped_early=status.get("stopped_early"),
         step=step,
         steps=steps,
         step_s=pace,
@@ -145,7 +149,7 @@ def _processes(folder: RunFolder, status: Mapping[str, Any]) -> list[ProcessStat
 
 
 def _unwatched_rank(index: int, size: int, rank: Mapping[str, Any], ended: bool) -> ProcessStatus:
-    """A rank that nobody of ours watches: the only process of a run, or one that torchrun has started."""
+    """A rank without a supervisor: the only process of a run, or one that torchrun has started."""
     is_here = rank["host"] == Host.current().host
     state = "ended" if ended else _state_here(rank["pid"]) if is_here else "elsewhere"
     log = f"ranks/{index}.log" if index else "run.log"
@@ -197,7 +201,7 @@ def _slurm(folder: RunFolder) -> dict[str, str] | None:
         return None
     try:
         found = state_of(kept["job"])
-        state, reason = found if found is not None else ("forgotten", "Slurm does not know it any more")
+        state, reason = found if found is not None else ("forgotten", "Slurm has no record of it")
     except EnvironmentProblem as error:
         state, reason = "not known", str(error)
     return {**kept, "state": state, "reason": reason}
@@ -214,6 +218,18 @@ def _age_s(moment: float) -> float:
     return max(datetime.now(UTC).timestamp() - moment, 0.0)
 
 
+def note_killed(folder: RunFolder) -> None:
+    """Print that a run was killed: one that the kernel kills for its memory cannot say it."""
+    try:
+        found = read_run_status(folder)
+    except EnvironmentProblem:  # not a run that was killed; `run status` and `run resume` name what it is
+        return
+    if found.state == "killed":
+        name = display_path(folder.root)
+        text = f"note: {name} was killed at step {found.step} of {found.steps} and left no exit code: by kill -9, or by"
+        print_text(f"{text} the kernel for memory (dmesg); continue it: run resume {name}", file=sys.stderr)
+
+
 LINES: dict[str, list[str]] = METRICS["status"]
 COUNTS: list[str] = METRICS["counts"]
 GO_ON = ("interrupted", "failed", "killed")
@@ -225,6 +241,8 @@ def status_lines(run: RunStatus) -> Iterator[str]:
     yield f"{display_path(folder.root)}: {_headline(run)}"
     if run.error:
         yield labeled_line("error", escape_for_terminal(run.error.splitlines()[0]))
+    if run.stopped_early:
+        yield labeled_line("ended", escape_for_terminal(run.stopped_early))
     if (job := run.slurm) is not None:
         yield labeled_line("slurm", f"job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}")
     yield from _table(run.members)
@@ -264,7 +282,7 @@ def _table(members: list[ProcessStatus]) -> Iterator[str]:
         if member.step is not None:
             said.append(f"step {member.step}")
         if member.heard_s is not None:
-            said.append(f"heard {format_number(round(member.heard_s, 1))} s ago")
+            said.append(f"heartbeat {format_number(round(member.heard_s, 1))} s ago")
         if member.replaced:
             said.append(f"restarted {count_noun(member.replaced, 'time')}")
         yield labeled_line("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")

@@ -28,7 +28,7 @@ def sample_row(line: str, path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError) as error:
-        log.warning("%s: a line is damaged and left out (%s)", path, error)
+        log.warning("%s: a line is damaged and skipped (%s)", path, error)
         return {}
 
 
@@ -55,7 +55,7 @@ def _set_grid(name: str, rows: Sequence[Row]) -> list[str]:
     head = ["question", *(f"step {step}" for step in steps)]
     names = "".join(f"<th>{html.escape(one)}</th>" for one in head)
     body = "".join(_question(one, [by_step[step].get(one) for step in steps]) for one in questions[:MOST_QUESTIONS])
-    title = f"Held-out answers: {name}" if name else "Held-out answers"
+    title = f"Held-out completions: {name}" if name else "Held-out completions"
     table = f'<table class="samples"><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>'
     left_out = [
         f"{len(found) - most} of {len(found)} {what} are in samples.jsonl only"

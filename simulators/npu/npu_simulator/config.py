@@ -5,9 +5,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from runner.core.device_kinds import Kind
+from runner.core.device_kinds import CPU, Kind, listed_cards
 from runner.device.config import NpuConfig
-from runner.device.device_kinds import CPU, listed_cards
 
 
 class NpuSimConfig(NpuConfig):
@@ -39,7 +38,7 @@ class NpuSimConfig(NpuConfig):
         return [
             (
                 "device.cards",
-                f"{many} processes want a card each, and {self.cards} is simulated; type device.cards={many}",
+                f"{many} processes need one card each, but {self.cards} is simulated; type device.cards={many}",
             )
         ]
 

@@ -6,7 +6,7 @@ import re
 
 from npu_simulator.prepare import COMMAND, TOOLS, parts
 from npu_simulator.process import OPERATORS
-from runner.tools.doctor.check_result import CheckResult, ok, problem, skip, warning
+from runner.tools.doctor.report import CheckResult, ok, problem, skip, warning
 from runner.tools.doctor.run_checks import NPU_VARIABLES, Check
 from runner.tools.doctor.system_info import SystemInfo
 

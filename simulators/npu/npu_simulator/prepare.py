@@ -30,7 +30,7 @@ from pathlib import Path
 
 from npu_simulator.stub import SONAMES, build_stub
 from runner.core.errors import EnvironmentProblem
-from runner.core.paths import cache_folder
+from runner.core.package import cache_folder
 
 SOURCES = Path(__file__).resolve().parent
 TOOLS = ("g++", "gcc", "nm", "strings")
@@ -206,14 +206,14 @@ def _run_together(commands: Sequence[Sequence[str]]) -> list[str]:
     try:
         done = [process.communicate(timeout=PATIENCE_S) for process in started]
     except subprocess.TimeoutExpired as error:
-        raise ToolFailed(f"  {error.cmd[0]} did not end within {PATIENCE_S} s") from error
+        raise ToolFailed(f"  {error.cmd[0]} did not exit within {PATIENCE_S} s") from error
     finally:
         for process in started:
             process.kill()
     for process, command, (_, said) in zip(started, commands, done, strict=True):
         if process.returncode:
             lines = [line for line in said.strip().splitlines() if line.strip()][-8:]
-            text = "\n".join(f"  {line}" for line in (f"{command[0]} ended with {process.returncode}", *lines))
+            text = "\n".join(f"  {line}" for line in (f"{command[0]} exited with {process.returncode}", *lines))
             raise ToolFailed(text)
     return [out for out, _ in done]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from npu_simulator.prepare import Parts
 from npu_simulator.stub import HOME, SONAMES
+from runner.core.device_kinds import VARIABLES, parse_visible
 from runner.core.errors import EnvironmentProblem
-from runner.device.device_kinds import VARIABLES, parse_visible
 
 OPERATORS = "libopapi.so"
 CANN_VERSION = "8.5.0"  # what the stub says it is

@@ -14,7 +14,7 @@ def bound(schema: Any, args: Sequence[Any], options: Mapping[str, Any]) -> dict[
         raise TypeError(f"{schema.name} takes {len(positions)} arguments by position, not {len(args)}")
     given = dict(zip(positions, args, strict=False))
     if wrong := sorted((options.keys() - named.keys()) | (options.keys() & given.keys())):
-        raise TypeError(f"{schema.name} has no place for {', '.join(wrong)}; it takes {', '.join(named)}")
+        raise TypeError(f"{schema.name} has no parameter {', '.join(wrong)}; it has {', '.join(named)}")
     given |= options
     for name, argument in named.items():
         if name not in given:

@@ -26,7 +26,7 @@ from torch import nn  # noqa: E402
 from npu_simulator.device import NpuSim  # noqa: E402
 from runner.cli.main import main  # noqa: E402
 from runner.device import npu_fused  # noqa: E402
-from runner.device.npu_attention import FusionAttention  # noqa: E402
+from runner.device.npu import FusionAttention  # noqa: E402
 
 PROBED = 10  # queries of the trial
 
@@ -91,7 +91,7 @@ def said(*words: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         code = main(["parity", *words])
-    return f"{out.getvalue()}\nended with {code}"
+    return f"{out.getvalue()}\nexited with {code}"
 
 
 if __name__ == "__main__":
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     for what, words in json.loads(sys.argv[1]):
         if words != recorded:
             first = said("--record", "recorded.safetensors", "device=cpu", "--steps", "2", *words.split())
-            assert first.endswith("ended with 0"), first
+            assert first.endswith("exited with 0"), first
             recorded = words
         Wrong.what = what
         compared = ("--compare", "recorded.safetensors", "device=npu_sim", "device.memory_gib=8")

@@ -50,7 +50,7 @@ def child(simulator: Path) -> Child:
             text=True,
             timeout=DEADLINE_S,
         )
-        assert done.returncode == code, f"ended with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
+        assert done.returncode == code, f"exited with {done.returncode}\n{done.stdout[-4000:]}\n{done.stderr[-6000:]}"
         return done.stdout if code == 0 else done.stdout + done.stderr
 
     return run

@@ -134,7 +134,7 @@ def test_ranks_without_a_card_and_lists_that_name_too_many_are_refused(child: An
         "except EnvironmentProblem as error: print(error)"
     )
     three = {"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3"}
-    assert "3 processes on this machine want a card each, and the driver shows 2" in child(program, **three)
+    assert "3 processes on this machine need one card each, but the driver shows 2" in child(program, **three)
     said = child(program, ASCEND_RT_VISIBLE_DEVICES="0,1,5")
-    assert "ASCEND_RT_VISIBLE_DEVICES=0,1,5 names 3 devices, and the driver shows 2" in said
+    assert "ASCEND_RT_VISIBLE_DEVICES=0,1,5 lists 3 devices, but the driver shows 2" in said
     assert "unset ASCEND_RT_VISIBLE_DEVICES" in said

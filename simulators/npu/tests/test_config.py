@@ -11,9 +11,8 @@ import npu_simulator
 from npu_simulator.config import NpuSimConfig
 from runner.cli.conf import main as check_conf
 from runner.cli.job_builder import compose_job
+from runner.core.device_kinds import NPU, ResourceRequest
 from runner.core.errors import SpecError
-from runner.device.device_kinds import NPU
-from runner.launch.resources import ResourceRequest
 from runner.spec.registry import default_registry
 
 PACKAGE = Path(npu_simulator.__file__).parent
@@ -42,7 +41,7 @@ def test_more_processes_than_cards_are_refused(workdir: Path) -> None:
 
 def test_deepspeed_refuses_it_by_name(workdir: Path) -> None:
     words = ["+recipe=sft_demo", "launch.devices=2", "device=npu_sim", "device.cards=2", "parallelism=deepspeed_zero3"]
-    with pytest.raises(SpecError, match="knows no device=npu_sim; type parallelism=fsdp"):
+    with pytest.raises(SpecError, match="does not support device=npu_sim; type parallelism=fsdp"):
         compose_job(words)
 
 

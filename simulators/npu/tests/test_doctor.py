@@ -11,7 +11,7 @@ import pytest
 
 from npu_simulator.process import OPERATORS
 from runner.tools.doctor import smoke_tests
-from runner.tools.doctor.check_result import CheckResult, CheckStatus
+from runner.tools.doctor.report import CheckResult, CheckStatus
 from runner.tools.doctor.run_checks import checked_devices, run_checks, visible_count
 from runner.tools.doctor.system_info import CommandResult, SystemInfo, current_system
 from tests.tools.doctor.changes import variables

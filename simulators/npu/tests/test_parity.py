@@ -25,11 +25,11 @@ RECIPES = {
 SFT = f"algorithm=sft {SMALL}"
 WRONG = {  # the operator → where it is found
     "rms_norm": "policy/model.layers.1.post_attention_layernorm, whose output",
-    "rotary": "it is what policy/model.layers.1.self_attn computes before it",
-    "swiglu": "it is what policy/model.layers.1.mlp computes before it",
-    "scale": "it is what policy/model.layers.0.self_attn computes before it",
-    "polarity": "it is what policy/model.layers.0.self_attn computes before it",
-    "no mask": "it is what policy/model.layers.0.self_attn computes before it",
+    "rotary": "the cause is what policy/model.layers.1.self_attn computes before it",
+    "swiglu": "the cause is what policy/model.layers.1.mlp computes before it",
+    "scale": "the cause is what policy/model.layers.0.self_attn computes before it",
+    "polarity": "the cause is what policy/model.layers.0.self_attn computes before it",
+    "no mask": "the cause is what policy/model.layers.0.self_attn computes before it",
 }
 TEACHER = (
     "from runner.cli.main import main\n"
@@ -43,7 +43,7 @@ def compared(child: Any, folder: Path, *jobs: tuple[str, str]) -> list[str]:
 
 
 def assert_agrees(said: str) -> None:
-    assert said.endswith("they agree\n\nended with 0"), said
+    assert said.endswith("they agree\n\nexited with 0"), said
     assert re.search(r"device\.fused_ops\.rms_norm: \d+ modules", said) and "one side only" in said
     largest = re.search(r"outputs of step 1: \d+ compared, 0 beyond .*largest difference (\S+)", said)
     assert largest is not None and float(largest[1]) < 2e-5, "float32 on both sides, in another order"
@@ -56,7 +56,7 @@ def test_the_simulated_npu_agrees_and_each_wrong_operator_is_named(child: Any, t
     assert "2 modules ran on one side only" in right, "the two activations, which npu_swiglu contains"
     for (what, place), said in zip(WRONG.items(), wrong, strict=True):
         [line] = [line for line in said.splitlines() if "first in the forward pass" in line]
-        assert said.endswith("ended with 5") and place in line, what
+        assert said.endswith("exited with 5") and place in line, what
 
 
 @pytest.mark.slow

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.distillation import Distillation, build, common_vocab_logits
-from runner.build.components import build_data, build_tokenizer
+from runner.build.components import build_tokenizer
+from runner.build.data import build_data
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
@@ -249,7 +250,7 @@ def test_a_teacher_that_changes_its_logits_is_refused_and_not_misread() -> None:
 def test_a_top_k_that_leaves_nothing_out_is_refused() -> None:
     teacher = teacher_of()
     algorithm_of(DistillConfig(teacher="x", top_k=258), teacher)
-    with pytest.raises(SpecError, match=r"algorithm\.top_k: the tokenizer has 259 tokens, so 259 of them are all"):
+    with pytest.raises(SpecError, match=r"algorithm\.top_k: the tokenizer has only 259 tokens, so 259 selects all"):
         algorithm_of(DistillConfig(teacher="x", top_k=259), teacher)
 
 

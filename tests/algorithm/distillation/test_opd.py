@@ -161,14 +161,14 @@ def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["reward=exact"], "reward: algorithm=opd learns without a reward; type reward=none"),
+        (["reward=exact"], "reward: algorithm=opd uses no reward; type reward=none"),
         (["sampler=none"], "sampler: algorithm=opd needs one; type sampler=torch"),
         (["algorithm.kl_coef=0.1"], "algorithm.kl_coef: not used with kl_estimator=none"),
         (["algorithm.kl_estimator=k3", "algorithm.kl_in=reward"], "algorithm.kl_in:"),
         (["algorithm.zero_variance=drop"], "algorithm.zero_variance:"),
         (["algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds:"),
         (["algorithm.lag=2"], "algorithm.lag: 2 needs algorithm.correction=decoupled"),
-        (["algorithm=distill"], "sampler: algorithm=distill learns from given data"),
+        (["algorithm=distill"], "sampler: algorithm=distill trains on a data set"),
     ],
 )
 def test_what_makes_no_sense_is_refused(words: list[str], said: str, workdir: Path) -> None:
@@ -204,7 +204,7 @@ def test_beta_belongs_to_jsd(words: list[str], workdir: Path) -> None:
                 "beta·KL(P ‖ M) + (1 − beta)·KL(Q ‖ M)",
                 "algorithm.beta=0.25 ",
                 "softmax of the logits / 2",
-                "9 likeliest tokens and, as one event, all others",
+                "9 most likely tokens and, as one event, all others",
             ],
         ),
     ],

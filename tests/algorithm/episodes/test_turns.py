@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from runner.algorithm.episodes import rollouts
-from runner.algorithm.episodes.episode import EpisodeRunner
-from runner.algorithm.episodes.rollouts import Experience, Group, RolloutCollector
+from runner.algorithm import rollouts
 from runner.algorithm.policy.config import GrpoConfig
-from runner.build.conversations import build_extend
+from runner.algorithm.rollouts import Experience, Group, RolloutCollector
+from runner.build.data import build_extend
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.data.chat import Renderer
@@ -24,7 +23,6 @@ from runner.interfaces import (
     Completion,
     EnvironmentFactory,
     EvalQuestion,
-    GreedyOutput,
     Observation,
     Prompt,
     Request,
@@ -32,7 +30,7 @@ from runner.interfaces import (
     TokenizedExample,
 )
 from runner.model.tiny import byte_tokenizer
-from runner.trainer.evaluator import Evaluator
+from runner.trainer.evaluator import Evaluator, Report
 from tests.algorithm import harness
 
 TOKENIZER = byte_tokenizer(512)
@@ -159,25 +157,13 @@ def test_an_episode_that_outgrows_a_real_model_is_cut_off(monkeypatch: pytest.Mo
     list(job.algorithm.prepare(experience, job.models))
 
 
-def test_a_greedy_episode_ends_where_a_sampled_one_does() -> None:
-    call, longest = "calc 1+1", len(PROMPT.ids) + 50
-    player = EpisodeRunner(
-        TOKENIZER, calculator.build(CalculatorConfig(max_turns=8)), Renderer(TOKENIZER).extend, longest
-    )
-    [episode] = player.run_greedy(
-        [PROMPT], lambda prompts: [GreedyOutput((*ids_of(call), END), "stop") for _ in prompts]
-    )
-    sample, _, _ = play(*[call] * 8, environments=calculator.build(CalculatorConfig(max_turns=8)), longest=longest)
-    assert (tuple(episode.ids), episode.text, episode.finish) == (sample.ids, sample.text, "length")
-
-
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
         ("calc 2*(3+4)", "14"),
         ("calc 1/2", "1/2"),
         ("calc 1/0", "error: division by zero"),
-        ("calc __import__('os')", "error: only whole numbers, + - * / and brackets are known"),
+        ("calc __import__('os')", "error: only integers, + - * / and brackets are supported"),
         ("calc 1+", "error: not an expression"),
     ],
 )
@@ -214,55 +200,22 @@ def job_spec() -> Any:
     return SimpleNamespace(chat=ChatConfig())
 
 
-def answers(*turns: str, limit: int = 32) -> tuple[Any, list[tuple[int, ...]]]:
-    """The greedy episode of a model that says these turns, and what it was asked."""
-    asked: list[tuple[int, ...]] = []
-
-    def generate(prompts: Any) -> list[GreedyOutput]:
-        asked.extend(map(tuple, prompts))
-        ids = tuple(ids_of(turns[len(asked) - 1]))
-        return [GreedyOutput(ids, "length" if len(ids) == limit else "stop")]
-
-    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
-    [episode] = player.run_greedy([PROMPT], generate)
-    return episode, asked
-
-
-def test_a_greedy_episode_is_asked_the_very_tokens_of_a_sampled_one() -> None:
-    """`generate` gives no end token, a sampler does; the conversation is the same."""
-    episode, asked = answers("calc 12+34", "46")
-    sample, sampler, _ = play("calc 12+34", "46")
-    assert asked == [request.prompt for requests in sampler.asked for request in requests]
-    assert (episode.text, episode.history, episode.finish) == (sample.text, sample.history, "stop")
-
-
-def test_a_greedy_turn_that_was_cut_off_ends_the_episode() -> None:
-    call = "calc 12+34"
-    episode, asked = answers(call, "46", limit=len(ids_of(call)))
-    assert (episode.text, episode.history, episode.finish, len(asked)) == (call, (), "length", 1)
-    whole, _ = answers(call, "46", limit=len(ids_of(call)) + 1)
-    assert (whole.text, whole.finish) == ("46", "stop")
-
-
 def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
     questions = [
         EvalQuestion(TokenizedExample(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right)
         for right in ("46", "47")
     ]
-
-    class Knows:
-        tokenizer = TOKENIZER
-
-        def generate(self, prompts: Any, max_new_tokens: int, **limits: Any) -> list[GreedyOutput]:
-            said = ["calc 12+34" if tuple(p) == PROMPT.ids else "46" for p in prompts]
-            return [GreedyOutput(tuple(ids_of(text)), "stop") for text in said]
-
-    player = EpisodeRunner(TOKENIZER, calculator.build(CalculatorConfig()), Renderer(TOKENIZER).extend)
     model: Any = None  # nothing is scored
-    report = Evaluator((), questions, 8, 16, player.run_greedy).evaluate(model, Knows())
+
+    def evaluate(environments: EnvironmentFactory | None) -> Report:
+        turns = Script("calc 12+34", "46")
+        collector = RolloutCollector(turns, None, TOKENIZER, 0, 1, environments, Renderer(TOKENIZER).extend)
+        return Evaluator((), questions, 8, 16, collector.collect_answers).evaluate(model)
+
+    report = evaluate(calculator.build(CalculatorConfig()))
     assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values
     assert [s["turns"][1]["content"] for s in report.samples] == ["46", "46"]
-    assert Evaluator((), questions, 8, 16).evaluate(model, Knows()).values["eval/exact_match"] == 0
+    assert evaluate(None).values["eval/exact_match"] == 0
 
 
 def test_a_turn_without_its_end_token_is_closed() -> None:
@@ -284,9 +237,9 @@ def test_a_template_that_rewrites_earlier_turns_is_continued() -> None:
 def test_a_template_that_writes_nothing_of_an_observation_is_refused() -> None:
     tokenizer = byte_tokenizer(512)
     tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}"
-    with pytest.raises(EnvironmentProblem, match="writes nothing of an environment's message of role tool: 'x'"):
+    with pytest.raises(EnvironmentProblem, match="does not render the environment's messages of role tool: 'x'"):
         Renderer(tokenizer).extend((1,), {"role": "tool", "content": "x"})
-    with pytest.raises(EnvironmentProblem, match=r"writes nothing(?s:.)*environment\.role=user"):
+    with pytest.raises(EnvironmentProblem, match=r"does not render(?s:.)*environment\.role=user"):
         build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())
     assert build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig(role="user")), Decisions())
     tokenizer.chat_template = None

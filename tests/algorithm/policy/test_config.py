@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import functions, resolved_options
 from runner.algorithm.policy.config import GrpoConfig, PpoConfig
-from runner.algorithm.policy.importance import KlController
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
@@ -39,17 +39,17 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
         ),
         (
             ["algorithm.importance_sampling_level=sequence"],
-            "algorithm.loss_aggregation: a sequence ratio needs seq_mean_token_mean",
+            "algorithm.loss_aggregation: importance_sampling_level=sequence needs seq_mean_token_mean",
         ),
         (
             ["algorithm.kl_estimator=k2", "algorithm.reference=adapter"],
-            "algorithm.reference: there is no adapter to switch off",
+            "algorithm.reference: there is no adapter to disable",
         ),
         (["algorithm.group_size=1"], "algorithm.group_size: advantage=group_mean_std compares within a group"),
         (["algorithm.gamma=0.9"], "algorithm.gamma: not used with advantage=group_mean_std"),
         (
             ["algorithm.advantage=none"],
-            "algorithm.zero_variance: advantage=none learns from equal rewards too; type keep",
+            "algorithm.zero_variance: advantage=none also uses equal rewards; type keep",
         ),
         (
             ["algorithm.max_logprob_diff=0.1", "algorithm.lag=1"],
@@ -62,23 +62,23 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
         (["sampler=none"], "sampler: algorithm=grpo needs one; type sampler=torch"),
         (
             ["algorithm=ppo", "algorithm.critic=shared", "algorithm.critic_lr=1e-3"],
-            "algorithm.critic_lr: critic=shared learns with optimizer.lr",
+            "algorithm.critic_lr: critic=shared is trained with optimizer.lr",
         ),
-        (["adapter=lora", "adapter.dropout=0.1"], "adapter.dropout: algorithm=grpo learns without dropout"),
+        (["adapter=lora", "adapter.dropout=0.1"], "adapter.dropout: algorithm=grpo trains without dropout"),
         (
             ["algorithm=ppo", "adapter=lora", "adapter.dropout=0.1"],
-            "adapter.dropout: algorithm=ppo learns without dropout; leave it out, or type algorithm.dropout=true",
+            "adapter.dropout: algorithm=ppo trains without dropout; leave it out, or type algorithm.dropout=true",
         ),
         (
             ["algorithm=opd", "algorithm.teacher=x", "reward=none", "adapter=lora", "adapter.dropout=0.1"],
-            "adapter.dropout: algorithm=opd learns without dropout",
+            "adapter.dropout: algorithm=opd trains without dropout",
         ),
         (["environment=calculator", "environment.max_turns=1"], "environment.max_turns: "),
         (["algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds: not used with zero_variance=drop"),
         (["algorithm=ppo", "algorithm.max_resample_rounds=2"], "algorithm.max_resample_rounds: "),
         (
             ["algorithm.kl_estimator=k3", "algorithm.kl_coef=0", "algorithm.reference=copy"],
-            "algorithm.reference: kl_coef=0 has no reference model",
+            "algorithm.reference: kl_coef=0 loads no reference model",
         ),
         (
             ["algorithm=ppo", "algorithm.normalize_advantages=false", "algorithm.whiten_ddof=1"],
@@ -114,7 +114,7 @@ def test_lag_with_its_correction_is_accepted(workdir: Path) -> None:
 
 @pytest.mark.parametrize("group", ["sampler=torch", "reward=exact", "environment=calculator"])
 def test_an_algorithm_that_does_not_sample_refuses_what_samples(group: str, workdir: Path) -> None:
-    with pytest.raises(SpecError, match="learns from given data"):
+    with pytest.raises(SpecError, match="trains on a data set"):
         compose_job(["algorithm=sft", "model=tiny", "data=demo", group])
 
 
@@ -142,10 +142,13 @@ def test_what_stands_for_null_depends_on_the_choice() -> None:
                 "replaced by new prompts, up to 4 rounds",
             ],
         ),
-        (["algorithm=gspo"], ["algorithm.clip_low=0.0003 ", "GSPO 2507.18071", "exp(mean over the answer's tokens"]),
+        (
+            ["algorithm=gspo"],
+            ["algorithm.clip_low=0.0003 ", "GSPO 2507.18071", "exp(mean over the completion's tokens"],
+        ),
         (
             ["algorithm=dr_grpo", "sampler.max_new_tokens=77"],
-            ["1 / (answers of the step × loss_norm_length)", "algorithm.loss_norm_length=77 "],
+            ["1 / (completions of the step × loss_norm_length)", "algorithm.loss_norm_length=77 "],
         ),
         (
             ["algorithm=dr_grpo", "sampler.max_new_tokens=77", "environment=calculator", "environment.max_turns=3"],

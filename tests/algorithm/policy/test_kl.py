@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from runner.algorithm.policy import importance
+from runner.algorithm import kl_divergence
 from runner.algorithm.policy.importance import token_ratio
 
 
 def corrected(logprobs: Tensor, reference: Tensor) -> Tensor:
-    return importance.k3_ratio(logprobs, reference, token_ratio(logprobs, logprobs.detach()))
+    return kl_divergence.k3_ratio(logprobs, reference, token_ratio(logprobs, logprobs.detach()))
 
 
 def value_of_k3(d: float) -> float:
@@ -24,11 +24,11 @@ def value_of_k3(d: float) -> float:
 
 
 CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[float], float], Callable[[float], float]]] = {
-    "k1": (importance.k1, lambda d: d, lambda d: 1.0),
-    "k2": (importance.k2, lambda d: d * d / 2, lambda d: d),
-    "k3": (importance.k3, value_of_k3, lambda d: 1 - math.exp(-d)),
+    "k1": (kl_divergence.k1, lambda d: d, lambda d: 1.0),
+    "k2": (kl_divergence.k2, lambda d: d * d / 2, lambda d: d),
+    "k3": (kl_divergence.k3, value_of_k3, lambda d: 1 - math.exp(-d)),
     "k3 with ratio": (corrected, value_of_k3, lambda d: d),
-    "k3+": (importance.k3_plus, value_of_k3, lambda d: d),
+    "k3+": (kl_divergence.k3_plus, value_of_k3, lambda d: d),
 }
 
 
@@ -47,7 +47,7 @@ def test_value_and_gradient(name: str, d: float, reference: float) -> None:
 def test_a_ratio_other_than_one_scales_k3_and_carries_gradient() -> None:
     new, f, old = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, -1.7, -1.4))
     new.requires_grad_()
-    got = importance.k3_ratio(new, f, token_ratio(new, old))
+    got = kl_divergence.k3_ratio(new, f, token_ratio(new, old))
     got.backward()
     r, d = math.exp(0.4), 0.7
     assert got.item() == pytest.approx(r * value_of_k3(d))
@@ -69,7 +69,7 @@ def test_on_policy_expectations_are_the_kl_and_its_gradient() -> None:
     for name in ("k2", "k3 with ratio", "k3+"):
         (got,) = torch.autograd.grad((probability * CASES[name][0](new, f)).sum(), logits, retain_graph=True)
         torch.testing.assert_close(got, gradient)
-    (useless,) = torch.autograd.grad((probability * importance.k1(new, f)).sum(), logits, retain_graph=True)
+    (useless,) = torch.autograd.grad((probability * kl_divergence.k1(new, f)).sum(), logits, retain_graph=True)
     assert useless.abs().max() < 1e-12
 
 
@@ -84,6 +84,6 @@ def test_extreme_differences_stay_finite(name: str, d: float) -> None:
 
 def test_k3_is_never_negative_and_exact_for_small_differences_in_float32() -> None:
     d = torch.tensor([1e-3, -1e-3, 1e-4, 0.0])
-    got = importance.k3(d, torch.zeros(4))
+    got = kl_divergence.k3(d, torch.zeros(4))
     assert (got >= 0).all()
     torch.testing.assert_close(got[:2], d[:2].square() / 2, rtol=1e-3, atol=1e-10)

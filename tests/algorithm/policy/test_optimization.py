@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm.episodes import rollouts
+from runner.algorithm import rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.core.errors import TrainingDiverged

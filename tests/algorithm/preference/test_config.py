@@ -45,7 +45,7 @@ def test_an_option_that_the_loss_does_not_use_is_an_error(loss: str) -> None:
         ({"name": "dpo", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
         ({"name": "kto", "reference": "adapter"}, "algorithm.reference", "type adapter=lora"),
         ({"name": "dpo", "loss": "robust", "label_smoothing": 0.5}, "algorithm.label_smoothing", "below 0.5"),
-        ({"name": "kto", "batch_size": 4, "mini_batches": 4}, "algorithm.batch_size", "at least 2 answers"),
+        ({"name": "kto", "batch_size": 4, "mini_batches": 4}, "algorithm.batch_size", "at least 2 completions"),
         ({"name": "dpo", "batch_size": 4, "mini_batches": 3}, "algorithm.mini_batches", "does not divide"),
     ],
 )

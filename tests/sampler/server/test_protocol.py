@@ -48,10 +48,10 @@ def test_rollouts_come_back_as_they_were() -> None:
 
 
 INVALID = {
-    "one too few": (ROLLOUTS[1:], "3 answers were requested, and 2 came"),
+    "one too few": (ROLLOUTS[1:], "3 completions were requested, but 2 arrived"),
     "empty": ({"ids": (), "logprobs": ()}, "answer 0 has 0 tokens"),
     "too long": ({"ids": (1,) * 7, "logprobs": (-1.0,) * 7}, "answer 0 has 7 tokens, not 1 to 6"),
-    "outside the vocabulary": ({"ids": (50,), "logprobs": (-1.0,)}, "has the id 50, and the vocabulary"),
+    "outside the vocabulary": ({"ids": (50,), "logprobs": (-1.0,)}, "has the id 50, but the vocabulary"),
     "below it": ({"ids": (-1,), "logprobs": (-1.0,)}, "has the id -1"),
     "logprobs missing": ({"logprobs": ()}, "cannot be read"),
     "not a number": ({"ids": (1,), "logprobs": (math.nan,)}, "has the log-probability nan"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from runner.core.auto_choices import Decisions
-from runner.device.env_presets import resolve_presets
+from runner.device.process_setup import resolve_presets
 from runner.interfaces import Request, Rollout
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig

@@ -12,7 +12,7 @@ from packaging.version import Version
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.device.env_presets import PRESETS
+from runner.device.process_setup import PRESETS
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
@@ -85,7 +85,7 @@ def test_an_npu_gets_plain_weights_and_segments_that_do_not_grow() -> None:
     found, _ = made("npu", environment=colocated)
     assert found["additional_config"] == {"weight_nz_mode": 0} and found["enforce_eager"]
     assert made("npu", beside=False, environment=alone)[0]["additional_config"]
-    with pytest.raises(EnvironmentProblem, match="segments that grow"):
+    with pytest.raises(EnvironmentProblem, match="expandable segments"):
         made("npu", environment=alone)
     for environment in ({}, {LAYOUT: "1"}, {LAYOUT: ""}):
         with pytest.raises(EnvironmentProblem, match=f"export {LAYOUT}=0"):
@@ -118,18 +118,22 @@ def test_there_is_room_for_an_adapter(rank: int, room: int) -> None:
     [
         (("sampler.tensor_parallel_size=2",), "sampler.tensor_parallel_size", "set launch.samplers"),
         (("sampler.tensor_parallel_size=3", "launch.samplers=3"), "sampler.tensor_parallel_size", "model.heads=4"),
-        (("algorithm.lag=1",), "algorithm.lag", "set launch.samplers, or 0"),
-        (("sampler.sleep=1",), "sampler.sleep", "no sleep on the CPU"),
-        (("sampler.sleep=1", "launch.samplers=1"), "sampler.sleep", "shares its device with nobody"),
+        (("algorithm.lag=1",), "algorithm.lag", "set launch.samplers, or algorithm.lag=0"),
+        (("sampler.sleep=1",), "sampler.sleep", "no sleep mode on the CPU"),
+        (("sampler.sleep=1", "launch.samplers=1"), "sampler.sleep", "no trainer shares the engine's device"),
         (("sampler.gpu_memory_utilization=0.5",), "sampler.gpu_memory_utilization", "sampler.kv_cache_memory_bytes"),
-        (("sampler.timeout_s=9",), "sampler.timeout_s", "samplers of their own"),
+        (("sampler.timeout_s=9",), "sampler.timeout_s", "used only with launch.samplers"),
         (("sampler.weight_sync=adapter",), "sampler.weight_sync", "no adapter"),
-        (("sampler.weight_sync=adapter", "adapter=lora", "adapter.dora=true"), "sampler.weight_sync", "no DoRA"),
-        (("sampler.enforce_eager=false",), "sampler.enforce_eager", "no graphs"),
-        (("sampler.max_model_len=20",), "sampler.max_model_len", "come to"),
-        (("sampler.temperature=0.001",), "sampler.temperature", "at 0.01 to 2"),
-        (("sampler.temperature=2.1",), "sampler.temperature", "at 0.01 to 2"),
-        (("model.heads=8",), "model.heads", "of 16 numbers"),
+        (
+            ("sampler.weight_sync=adapter", "adapter=lora", "adapter.dora=true"),
+            "sampler.weight_sync",
+            "not support DoRA",
+        ),
+        (("sampler.enforce_eager=false",), "sampler.enforce_eager", "no CUDA graphs"),
+        (("sampler.max_model_len=20", "data.max_length=64"), "sampler.max_model_len", "need"),
+        (("sampler.temperature=0.001",), "sampler.temperature", "vLLM supports 0.01 to 2"),
+        (("sampler.temperature=2.1",), "sampler.temperature", "vLLM supports 0.01 to 2"),
+        (("model.heads=8",), "model.heads", "head size 16"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(words: tuple[str, ...], key: str, said: str) -> None:
@@ -160,7 +164,7 @@ def test_workers_of_an_engine_are_no_forks_and_say_what_they_die_of() -> None:
 
 
 def test_versions_are_known_new_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, word in (("0.32.0", "known are"), ("0.23.0.post1", "known are"), ("0.40.1", "newer than")):
+    for text, word in (("0.32.0", "tested with"), ("0.23.0.post1", "tested with"), ("0.40.1", "newer than")):
         decide = Decisions(strict=True)
         versions.check_version(Version(text), decide)
         assert decide.entries[0].reason.startswith(word)

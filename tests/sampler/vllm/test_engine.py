@@ -13,8 +13,7 @@ import torch
 
 from runner.core.errors import EnvironmentProblem, SamplerError
 from runner.sampler.vllm import engine as engines
-from runner.sampler.vllm.engine import VllmEngine
-from runner.sampler.vllm.process_isolation import preserve_process_state
+from runner.sampler.vllm.engine import VllmEngine, preserve_process_state
 
 WEIGHTS = {"a": torch.ones(1), "b": torch.ones(1)}
 
@@ -86,7 +85,7 @@ def test_an_engine_that_finds_no_room_is_no_bug_of_ours(made: Made) -> None:
     engine.load(WEIGHTS, None)
     engine.release()
     llm.fails = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
-    with pytest.raises(SamplerError, match=r"take its memory back: CUDA Error.*sampler\.gpu_memory_utilization"):
+    with pytest.raises(SamplerError, match=r"allocate its memory again: CUDA Error.*sampler\.gpu_memory_utilization"):
         engine.generate([[1]], None, None)
 
 
@@ -103,7 +102,7 @@ def test_a_base_whose_adapter_comes_by_itself_is_given_once(experts: bool, made:
 def test_a_worker_that_ended_is_the_engines_end_and_no_bug(made: Made) -> None:
     engine, llm, _ = made(cards=2)
     llm.fails = RuntimeError("cancelled")  # what is heard of a worker that was killed
-    with pytest.raises(SamplerError, match="engine is gone: RuntimeError: cancelled"):
+    with pytest.raises(SamplerError, match="engine died: RuntimeError: cancelled"):
         engine.load(WEIGHTS, None)
     engine, llm, _ = made(cards=1)
     llm.fails = RuntimeError("a bug")

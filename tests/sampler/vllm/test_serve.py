@@ -5,6 +5,7 @@ Log-probabilities are held to those of a plain pass: 1e-4 on average, 1e-3 at mo
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
+from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 import numpy as np
@@ -213,6 +215,29 @@ def test_adapters_by_name(asking: Any, shelf: WeightStore) -> None:
         moved(policy, 0.1)
         sent(sampler, policy, shelf, version, "adapter")
         check(whole(policy), sampler.sample(asked()))
+
+
+def test_an_exported_adapter_is_loaded_and_answers_greedily(served: Served, tmp_path: Path) -> None:
+    policy = attach(LoraConfig(rank=4, alpha=16.0), model(), decide=Decisions())
+    moved(policy, 0.1)
+    policy.save(tmp_path)
+    post(served, "/v1/load_lora_adapter", lora_name="exported", lora_path=str(tmp_path))
+    prompt, merged = list(PROMPTS[2]), whole(policy)
+    options = {"temperature": 0, "logprobs": 1, "return_tokens_as_token_ids": True}
+    said = json.loads(post(served, "/v1/completions", model="exported", prompt=prompt, max_tokens=8, **options))
+    found = said["choices"][0]["logprobs"]
+    ids = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+    np.testing.assert_allclose(found["token_logprobs"], plain(merged, prompt + ids)[len(prompt) - 1 :], atol=WORST)
+    with torch.no_grad():
+        likeliest = merged(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].argmax(-1)
+    assert likeliest.tolist() == ids
+    assert plain(model().module, prompt + ids)[len(prompt) - 1 :] != pytest.approx(found["token_logprobs"], abs=WORST)
+
+
+def post(served: Served, route: str, **body: Any) -> str:
+    request = UrlRequest(served.url + route, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urlopen(request, timeout=120) as answer:
+        return str(answer.read().decode())
 
 
 def test_weights_read_anew_and_a_server_that_was_started_anew(asking: Any, shelf: WeightStore, served: Served) -> None:

@@ -15,7 +15,7 @@ from runner.cli.job_builder import compose_job
 from runner.core.errors import DataError, ParityError, SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.tools.bench import measure, report, suite
-from runner.tools.bench.baseline import BaselineLoop, pad_batch
+from runner.tools.bench.measure import BaselineLoop, pad_batch
 from runner.tools.bench.report import BenchResult
 from runner.tools.bench.suite import Case, cases, read_earlier, run_bench
 
@@ -79,7 +79,7 @@ def test_every_case_is_measured_beside_its_baseline(measured: tuple[BenchResult,
     sft, dpo, grpo = result.cases
     assert sft.tokens == 4 * 24 and dpo.tokens == 2 * (16 + 8 + 8) and grpo.tokens <= 2 * (16 + 8 * 8)
     text = "\n".join(said)
-    assert "GB/s of a copy" in text and "speedup" in text and f"{dpo.mfu:.1%}" in text
+    assert "GB/s for a copy" in text and "speedup" in text and f"{dpo.mfu:.1%}" in text
     assert "decided  export" in text, "what was decided on the way is said"
 
 
@@ -94,7 +94,7 @@ def test_what_was_measured_is_compared_with_what_was_written(
     lines = list(report.format_comparison(result, read_earlier(path)))
     assert len(lines) == 4 and all(" 2.00 " in line for line in lines[1:])
     path.write_text("{}")
-    with pytest.raises(DataError, match="what run bench writes"):
+    with pytest.raises(DataError, match="a file of run bench"):
         read_earlier(path)
 
 
@@ -116,7 +116,7 @@ def test_what_a_card_has_no_room_for_is_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_several_processes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="run bench is one process"):
+    with pytest.raises(SpecError, match="run bench uses one process"):
         run_bench(jobs(SMALL[:1], tmp_path, "parallelism=ddp", "launch.devices=2"), print, print)
 
 

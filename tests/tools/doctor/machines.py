@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from runner.device import nvidia_smi
+from runner.device import device_stats
 from runner.tools.doctor.cann import KERNELS as KERNEL_FOLDER
-from runner.tools.doctor.check_result import CheckResult, ReportEntry
+from runner.tools.doctor.report import CheckResult, ReportEntry
 from runner.tools.doctor.run_checks import run_checks
 from runner.tools.doctor.system_info import CommandResult, Package, SystemInfo
 
@@ -24,7 +24,7 @@ CANN = {
     "first": "/usr/local/Ascend/ascend-toolkit/latest",
 }
 KERNELS = {"a2": "ascend910b", "a3": "ascend910_93", "310p": "ascend310p", "first": "ascend910", "950": "ascend950"}
-COMPILER = {  # what CANN's compiler of operators imports
+COMPILER = {  # what CANN's operator compiler needs
     "attrs": "25.4.0",
     "decorator": "5.2.1",
     "numpy": "2.3.5",
@@ -120,7 +120,7 @@ def nvidia(folder: Path, built: str | None = "12.8", child: CommandResult | None
     def run(words: Sequence[str], deadline_s: float, extra: Mapping[str, str]) -> CommandResult:
         if child is not None and "runner.tools.doctor.smoke_test" in words:
             return child
-        answers = {nvidia_smi.QUERY: QUERY, ("nvidia-smi",): BANNER, ("nvidia-smi", "topo", "-m"): TOPO}
+        answers = {device_stats.QUERY: QUERY, ("nvidia-smi",): BANNER, ("nvidia-smi", "topo", "-m"): TOPO}
         if "--query-compute-apps=pid,name,used_memory" in words:
             return CommandResult(0, "4711, python, 39000 MiB\n")
         return CommandResult(0, answers.get(tuple(words), "2.13.0\n"))

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 
 from runner.tools.doctor.cann import KERNELS
-from runner.tools.doctor.check_result import CheckStatus
+from runner.tools.doctor.report import CheckStatus
 from runner.tools.doctor.system_info import CommandResult
 from tests.tools.doctor.changes import (
     answering,
@@ -119,7 +119,7 @@ MISTAKES = {
     ),
     "an engine whose workers would be forked": (
         both(installed(**SERVING), asked(sampler="vllm"), variables(VLLM_WORKER_MULTIPROC_METHOD="fork")),
-        ("engine on NPU", PROBLEM, "cannot be forked", "unset VLLM_WORKER_MULTIPROC_METHOD"),
+        ("engine on NPU", PROBLEM, "cannot fork", "unset VLLM_WORKER_MULTIPROC_METHOD"),
     ),
     "an engine that is to sleep in segments that grow": (
         both(
@@ -127,11 +127,11 @@ MISTAKES = {
             asked(sampler="vllm"),
             variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True"),
         ),
-        ("engine on NPU", PROBLEM, "cannot sleep in it", "unset PYTORCH_NPU_ALLOC_CONF, or sampler.sleep=0"),
+        ("engine on NPU", PROBLEM, "cannot sleep with it", "unset PYTORCH_NPU_ALLOC_CONF, or sampler.sleep=0"),
     ),
     "too little shared memory for an engine's weights": (
         both(asked(sampler="vllm"), lambda machine: dataclasses.replace(machine, total_bytes=lambda path: 8 * GB)),
-        ("shared memory", WARNING, "8.0 GB; weights for engines", "run plan"),
+        ("shared memory", WARNING, "8.0 GB; weights for engines", "size=64G /dev/shm"),
     ),
     "Ray is asked for, and is missing": (
         asked(launch="ray"),
@@ -139,15 +139,15 @@ MISTAKES = {
     ),
     "an older Ray": (
         both(installed(ray="2.40.0"), asked(launch="ray")),
-        ("Ray", PROBLEM, "2.60 or newer is needed", "posttrain-run[ray]"),
+        ("Ray", PROBLEM, "it must be at least 2.60", "posttrain-run[ray]"),
     ),
     "a Ray that shows every process all chips": (
         both(installed(ray="2.60.0"), variables(RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES="1")),
-        ("Ray", WARNING, "would see, and take, the same chips", "unset RAY_EXPERIMENTAL_NOSET"),
+        ("Ray", WARNING, "would use the same chips", "unset RAY_EXPERIMENTAL_NOSET"),
     ),
     "a Python that torch_npu has no wheel for": (
         lambda machine: dataclasses.replace(installed(torch="2.10.0")(machine), python=(3, 14, 0)),
-        ("Python", PROBLEM, "torch-npu 2.10.0.post4 takes 3.10 to 3.13", "python3.11"),
+        ("Python", PROBLEM, "torch-npu 2.10.0.post4 needs 3.10 to 3.13", "python3.11"),
     ),
     "two allocator variables": (
         variables(PYTORCH_NPU_ALLOC_CONF="expandable_segments:True", PYTORCH_ALLOC_CONF="expandable_segments:True"),
@@ -159,11 +159,11 @@ MISTAKES = {
     ),
     "an allocator setting twice": (
         variables(PYTORCH_NPU_ALLOC_CONF="max_split_size_mb:128,max_split_size_mb:64"),
-        ("allocator", PROBLEM, "max_split_size_mb stands twice", "export"),
+        ("allocator", PROBLEM, "max_split_size_mb is listed twice", "export"),
     ),
     "an allocator setting without a value": (
         variables(PYTORCH_ALLOC_CONF="expandable_segments"),
-        ("allocator", PROBLEM, "no key:value", "expandable_segments:True"),
+        ("allocator", PROBLEM, "not key:value", "expandable_segments:True"),
     ),
     "EVENT below EXEC": (
         variables(HCCL_EXEC_TIMEOUT="3600", HCCL_EVENT_TIMEOUT="1868"),
@@ -175,7 +175,7 @@ MISTAKES = {
     ),
     "EVENT above EXEC, but not above what EXEC is counted as": (
         variables(HCCL_EXEC_TIMEOUT="1800", HCCL_EVENT_TIMEOUT="1830"),
-        ("HCCL time-outs", PROBLEM, "as 1836", "export HCCL_EVENT_TIMEOUT=1904"),
+        ("HCCL time-outs", PROBLEM, "up to 1836", "export HCCL_EVENT_TIMEOUT=1904"),
     ),
     "CONNECT out of range": (
         variables(HCCL_CONNECT_TIMEOUT="60"),
@@ -183,11 +183,11 @@ MISTAKES = {
     ),
     "a time-out that is no number": (
         variables(HCCL_CONNECT_TIMEOUT="10min"),
-        ("HCCL time-outs", PROBLEM, "no whole number", "unset HCCL_CONNECT_TIMEOUT"),
+        ("HCCL time-outs", PROBLEM, "not an integer", "unset HCCL_CONNECT_TIMEOUT"),
     ),
     "EXEC = for ever": (
         variables(HCCL_EXEC_TIMEOUT="0"),
-        ("HCCL time-outs", WARNING, "not honoured by every release", "HCCL_EXEC_TIMEOUT=7208"),
+        ("HCCL time-outs", WARNING, "not support 0 (wait forever)", "HCCL_EXEC_TIMEOUT=7208"),
     ),
     "EVENT equal to EXEC": (
         variables(HCCL_EXEC_TIMEOUT="3604", HCCL_EVENT_TIMEOUT="3604"),
@@ -195,15 +195,15 @@ MISTAKES = {
     ),
     "a network interface that is not there": (
         both(written("/sys/class/net/eth0/mtu", "1500"), variables(HCCL_SOCKET_IFNAME="enp7")),
-        ("HCCL network", PROBLEM, "fits no network interface here (eth0)", "ip -brief address"),
+        ("HCCL network", PROBLEM, "matches no network interface here (eth0)", "ip -brief address"),
     ),
     "an address that is none": (
         variables(HCCL_IF_IP="10.0.0"),
-        ("HCCL network", PROBLEM, "HCCL_IF_IP=10.0.0 is no address", "unset HCCL_IF_IP"),
+        ("HCCL network", PROBLEM, "HCCL_IF_IP=10.0.0 is not an address", "unset HCCL_IF_IP"),
     ),
     "a buffer of no size": (
         variables(HCCL_BUFFSIZE="200M"),
-        ("other variables", PROBLEM, "HCCL_BUFFSIZE=200M is no whole number", "unset HCCL_BUFFSIZE"),
+        ("other variables", PROBLEM, "HCCL_BUFFSIZE=200M is not an integer", "unset HCCL_BUFFSIZE"),
     ),
     "a queue that there is not": (
         variables(TASK_QUEUE_ENABLE="3"),
@@ -211,15 +211,15 @@ MISTAKES = {
     ),
     "blocking launches left on": (
         variables(ASCEND_LAUNCH_BLOCKING="1"),
-        ("other variables", WARNING, "for debugging only", "unset ASCEND_LAUNCH_BLOCKING"),
+        ("other variables", WARNING, "only for debugging", "unset ASCEND_LAUNCH_BLOCKING"),
     ),
     "a lost peer that nobody notices": (
         variables(TORCH_HCCL_ASYNC_ERROR_HANDLING="0"),
-        ("other variables", WARNING, "waits for ever", "unset TORCH_HCCL_ASYNC_ERROR_HANDLING"),
+        ("other variables", WARNING, "waits forever", "unset TORCH_HCCL_ASYNC_ERROR_HANDLING"),
     ),
     "torch_npu not loaded by torch": (
         variables(TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
-        ("other variables", WARNING, "import torch_npu itself", "unset TORCH_DEVICE_BACKEND_AUTOLOAD"),
+        ("other variables", WARNING, "import torch_npu themselves", "unset TORCH_DEVICE_BACKEND_AUTOLOAD"),
     ),
     "a value HCCL does not document": (
         variables(HCCL_DETERMINISTIC="1"),
@@ -227,7 +227,7 @@ MISTAKES = {
     ),
     "numbers that saturate": (
         variables(INF_NAN_MODE_ENABLE="0"),
-        ("other variables", WARNING, "no guard sees an overflow", "unset INF_NAN_MODE_ENABLE"),
+        ("other variables", WARNING, "no check detects an overflow", "unset INF_NAN_MODE_ENABLE"),
     ),
     "two names of one switch": (
         variables(HCCL_ASYNC_ERROR_HANDLING="0", TORCH_HCCL_ASYNC_ERROR_HANDLING="1"),
@@ -235,15 +235,15 @@ MISTAKES = {
     ),
     "visible devices beyond the count": (
         variables(ASCEND_RT_VISIBLE_DEVICES="0,1,3,4"),
-        ("visible devices", PROBLEM, "asks for 4 devices; there are 4, so 4 is dropped", "=0,1,3"),
+        ("visible devices", PROBLEM, "the devices here are 0 to 3, so 4 is silently ignored", "=0,1,3"),
     ),
     "a visible device twice": (
         variables(ASCEND_RT_VISIBLE_DEVICES="0,0"),
-        ("visible devices", PROBLEM, "0 stands twice", "export"),
+        ("visible devices", PROBLEM, "0 is listed twice", "export"),
     ),
     "a visible device that is no number": (
         variables(ASCEND_RT_VISIBLE_DEVICES="0-3"),
-        ("visible devices", PROBLEM, "'0-3' is no device number", "export"),
+        ("visible devices", PROBLEM, "'0-3' is not a device number", "export"),
     ),
     "no visible device": (
         variables(ASCEND_RT_VISIBLE_DEVICES=""),
@@ -269,18 +269,23 @@ MISTAKES = {
     ),
     "operators of another release than the toolkit": (
         written(f"{HOME}/aarch64-linux/ascend_ops_install.info", "version=9.0.0\n"),
-        ("CANN operators", PROBLEM, "operators 9.0.0 beside toolkit 9.1.0", "Ascend-cann-910b-ops_9.1.0"),
+        ("CANN operators", PROBLEM, "operators 9.0.0 and toolkit 9.1.0", "Ascend-cann-910b-ops_9.1.0"),
     ),
     "operators of another chip": (
         lambda machine: (
             machine.path(f"{HOME}/{KERNELS}/ascend910b").rename(machine.path(f"{HOME}/{KERNELS}/ascend910_93"))
             and machine
         ),
-        ("CANN operators", PROBLEM, "are for ascend910_93, and this is Ascend910B3", "Ascend-cann-910b-ops"),
+        ("CANN operators", PROBLEM, "are for ascend910_93, but this is Ascend910B3", "Ascend-cann-910b-ops"),
     ),
     "a package that CANN's compiler imports": (
         installed(decorator=None, attrs=None),
-        ("CANN's Python", PROBLEM, "imports attrs, decorator: not here", "pip install attrs 'decorator>=4.4.0'"),
+        (
+            "CANN's Python",
+            PROBLEM,
+            "needs attrs, decorator: not installed",
+            "pip install attrs 'decorator>=4.4.0'",
+        ),
     ),
     "CANN's compiler is not on PYTHONPATH": (
         variables(PYTHONPATH="/somewhere/else"),
@@ -300,7 +305,7 @@ MISTAKES = {
     ),
     "the libraries are not on LD_LIBRARY_PATH": (
         variables(LD_LIBRARY_PATH="/usr/local/Ascend/driver/lib64"),
-        ("CANN environment", PROBLEM, "no folder of LD_LIBRARY_PATH holds libhccl.so", "set_env.sh"),
+        ("CANN environment", PROBLEM, "no folder of LD_LIBRARY_PATH has libhccl.so", "set_env.sh"),
     ),
     "ASCEND_HOME_PATH is empty": (
         variables(ASCEND_HOME_PATH=""),
@@ -308,7 +313,7 @@ MISTAKES = {
     ),
     "ASCEND_HOME_PATH leads nowhere": (
         variables(ASCEND_HOME_PATH="/opt/cann"),
-        ("CANN environment", PROBLEM, "/opt/cann is no folder", "set_env.sh"),
+        ("CANN environment", PROBLEM, "/opt/cann is not a folder", "set_env.sh"),
     ),
     "two CANNs mixed": (
         both(
@@ -335,14 +340,14 @@ MISTAKES = {
     ),
     "a user outside the group": (
         lambda machine: dataclasses.replace(machine, may=lambda path, mode: "davinci" not in path.name),
-        ("device files", PROBLEM, "only root and the group HwHiAiUser may", "sudo usermod -aG HwHiAiUser $USER"),
+        ("device files", PROBLEM, "only for root and group HwHiAiUser", "sudo usermod -aG HwHiAiUser $USER"),
     ),
     "a user outside the group that the driver was installed for": (
         both(
             written("/etc/ascend_install.info", "UserName=HwHiAiUser\nUserGroup=npuusers\n"),
             lambda machine: dataclasses.replace(machine, may=lambda path, mode: path.name != "devmm_svm"),
         ),
-        ("device files", PROBLEM, "no right to use /dev/devmm_svm", "sudo usermod -aG npuusers $USER"),
+        ("device files", PROBLEM, "no permission for /dev/devmm_svm", "sudo usermod -aG npuusers $USER"),
     ),
     "a container whose user is not in the group": (
         both(
@@ -365,13 +370,13 @@ MISTAKES = {
     ),
     "firmware that the driver does not take": (
         written("/usr/local/Ascend/firmware/version.info", "Version=9.1.0.1.100\n"),
-        ("driver, firmware", PROBLEM, "takes firmware 6.4.0 to 6.4.99 or 7.0.0 to 8.9.9", "npu-firmware"),
+        ("driver, firmware", PROBLEM, "supports firmware 6.4.0 to 6.4.99 or 7.0.0 to 8.9.9", "npu-firmware"),
     ),
     "no driver": (
         removed("/usr/local/Ascend/driver/version.info"),
         ("driver, firmware", PROBLEM, "no /usr/local/Ascend/driver/version.info", "npu-driver"),
     ),
-    "npu-smi does not reach the driver": (
+    "npu-smi cannot reach the driver": (
         lambda machine: dataclasses.replace(machine, run=commands("unreachable")),
         ("npu-smi", PROBLEM, "-8005", "HwHiAiUser"),
     ),
@@ -392,7 +397,7 @@ MISTAKES = {
     ),
     "a variable of W&B that the job overrules": (
         variables(WANDB_MODE="online"),
-        ("W&B", WARNING, "WANDB_MODE=online is not followed", "unset WANDB_MODE"),
+        ("W&B", WARNING, "WANDB_MODE=online has no effect", "unset WANDB_MODE"),
     ),
     "the antlr of math-verify's extra": (
         installed(antlr4_python3_runtime="4.13.2"),

@@ -65,7 +65,7 @@ def test_the_doctor_diagnoses_it(broken: Path, workdir: Path) -> None:
     assert any(line.startswith("problem import torch import torch fails, because it loads torch_npu") for line in lines)
     assert "ImportError: libhccl.so: cannot open shared object file" in " ".join(lines)
     assert any(line.startswith("ok torch, torch_npu") for line in lines)
-    end = done.stdout.partition("to do, in this order\n")[2]
+    end = done.stdout.partition("do this, in order\n")[2]
     assert "pip uninstall torch_npu" in end and "set_env.sh" in end and "npu   not ready" in end
     assert "Traceback" not in done.stdout and list(workdir.iterdir()) == []
 
@@ -95,7 +95,7 @@ def test_a_job_on_the_cpu_runs_and_says_what_it_left_out(broken: Path, workdir: 
     done = run(broken, workdir, "device=cpu", *SMALL)
     assert done.returncode == 0, done.stdout + done.stderr
     [line] = [line for line in (done.stdout + done.stderr).splitlines() if "environment.torch_npu" in line]
-    assert "device=cpu has no use for it; CANN is not installed or not loaded" in line and "run doctor" in line
+    assert "device=cpu does not use it; CANN is not installed or not loaded" in line and "run doctor" in line
 
 
 @pytest.mark.slow
@@ -121,16 +121,16 @@ def test_a_doctor_asked_about_the_cpu_has_nothing_to_say_of_it(broken: Path, wor
 def test_a_torch_npu_for_another_torch_is_told_apart(tmp_path: Path) -> None:
     other = site(tmp_path / "other", "2.7.1")
     program = (
-        "from runner.device.torch_npu_import import *; from runner.device.device_kinds import *; "
+        "from runner.device.process_setup import *; from runner.core.device_kinds import *; "
         "print(hide_torch_npu('auto', CPU))"
     )
     done = run(other, tmp_path, program=("-c", program))
-    assert done.stdout.startswith("it cannot be loaded; torch_npu 2.7.1 is not for torch"), done.stderr
+    assert done.stdout.startswith("it cannot be loaded; torch_npu 2.7.1 does not match torch"), done.stderr
 
 
 def test_nothing_is_hidden_from_a_job_on_an_npu(broken: Path, tmp_path: Path) -> None:
     program = (
-        "import importlib.util, os\nfrom runner.device.torch_npu_import import AUTOLOAD, NPU, hide_torch_npu\n"
+        "import importlib.util, os\nfrom runner.device.process_setup import AUTOLOAD, NPU, hide_torch_npu\n"
         "print(hide_torch_npu('npu', NPU), importlib.util.find_spec('torch_npu') is not None, os.environ.get(AUTOLOAD))"
     )
     assert run(broken, tmp_path, program=("-c", program)).stdout == "None True None\n"

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.device.device_kinds import parse_visible
-from runner.tools.doctor.check_result import CheckResult, CheckStatus
+from runner.core.device_kinds import parse_visible
+from runner.tools.doctor.report import CheckResult, CheckStatus
 from runner.tools.doctor.system_info import SystemInfo
 from tests.tools.doctor.machines import findings, nvidia, packages, with_environment
 
@@ -29,10 +29,10 @@ def test_numbers_are_read_in_their_order(ids: list[int], count: int) -> None:
         (" 1 , 0 ", (1, 0), ()),
         ("0,,1", (0, 1), ("an empty entry",)),
         ("0,1,", (0, 1), ("an empty entry",)),
-        ("-1", (), ("'-1' is no device number",)),
-        ("0-3", (), ("'0-3' is no device number",)),
-        ("all", (), ("'all' is no device number",)),
-        ("1,1,0", (1, 1, 0), ("1 stands twice",)),
+        ("-1", (), ("'-1' is not a device number",)),
+        ("0-3", (), ("'0-3' is not a device number",)),
+        ("all", (), ("'all' is not a device number",)),
+        ("1,1,0", (1, 1, 0), ("1 is listed twice",)),
         ("GPU-1a,0", ("GPU-1a", 0), ()),
     ],
 )
@@ -72,9 +72,14 @@ def test_the_cuda_of_torch_against_the_driver(
 @pytest.mark.parametrize(
     ("variables", "check", "verdict", "evidence"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "0,2"}, "visible devices", CheckStatus.PROBLEM, "there are 2, so 2 is dropped"),
+        (
+            {"CUDA_VISIBLE_DEVICES": "0,2"},
+            "visible devices",
+            CheckStatus.PROBLEM,
+            "the devices here are 0 to 1, so 2 is silently ignored",
+        ),
         ({"CUDA_VISIBLE_DEVICES": "GPU-2b"}, "visible devices", CheckStatus.OK, "1 of 2"),
-        ({"CUDA_VISIBLE_DEVICES": "-1"}, "visible devices", CheckStatus.PROBLEM, "'-1' is no device number"),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, "visible devices", CheckStatus.PROBLEM, "'-1' is not a device number"),
         (
             {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "PYTORCH_ALLOC_CONF": "expandable_segments:False"},
             "allocator",
@@ -93,10 +98,10 @@ def test_variables_of_nvidia(
 def test_a_gpu_that_this_user_may_not_use(tmp_path: Path) -> None:
     locked = replace(nvidia(tmp_path), may=lambda path, mode: "nvidia" not in path.name)
     found = cuda(locked)["device files"]
-    assert found.verdict is CheckStatus.PROBLEM and found.evidence == "no right to use /dev/nvidia0, /dev/nvidia1"
+    assert found.verdict is CheckStatus.PROBLEM and found.evidence == "no permission for /dev/nvidia0, /dev/nvidia1"
 
 
 def test_torch_for_cuda_beside_torch_npu_and_a_gpu(tmp_path: Path) -> None:
     both = replace(nvidia(tmp_path), wanted="npu", packages=packages(torch="2.13.0", torch_npu="2.13.0"))
     found = findings(both)["npu", "torch, torch_npu"]
-    assert found.verdict is CheckStatus.PROBLEM and "torch_npu refuses to load" in found.evidence
+    assert found.verdict is CheckStatus.PROBLEM and "torch_npu does not load" in found.evidence

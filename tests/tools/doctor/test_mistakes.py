@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from runner.device.ascend import toolkit_folders
-from runner.tools.doctor import rollout_stack
-from runner.tools.doctor.check_result import CheckResult, CheckStatus
+from runner.tools.doctor import packages as package_checks
 from runner.tools.doctor.env_variables import accepts
-from runner.tools.doctor.report import exit_code
+from runner.tools.doctor.report import CheckResult, CheckStatus, exit_code
 from runner.tools.doctor.system_info import CommandResult, Package, SystemInfo
 from runner.tools.doctor.versions import torch_npu_for
 from tests.tools.doctor.changes import installed, without, written
@@ -46,6 +45,7 @@ def test_a_mistake_is_named_with_what_mends_it(mistake: str, tmp_path: Path) -> 
     found = seen(findings(change(machine(tmp_path / "again"))), check)
     assert (found.verdict, evidence in found.evidence, remedy in (found.remedy or "")) == (verdict, True, True), found
     assert seen(before, check) != found
+    assert not re.search("…|IMAGE|<[A-Z]+>", found.remedy or ""), "a line that can be pasted"
 
 
 @pytest.mark.parametrize("mistake", [name for name, (_, told) in MISTAKES.items() if told[1] is PROBLEM])
@@ -56,9 +56,9 @@ def test_a_problem_ends_with_2(mistake: str, tmp_path: Path) -> None:
 def test_a_missing_vllm_is_one_thing_to_do(tmp_path: Path) -> None:
     asked = dataclasses.replace(machine(tmp_path), sampler="vllm")
     assert (
-        rollout_stack.vllm(dataclasses.replace(asked, wanted="npu")).verdict is CheckStatus.SKIPPED
+        package_checks.vllm(dataclasses.replace(asked, wanted="npu")).verdict is CheckStatus.SKIPPED
     )  # the pair's check says it
-    found = rollout_stack.vllm(dataclasses.replace(asked, wanted="cuda"))
+    found = package_checks.vllm(dataclasses.replace(asked, wanted="cuda"))
     assert found.verdict is PROBLEM and "pip install vllm" in (found.remedy or "")
 
 
@@ -172,15 +172,15 @@ def test_a_machine_without_npu_and_gpu_is_a_cpu_machine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "verdict", "evidence", "remedy"),
     [
-        (CommandResult(None, err="no end after 30 s", late=True), PROBLEM, "a card hangs", "dmesg"),
-        (CommandResult(None, err="npu-smi: No such file or directory"), PROBLEM, "does not answer", "export PATH"),
+        (CommandResult(None, err="timeout after 30 s", late=True), PROBLEM, "a card hangs", "dmesg"),
+        (CommandResult(None, err="npu-smi: No such file or directory"), PROBLEM, "does not respond", "export PATH"),
         (
             CommandResult(127, err="npu-smi: libdcmi.so: cannot open shared object file"),
             PROBLEM,
             "libdcmi.so",
             "HwHiAiUser",
         ),
-        (CommandResult(0, "a table of tomorrow\n"), UNKNOWN, "it ends: a table of tomorrow", ""),
+        (CommandResult(0, "a table of tomorrow\n"), UNKNOWN, "last line: a table of tomorrow", ""),
     ],
 )
 def test_npu_smi_that_shows_no_chips(
@@ -207,3 +207,10 @@ def test_a_bare_machine_is_told_a_cann_and_a_torch_npu_that_go_together(torch: s
     said = re.search(r"toolkit_(\S+)_linux", toolkit), re.search(r"torch_npu==(\S+)", pair)
     assert said[0] and said[1], (toolkit, pair)
     assert said[1][1] in torch_npu_for(said[0][1]), f"CANN {said[0][1]} and torch_npu {said[1][1]}"
+
+
+def test_a_container_is_started_again_from_its_own_image(tmp_path: Path) -> None:
+    there = written("/etc/hostname", "3f2a9c\n")(written("/.dockerenv", "")(machine(tmp_path)))
+    assert there.docker_run("--gpus all") == (
+        "docker run --gpus all -it $(docker inspect -f '{{.Config.Image}}' 3f2a9c)  # on the host"
+    )

@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from runner.tools.doctor import run_checks as module
-from runner.tools.doctor.check_result import CheckResult, CheckStatus, ReportEntry, ok, problem, skip, warning
-from runner.tools.doctor.report import as_json, exit_code, print_report
+from runner.tools.doctor.report import (
+    CheckResult,
+    CheckStatus,
+    ReportEntry,
+    as_json,
+    exit_code,
+    ok,
+    print_report,
+    problem,
+    skip,
+    warning,
+)
 from runner.tools.doctor.system_info import SystemInfo
 from tests.tools.doctor.machines import ascend, entries
 
@@ -23,7 +33,7 @@ MADE = [
     ReportEntry("npu", "CANN environment", problem(LONG, "source set_env.sh")),
     ReportEntry("npu", "numbering", problem("again", "install CANN")),
     ReportEntry("cuda", "", skip("no sign of a GPU")),
-    ReportEntry("packages", "antlr", warning("odd", "look at it")),
+    ReportEntry("packages", "antlr", warning("odd", "show its state")),
     ReportEntry("trial on cpu", "kernels", ok("fine")),
 ]
 
@@ -35,15 +45,15 @@ def text(made: list[ReportEntry], devices: tuple[str, ...] = ("cpu", "npu")) -> 
 
 
 def test_the_report_ends_with_what_to_do_in_order_and_who_is_ready() -> None:
-    end = text(MADE).partition("to do, in this order\n")[2].splitlines()
+    end = text(MADE).partition("do this, in order\n")[2].splitlines()
     assert end == [
         "  1. no CANN; again",
         "     install CANN",
         f"  2. {LONG}",
         "     source set_env.sh",
         "",
-        "worth a look",
-        "  look at it",
+        "check these",
+        "  show its state",
         "",
         "cpu   ready",
         "npu   not ready: 3 problems",
@@ -52,7 +62,7 @@ def test_the_report_ends_with_what_to_do_in_order_and_who_is_ready() -> None:
 
 def test_lines_are_aligned_and_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "100")
-    lines = text(MADE).partition("to do")[0].splitlines()
+    lines = text(MADE).partition("do this")[0].splitlines()
     column = next(line for line in lines if "Linux" in line).index("Linux")
     assert all(len(line) <= 100 for line in lines)
     wrapped = [line for line in lines if "far longer" in line]
@@ -94,5 +104,5 @@ def test_a_check_that_fails_is_named_and_the_rest_goes_on(tmp_path: Path, monkey
     machine = ascend("a2", tmp_path)
     made = entries(machine)
     assert (made[0].check, made[0].finding.verdict) == ("odd one", CheckStatus.BUG)
-    assert "bug of ours: KeyError: 'lost' (test_report.py:" in made[0].finding.evidence
+    assert "bug in this project: KeyError: 'lost' (test_report.py:" in made[0].finding.evidence
     assert len(made) > 20 and exit_code(made) == 1

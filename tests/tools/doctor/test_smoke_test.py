@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from runner.tools.doctor import smoke_tests
-from runner.tools.doctor.check_result import CheckStatus
+from runner.tools.doctor.report import CheckStatus
 from runner.tools.doctor.smoke_test import _attention, _matmul
 from runner.tools.doctor.system_info import CommandResult, SystemInfo, current_system, run_command
 from tests.tools.doctor.machines import nvidia, packages
@@ -75,9 +75,9 @@ GOOD = record(device="cuda:0", what="matmul", error=1e-4, good=True)
             "off by 5.0e-01",
         ),
         (CommandResult(-6, GOOD, "terminate called"), "problem", "after matmul on cuda:0: terminate called"),
-        (CommandResult(None, "", "no end after 300 s"), "problem", "no end after 300 s"),
+        (CommandResult(None, "", "timeout after 300 s"), "problem", "timeout after 300 s"),
         (CommandResult(1, "", "Traceback\nRuntimeError: out of cards\n"), "problem", "RuntimeError: out of cards"),
-        (CommandResult(0, ""), "problem", "said nothing"),
+        (CommandResult(0, ""), "problem", "printed nothing"),
     ],
 )
 def test_what_is_made_of_a_child(answer: CommandResult, verdict: str, evidence: str, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_what_is_made_of_a_child(answer: CommandResult, verdict: str, evidence: 
 def test_a_training_step_that_fails_says_the_command_s_own_error(tmp_path: Path) -> None:
     answer = CommandResult(2, "", "folder x\nerror: device=cuda: no GPU\n  in order: 1. …\n")
     found = tried(nvidia(tmp_path, child=answer), "training step", "cuda")
-    assert found.verdict is CheckStatus.PROBLEM and found.evidence.endswith("ended with 2: device=cuda: no GPU")
+    assert found.verdict is CheckStatus.PROBLEM and found.evidence.endswith("failed with code 2: device=cuda: no GPU")
 
 
 def test_each_of_several_devices_takes_a_step_of_its_own(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_command_past_its_deadline_is_killed_with_all_below_it(own_session: bo
     )
     begin = time.monotonic()
     answer = run_command([sys.executable, "-c", program], 2.0, {})
-    assert (answer.code, answer.out, answer.last_line) == (None, "begun\n", "no end after 2 s")
+    assert (answer.code, answer.out, answer.last_line) == (None, "begun\n", "timeout after 2 s")
     assert time.monotonic() - begin < 20
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     end = time.monotonic() + 10

@@ -43,7 +43,7 @@ def test_the_mean_is_of_the_relative_errors() -> None:
     found = compare(recorded(), here, sampled=False)
     assert found.loss_error == pytest.approx(0.005)
     assert found.agrees(0.0051) and not found.agrees(0.0049)
-    assert "above the tolerance" in disagreement_text(found, 0.0049) and "look at the optimizer" in disagreement_text(
+    assert "above the tolerance" in disagreement_text(found, 0.0049) and "check the optimizer" in disagreement_text(
         found, 0
     )
 
@@ -82,7 +82,7 @@ def test_the_first_of_the_forward_pass_is_named_with_what_its_input_says() -> No
 def test_where_the_input_differs_already_the_module_around_it_is_named() -> None:
     here = with_prints({"input/policy/layers.0.o_proj": 0.2, "output/policy/layers.0.o_proj": 0.2})
     said = disagreement_text(compare(recorded(), here, sampled=False), 1)
-    assert "its input differs as much (0.2): it is what policy/layers.0 computes before it" in said
+    assert "its input differs as much (0.2): the cause is what policy/layers.0 computes before it" in said
 
 
 def test_the_first_gradient_is_the_last_of_the_forward_pass() -> None:
@@ -106,7 +106,7 @@ def test_another_layout_is_said_as_such() -> None:
     for name, one in list(here.prints.items()):
         here.prints[name] = replace(one, shape=(2, 2))  # type: ignore[index]
     said = disagreement_text(compare(recorded(), here, sampled=False), 1)
-    assert "policy/embed, whose output is [4] recorded and [2, 2] here: see what was decided above" in said
+    assert "policy/embed, whose output is [4] recorded and [2, 2] here: see the choices above" in said
 
 
 def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
@@ -114,7 +114,7 @@ def test_the_report_of_a_comparison_has_a_row_for_each_step() -> None:
     report = list(comparison_lines(found, recorded(), recorded(), 0.005))
     assert [line.split()[:2] for line in report if line.lstrip()[:1] in "12"] == [["1", "2"], ["2", "4"]]
     assert "outputs of step 1: 5 compared, 1 beyond the bound 0.001; largest difference 0.2 (policy/norm)" in report
-    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal to the bit" in report
+    assert "gradients of step 1: 5 compared, 0 beyond the bound 0.01; equal bit for bit" in report
 
 
 def test_modules_that_only_one_side_called_are_counted() -> None:

@@ -86,15 +86,15 @@ def _meaning(path: Path) -> tuple[object, bytes]:
 def test_no_file_another_file_and_another_format_are_told_apart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(EnvironmentProblem, match="no such file; a recording is made with"):
+    with pytest.raises(EnvironmentProblem, match="no such file; to record one, type"):
         read(tmp_path / "none")
     save_file({"weight": np.zeros(3)}, tmp_path / "model.safetensors")
-    with pytest.raises(DataError, match="safetensors, and no recording"):
+    with pytest.raises(DataError, match="safetensors, but not a recording"):
         read(tmp_path / "model.safetensors")
     monkeypatch.setattr(recording, "FORMAT", 3)
     write(tmp_path / "newer", SAMPLE)
     monkeypatch.undo()
-    with pytest.raises(DataError, match="has format 3, this version reads 2"):
+    with pytest.raises(DataError, match="has format 3, but this version reads 2"):
         read(tmp_path / "newer")
 
 

@@ -72,7 +72,7 @@ def test_the_same_device_agrees_to_the_bit(
 ) -> None:
     parity(capsys, "--record", FILE, "--steps", "3", "device=cpu", *SMALL, *job)
     said = parity(capsys, "--compare", FILE, "--tolerance", "0")
-    assert said.count("equal to the bit") == 2 and said.endswith("they agree\n")
+    assert said.count("equal bit for bit") == 2 and said.endswith("they agree\n")
     assert [path.name for path in workdir.iterdir()] == [FILE], "no run folder, nothing aside"
     recorded = read(Path(FILE))
     assert len(recorded.steps) == 3 and all(step["train/grad_norm"] > 0 for step in recorded.steps)
@@ -104,7 +104,7 @@ def test_wrong_attention_is_named_as_what_the_layer_computes_itself(
 
     with_device(monkeypatch, wrong)
     said = parity(capsys, "--compare", FILE, code=5)
-    assert "it is what policy/model.layers.0.self_attn computes before it" in said
+    assert "the cause is what policy/model.layers.0.self_attn computes before it" in said
 
 
 class Doubled(torch.autograd.Function):
@@ -147,7 +147,7 @@ def test_a_number_that_is_not_finite_is_traced_to_its_module(
 
     with_device(monkeypatch, wrong)
     said = parity(capsys, "--compare", FILE, code=5)
-    assert "ended early here: step 1: the loss is nan" in said
+    assert "stopped early here: step 1: the loss is nan" in said
     assert "first in the forward pass: policy/model.layers.0.post_attention_layernorm" in said
 
 
@@ -177,7 +177,7 @@ def test_a_recording_that_learnt_nothing_is_said(workdir: Path, capsys: pytest.C
 def test_another_data_type_is_within_the_bounds_of_that_type(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parity(capsys, "--record", FILE, "device=cpu", *SMALL, "algorithm=sft")
     said = parity(capsys, "--compare", FILE, "model.dtype=bfloat16", "model.gradient_checkpointing=true")
-    assert "0 beyond the bound 0.05" in said and "equal to the bit" not in said
+    assert "0 beyond the bound 0.05" in said and "equal bit for bit" not in said
 
 
 class InPairs:
@@ -208,7 +208,7 @@ def test_wrong_rotary_positions_are_named_in_bfloat16_where_only_gradients_show_
 def test_a_job_of_several_processes_is_refused(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--record", FILE, "device=cpu", *SMALL, "algorithm=sft", "launch.devices=2", "parallelism=ddp")
     said = parity(capsys, *words, code=2)
-    assert "launch.devices: run parity is one process, and this job is 2; type launch.devices=1" in said
+    assert "launch.devices: run parity uses one process, but this job has 2; type launch.devices=1" in said
 
 
 def test_another_job_other_weights_and_other_data_are_refused(
@@ -222,14 +222,14 @@ def test_another_job_other_weights_and_other_data_are_refused(
     data = ("data=file", "data.path=a.jsonl", "data.cache=false")
     parity(capsys, "--record", FILE, "--steps", "2", "device=cpu", *SMALL[:4], *data, "algorithm.batch_size=4")
     assert "optimizer.lr: was recorded as" in parity(capsys, "--compare", FILE, "optimizer.lr=1", code=2)
-    assert "the data (or its tokenizer) is not" in parity(capsys, "--compare", FILE, "data.path=b.jsonl", code=3)
+    assert "the data (or its tokenizer) differs from" in parity(capsys, "--compare", FILE, "data.path=b.jsonl", code=3)
 
     def other(module: Any) -> None:
         with torch.no_grad():
             module.model.norm.weight += 1e-3
 
     with_device(monkeypatch, other)
-    assert "weights are not those of the recording, the first of them policy/model.norm.weight" in parity(
+    assert "weights differ from the recording, the first is policy/model.norm.weight" in parity(
         capsys, "--compare", FILE, code=4
     )
 
@@ -237,15 +237,15 @@ def test_another_job_other_weights_and_other_data_are_refused(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "one of --record and --compare is expected"),
-        (["--record", "a", "--compare", "b"], "one of --record and --compare is expected"),
-        (["--record", "cpu", "device=npu"], "--record cpu is a device already"),
-        (["--record", "nowhere/a"], "a file in a folder that exists is expected"),
+        ([], "expected --record or --compare"),
+        (["--record", "a", "--compare", "b"], "expected --record or --compare"),
+        (["--record", "cpu", "device=npu"], "--record cpu already sets the device"),
+        (["--record", "nowhere/a"], "expected a file in an existing folder"),
         (["--record", "a", "--tolerance", "1%"], "--tolerance is for --compare"),
         (["--record", "a", "--steps", "0"], "expected a number from 1"),
-        (["--compare", "a", "--steps", "3"], "not --steps"),
-        (["--compare", "a", "--tolerance", "5"], "expected a share such as 0.5% or 0.005"),
-        (["--compare", "a"], "a: no such file; a recording is made with: run parity --record a"),
+        (["--compare", "a", "--steps", "3"], "leave out --steps"),
+        (["--compare", "a", "--tolerance", "5"], "expected a fraction such as 0.5% or 0.005"),
+        (["--compare", "a"], "a: no such file; to record one, type: run parity --record a"),
     ],
 )
 def test_usage(words: list[str], message: str, workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

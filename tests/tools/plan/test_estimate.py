@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from runner.core.batch import pack, with_totals
+from runner.core.device_kinds import NPU
 from runner.core.errors import SpecError
 from runner.device.cards import CARDS, GIB, Card
-from runner.device.device_kinds import NPU
 from runner.model.flops import ModelFlops
 from runner.parallelism.mesh import Mesh
 from runner.tools.plan.estimate import FRAGMENTATION, Estimate, estimate
@@ -35,10 +35,7 @@ def test_what_a_rank_holds_of_a_sharded_model_is_its_part(compose: Any) -> None:
     for name in ("trainable weights", "optimizer state"):
         assert terms(plan, "update")[name] == terms(alone, "update")[name] // 4
     model = plan.models["policy"]
-    assert (
-        terms(plan, "update")["layers gathered from other ranks"]
-        == (model.first + model.last + model.layers[0] * 2).bytes
-    )
+    assert terms(plan, "update")["layers gathered by FSDP"] == (model.first + model.last + model.layers[0] * 2).bytes
     assert terms(plan, "optimizer")["gradients"] == model.all.trained_bytes // 4
 
 
@@ -81,7 +78,8 @@ def test_what_is_recomputed_is_counted_apart(compose: Any) -> None:
 
 
 def test_sampling_holds_keys_and_values_of_its_rows(compose: Any) -> None:
-    spec = compose("+recipe=grpo_demo", "init_from=null", "sampler.max_num_seqs=16", "model.layers=2")
+    few = ("sampler.max_num_seqs=16", "data.max_length=40", "model.layers=2")
+    spec = compose("+recipe=grpo_demo", "init_from=null", *few)
     longest = spec.data.max_length + spec.sampler.max_new_tokens
     assert terms(estimate(spec), "sampling")["keys and values"] == 16 * longest * 2 * 2 * spec.model.hidden_size * 4
 
@@ -107,8 +105,8 @@ def test_versions_of_a_lag_wait_on_the_host_where_others_sample(compose: Any) ->
     here = estimate(compose("+recipe=grpo_demo", *ahead))
     plan = estimate(compose("+recipe=grpo_demo", *ahead, "launch.samplers=1"))
     learnt = plan.models["policy"].all.trained_bytes
-    assert terms(here, "update")["versions for sampling ahead"] == 2 * learnt
-    assert "versions for sampling ahead" not in terms(plan, "update")
+    assert terms(here, "update")["weight versions for algorithm.lag"] == 2 * learnt
+    assert "weight versions for algorithm.lag" not in terms(plan, "update")
     assert [term.bytes for term in plan.shelf] == [2 * learnt]
 
 
@@ -148,7 +146,7 @@ def test_an_engine_beside_a_rank_takes_its_share_of_the_card_while_it_is_awake(c
 
 def test_an_engine_that_would_lose_its_experts_is_refused_before_there_is_a_card(compose: Any) -> None:
     words = ("+recipe=grpo_demo", "model=tiny_moe", "sampler=vllm", "device=npu")
-    with pytest.raises(SpecError, match="sleeps loses its experts' layout"):
+    with pytest.raises(SpecError, match="experts' layout is lost after sleep"):
         estimate(compose(*words))
     assert engine(estimate(compose(*words, "sampler.sleep=0"))).rows
 
@@ -170,9 +168,8 @@ def test_an_engine_without_room_for_an_answer_does_not_fit(compose: Any) -> None
     plan = estimate(spec, small)
     assert engine(plan).rows == 0 and fit_verdict(plan, small) == "does not fit"
     assert "sampler.gpu_memory_utilization=0.9" in [change.word for change in engine_memory_share(spec)]
-    assert any(
-        "not one; a larger sampler.gpu_memory_utilization" in line for line in plan_lines(spec, plan, small, None)
-    )
+    [said] = [line for line in plan_lines(spec, plan, small, None) if "raise sampler.gpu_memory_utilization" in line]
+    assert "room for 0 sequences" in said
 
 
 @pytest.mark.slow
@@ -257,27 +254,29 @@ def test_what_no_change_can_make_fit_is_said(compose: Any) -> None:
 def test_the_mesh_is_drawn_with_its_machines() -> None:
     assert list(mesh_lines(Mesh(dp_replicate=2, dp_shard=2), per_node=2)) == [
         "mesh     dp_replicate=2 × dp_shard=2",
-        "  copy 0:  rank 0  1   (machine 0)",
-        "  copy 1:  rank 2  3   (machine 1)",
+        "  replica 0:  rank 0  1   (machine 0)",
+        "  replica 1:  rank 2  3   (machine 1)",
     ]
     both = mesh_lines(Mesh(pp=2, dp_shard=2, cp=2, tp=2), per_node=8)
     assert list(both)[1:] == [
         "  stage 0:  rank [( 0  1) ( 2  3)]  [( 4  5) ( 6  7)]   (machine 0)",
         "  stage 1:  rank [( 8  9) (10 11)]  [(12 13) (14 15)]   (machine 1)",
-        "  [ ] share the tokens of each row (cp)",
-        "  ( ) share every layer (tp)",
+        "  [ ] context parallel: share the tokens of each sequence",
+        "  ( ) tensor parallel: share every layer",
     ]
     assert (
-        list(mesh_lines(Mesh(dp_replicate=4, ep=2), per_node=4))[-1] == "  experts of a layer lie over ranks 0 1 | 2 3"
+        list(mesh_lines(Mesh(dp_replicate=4, ep=2), per_node=4))[-1]
+        == "  experts of a layer are split over ranks 0 1 | 2 3"
     )
-    assert list(mesh_lines(Mesh(dp_shard=2, tp=2), per_node=2))[1] == "  copy 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
+    lines = list(mesh_lines(Mesh(dp_shard=2, tp=2), per_node=2))
+    assert lines[1] == "  replica 0:  rank (0 1)  (2 3)   (machines 0 to 1)"
 
 
 def test_what_only_samples_is_drawn_beside_the_mesh() -> None:
     assert list(mesh_lines(Mesh(dp_replicate=2), None, SamplerDevices(4, 2, ())))[0:] == [
-        "mesh     dp_replicate=2, and 4 that only sample",
-        "  copy 0:  rank 0",
-        "  copy 1:  rank 1",
+        "mesh     dp_replicate=2, and 4 for sampling",
+        "  replica 0:  rank 0",
+        "  replica 1:  rank 1",
         "  sampler 0:  device (2 3)",
         "  sampler 1:  device (4 5)",
     ]
@@ -288,7 +287,7 @@ def test_slices_hold_their_part_of_layers_and_logits(compose: Any) -> None:
     alone = estimate(compose("+recipe=sft_demo", *wide))
     plan = estimate(compose("+recipe=sft_demo", *wide, "parallelism=tp", "launch.devices=2"))
     whole, own = terms(alone, "update"), terms(plan, "update")
-    norms = 4 * 5 * 64  # two in each layer and one behind them, float32, whole on every rank
+    norms = 4 * 5 * 64  # two in each layer and one behind them, float32, replicated on every rank
     assert own["trainable weights"] == (whole["trainable weights"] + norms) // 2
     assert own["logits"] * 2 == whole["logits"] and own["activations"] < whole["activations"]
     assert plan.models == alone.models and plan.work.flops * 2 == alone.work.flops
@@ -351,7 +350,7 @@ def test_experts_lie_over_ranks(compose: Any, words: str) -> None:
     assert held["tokens sent to experts"] > 0
     ep = plan.mesh.ep
     assert plan.work.sending["experts"] == 2 * 2 * 2 * 2 * plan.work.tokens * 64 * 4 * (ep - 1) // ep
-    assert any("chosen evenly" in line for line in plan_lines(compose("+recipe=sft_demo"), plan, None, None))
+    assert any("evenly used experts" in line for line in plan_lines(compose("+recipe=sft_demo"), plan, None, None))
 
 
 def test_adapters_on_experts_are_planned_for_but_not_where_experts_lie_apart(compose: Any) -> None:
@@ -380,7 +379,7 @@ def test_what_waits_on_the_host_is_said(compose: Any) -> None:
 
 def test_sizes_that_do_not_divide_are_refused_as_by_the_job(command: Any) -> None:
     code, _, complaint = command("plan", "+recipe=sft_npu", "parallelism=tp", "launch.devices=3")
-    assert code == 2 and "3 slices do not divide num_attention_heads=28" in complaint
+    assert code == 2 and "3 does not divide num_attention_heads=28" in complaint
     assert command("plan", "+recipe=sft_npu", "parallelism=pp", "launch.devices=29")[0] == 2
 
 
@@ -395,8 +394,8 @@ def test_the_verb_plans_a_model_that_is_not_here(command: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--card", "910A"), "no card named '910A'; known are 910B,"),
-        (("--card", "H100"), "a H100 is a card of device=cuda, and the job has device=npu"),
+        (("--card", "910A"), "no card named '910A'; known cards: 910B,"),
+        (("--card", "H100"), "H100 is a card of device=cuda, but the job has device=npu"),
         (("model.path=nobody/nothing",), "the shape of nobody/nothing is not known here"),
     ],
 )

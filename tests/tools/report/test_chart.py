@@ -9,7 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.tools.report.chart import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, Curve, axis_of, hues, svg
+from runner.tools.report.chart import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    MOST_POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Curve,
+    axis_of,
+    hues,
+    log_axis_of,
+    svg,
+)
 from runner.tools.report.run_facts import Series
 
 VALUES = st.floats(-1e12, 1e12, allow_nan=False).map(lambda v: 0.0 if abs(v) < 1e-9 else v)
@@ -21,7 +34,7 @@ def curve(points: list[tuple[int, float]], name: str = "a") -> Curve:
 
 @given(st.lists(VALUES, min_size=1, max_size=40))
 def test_every_point_lies_within_the_frame(values: list[float]) -> None:
-    root = ET.fromstring(svg([curve(list(enumerate(values, 1)))], "x"))
+    root = ET.fromstring(f"<div>{svg([curve(list(enumerate(values, 1)))], 'x')}</div>")
     for line in root.iter("polyline"):
         for pair in line.attrib["points"].split():
             x, y = map(float, pair.split(","))
@@ -42,6 +55,15 @@ def test_higher_values_are_drawn_higher_and_later_steps_further_right() -> None:
     [line] = root.iter("polyline")
     (x1, y1), (x2, y2), (x3, y3) = (map(float, p.split(",")) for p in line.attrib["points"].split())
     assert x1 < x2 < x3 and y2 < y3 < y1
+
+
+def test_a_logarithmic_axis_has_equal_distances_for_equal_ratios() -> None:
+    axis = log_axis_of(0.1, 1000.0)
+    assert [axis.at(v) for v in (0.1, 10.0, 1000.0)] == pytest.approx([0.0, 0.5, 1.0])
+    assert axis.ticks == pytest.approx((0.1, 10.0, 1000.0)) and log_axis_of(2.0, 60.0).ticks == (2.0, 60.0)
+    drawings = ET.fromstring(f"<div>{svg([curve([(1, 1.0), (2, 100.0)])], 'x')}</div>")
+    assert [part.attrib["class"] for part in drawings] == ["log", "linear"]
+    assert "log" not in svg([curve([(1, 0.0), (2, 100.0)])], "x")
 
 
 def test_names_are_escaped() -> None:

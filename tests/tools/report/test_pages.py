@@ -16,10 +16,10 @@ from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
 from runner.tools.report import diff
 from runner.tools.report.page import write_page
-from runner.tools.report.run_facts import read_metrics, read_run
+from runner.tools.report.run_facts import Series, read_metrics, read_run
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-VOID = {"meta", "link"}
+VOID = {"meta", "link", "input"}
 NASTY = "</script><script>alert(1)</script><img src=http://evil/x>"
 
 
@@ -139,6 +139,41 @@ def test_a_diff_says_only_what_differs(tmp_path: Path) -> None:
     assert page.count("<polyline") == 4  # two metrics of two runs
 
 
+def long_run(root: Path, metrics: int = 0) -> RunFolder:
+    """200 steps of an RL run with `metrics` more of them."""
+    folder = a_run(root)
+    names = ["train/loss", "rollout/length", "policy/entropy", "mismatch/kl", *(f"more/{i:03}" for i in range(metrics))]
+    rows = [{"step": step, **{name: 100 / (step + 1) for name in names}} for step in range(200)]
+    folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    samples = [{"step": step, "prompt": "p", "answer": "a", "reward": float(step > 3)} for step in range(8)]
+    folder.samples.write_text("".join(json.dumps(row) + "\n" for row in samples))
+    return folder
+
+
+def test_charts_stand_by_prefix_with_smoothed_curves_a_log_axis_and_the_health_panel(tmp_path: Path) -> None:
+    write_page(long_run(tmp_path / "a"), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    parser = checked(page)
+    assert [part.split("<")[0] for part in page.split("<h3>")[1:]] == ["train", "health"]
+    figures = [attrs["data-metric"] for tag, attrs in parser.seen if tag == "figure" and "data-metric" in attrs]
+    assert figures == ["train/loss", "policy/entropy", "mismatch/kl", "rollout/length"]
+    kinds = [attrs["class"] for tag, attrs in parser.seen if tag == "polyline"]
+    assert kinds == ["curve raw", "curve smooth"] * 2 * 4  # both axes of four metrics
+    bars = [attrs for tag, attrs in parser.seen if tag == "rect"]
+    assert len(bars) == 2 and "steps up to 3.5: 4" in page and "steps after 3.5: 4" in page
+
+
+def test_a_page_stays_below_500_kb_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+    write_page(long_run(tmp_path / "a", metrics=600), tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert len(page.encode()) < 500_000 and "544 more metrics are in metrics.jsonl" in page
+
+
+def test_smoothing_is_the_debiased_mean_of_the_past() -> None:
+    found = Series(((0, 1.0), (1, 1.0), (2, 4.0))).smooth(0.5).points
+    assert [value for _, value in found] == pytest.approx([1.0, 1.0, (0.25 + 0.5 + 4 * 1) / 1.75])
+
+
 BROWSER = next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
@@ -171,5 +206,4 @@ def in_a_browser(page: Path, theme: str, home: Path) -> list[dict[str, str | Non
 def test_a_browser_draws_it_and_has_no_complaint(tmp_path: Path, theme: str) -> None:
     write_page(a_run(tmp_path / "a"), tmp_path / "r.html")
     figures = in_a_browser(tmp_path / "r.html", theme, tmp_path)
-    assert [f["data-metric"] for f in figures if "hidden" not in f] == ["train/loss"]  # the script ran
-    assert len(figures) == 2
+    assert [f["data-metric"] for f in figures] == ["train/loss", "time/update_s"]

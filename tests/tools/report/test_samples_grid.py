@@ -35,8 +35,8 @@ def test_a_row_is_a_question_and_a_column_an_evaluation(tmp_path: Path) -> None:
     ]
     parts = samples_grid(evaluated_samples(lines, tmp_path))
     assert [part for part in parts if part.startswith("<h2>")] == [
-        "<h2>Held-out answers</h2>",
-        "<h2>Held-out answers: hard</h2>",
+        "<h2>Held-out completions</h2>",
+        "<h2>Held-out completions: hard</h2>",
     ]
     own, hard = (cells(part) for part in parts if "<table" in part)
     assert own == [
@@ -74,4 +74,4 @@ def test_an_interval_is_an_area_around_its_curve_and_no_curve_of_its_own(tmp_pat
     [points] = [str(attrs["points"]) for tag, attrs in seen if tag == "polygon"]
     heights = [float(one.partition(",")[2]) for one in points.split()]
     assert len(heights) == 2 * steps and min(heights) < max(heights)
-    assert "Held-out answers" in page
+    assert "Held-out completions" in page

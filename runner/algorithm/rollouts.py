@@ -1,0 +1,293 @@
+"""Sampled answers with their rewards: collection of what one step of policy optimization trains on.
+
+    data ──prompts──▶ sampler ◀──turns──▶ environment ──episodes──▶ reward ──▶ Experience (groups of samples)
+      ▲                                                              │
+      └─────────────── another round, while groups without contrast are replaced
+
+Legend: G samples per prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from runner.algorithm.episode import Episode, EpisodeRunner
+from runner.core.rng import derive_seed
+from runner.interfaces import (
+    Completion,
+    EnvironmentFactory,
+    ExtendConversation,
+    Prompt,
+    Request,
+    Reward,
+    Rollout,
+    State,
+)
+
+RewardComponents = Mapping[str, float | None]  # name → score of one part of a reward
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSample:
+    """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
+
+    ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
+    logprobs, truncation: see `Episode`; text: of the last turn; history: what was said until then by the policy and its
+    environment, in a conversation of several turns; components: what a reward that is made of others is made of
+    """
+
+    ids: tuple[int, ...]
+    mask: tuple[float, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    finish: str
+    version: int
+    reward: float | None
+    history: tuple[Mapping[str, Any], ...] = ()
+    components: RewardComponents = field(default_factory=dict)
+    truncation: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The samples of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[RolloutSample, ...]
+
+    @property
+    def has_reward_variance(self) -> bool:
+        """Whether at least two scored rewards differ."""
+        return has_reward_variance(self.outcomes)
+
+    @property
+    def outcomes(self) -> tuple[Outcome, ...]:
+        """What came of each sample."""
+        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish) for s in self.samples)
+
+
+class Outcome(NamedTuple):
+    """What the numbers of a step say of one sample; length: of the policy's own tokens."""
+
+    reward: float | None
+    components: RewardComponents
+    length: int
+    finish: str
+
+
+@dataclass(frozen=True, slots=True)
+class Experience:
+    """The groups of a step (0-based), statistics of the groups beside them, and the number of rounds."""
+
+    step: int
+    groups: tuple[Group, ...]
+    rounds: int
+    filtered_out: tuple[tuple[Outcome, ...], ...] = ()
+
+    @property
+    def all_outcomes(self) -> list[tuple[Outcome, ...]]:
+        """What came of every group that was drawn: numbers of the chosen ones alone would flatter or blame."""
+        return [*(group.outcomes for group in self.groups), *self.filtered_out]
+
+
+def has_reward_variance(group: Sequence[Outcome]) -> bool:
+    """Whether at least two scored rewards differ."""
+    return len({one.reward for one in group if one.reward is not None}) > 1
+
+
+def make_experience(step: int, drawn: Sequence[Group], size: int, rounds: int, *, contrast: bool) -> Experience:
+    """The first `size` groups; with `contrast`, of those with different rewards, if there are any."""
+    chosen = [at for at, group in enumerate(drawn) if group.has_reward_variance or not contrast] or range(len(drawn))
+    kept = set(chosen[:size])
+    left_out = tuple(group.outcomes for at, group in enumerate(drawn) if at not in kept)
+    return Experience(step, tuple(drawn[at] for at in sorted(kept)), rounds, left_out)
+
+
+@runtime_checkable
+class CompositeReward(Protocol):
+    """A reward made of others, which also says what each of them gave: name of a part → its own score."""
+
+    def score_components(
+        self, groups: Sequence[Sequence[Completion]]
+    ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]: ...
+
+
+class AnswerSampler(Protocol):
+    """What a `Sampler` does of collecting answers."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutCollector:
+    """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
+
+    sampler: AnswerSampler
+    reward: Reward | None
+    tokenizer: Any
+    seed: int
+    group_size: int
+    environments: EnvironmentFactory | None = None
+    extend: ExtendConversation | None = None
+
+    def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
+        """G scored answers to each prompt; seeds: (seed, step, round, prompt, sample, turn)."""
+        size = self.group_size
+
+        def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
+            return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
+
+        player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
+        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write)
+        grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
+        return [
+            Group(prompt, tuple(to_sample(*one) for one in zip(group, rewards, parts, strict=True)))
+            for prompt, group, rewards, parts in zip(prompts, grouped, *self._score_groups(grouped), strict=True)
+        ]
+
+    def collect_answers(self, prompts: Sequence[Prompt]) -> list[RolloutSample]:
+        """The first answer to each prompt."""
+        return [group.samples[0] for group in self.collect_groups(prompts, step=0, round=0)]
+
+    def _score_groups(
+        self, grouped: Sequence[Sequence[Episode]]
+    ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]:
+        """The reward of each sample of each group, and its parts."""
+        empty: list[list[RewardComponents]] = [[{} for _ in group] for group in grouped]
+        if self.reward is None:
+            return [[None] * len(group) for group in grouped], empty
+        asked = [[e.completion() for e in group] for group in grouped]
+        if isinstance(self.reward, CompositeReward):
+            return self.reward.score_components(asked)
+        return self.reward.score(asked), empty
+
+    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: EpisodeRunner) -> Request:
+        """The next turn's request, of the episode number `at`; only first turns share their prompt."""
+        prompt, sample = divmod(at, self.group_size)
+        seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
+        group = prompt if turn == 0 else at
+        limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
+        return Request((*episode.prompt.ids, *episode.ids), seed, limit, group, raw=True)
+
+
+def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -> RolloutSample:
+    """The finished sample."""
+    tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
+    said = (episode.text, episode.finish, episode.version)
+    return RolloutSample(*tokens, *said, reward, episode.history, parts, episode.truncation)
+
+
+def reward_metrics(experience: Experience) -> dict[str, float]:
+    """Reward metrics over all samples of a step; metrics without a scored sample are left out."""
+    drawn = [one for group in experience.all_outcomes for one in group]
+    scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
+    differ = [
+        has_reward_variance(g)
+        for g in experience.all_outcomes
+        if len(g) > 1 and any(one.reward is not None for one in g)
+    ]
+    known = {name: [s for one in drawn if (s := one.components[name]) is not None] for name in drawn[0].components}
+    return {
+        **({"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}),
+        "reward/num_failed": float(len(drawn) - len(scored)),
+        **({"reward/zero_variance": 1.0 - sum(differ) / len(differ)} if differ else {}),
+        **{f"reward/{name}": math.fsum(scores) / len(scores) for name, scores in known.items() if scores},
+    }
+
+
+def rollout_metrics(experience: Experience) -> dict[str, float]:
+    """What all that a step drew says of the policy, under stable names."""
+    drawn = [one for group in experience.all_outcomes for one in group]
+    tokens = sum(one.length for one in drawn)
+    samples = [sample for group in experience.groups for sample in group.samples]
+    oldest = min(sample.version for sample in samples)
+    truncation = math.fsum(sample.truncation for sample in samples)
+    return {
+        "rollout/length": tokens / len(drawn),
+        "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
+        "rollout/tokens": float(tokens),
+        "rollout/resample_rounds": float(experience.rounds),
+        "rollout/staleness": float(experience.step - oldest),
+        # of a sampler that truncates and reports both distributions; else it is 0, or NaN
+        **({"rollout/truncation_kl": truncation / sum(sum(s.mask) for s in samples)} if truncation > 0 else {}),
+    }
+
+
+def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any]]:
+    """Every sample as a line for samples.jsonl, the first of each group first."""
+    for turn in range(max(len(group.samples) for group in experience.groups)):
+        for group in experience.groups:
+            if turn < len(group.samples):
+                one = group.samples[turn]
+                yield {
+                    "prompt": group.prompt.text,
+                    **({"turns": list(one.history)} if one.history else {}),
+                    "answer": one.text,
+                    **({"reward": one.reward} if rewarded else {}),
+                    "finish": one.finish,
+                    "version": one.version,
+                }
+
+
+def encode_experience(experience: Experience) -> State:
+    """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
+    drawn = [s for group in experience.groups for s in group.samples]
+    said = attrgetter("text", "finish", "version", "reward")
+    flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
+    groups = [
+        {
+            "prompt": {
+                "ids": list(g.prompt.ids),
+                "text": g.prompt.text,
+                "messages": None if g.prompt.messages is None else [dict(m) for m in g.prompt.messages],
+                "columns": dict(g.prompt.columns),
+            },
+            "samples": [
+                [len(s.ids), *said(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
+                for s in g.samples
+            ],
+        }
+        for g in experience.groups
+    ]
+    tensors = {n: torch.tensor(v, dtype=torch.int64 if n == "ids" else torch.float64) for n, v in flat.items()}
+    return {
+        "step": experience.step,
+        "groups": groups,
+        "rounds": experience.rounds,
+        "left_out": [
+            [[one.reward, dict(one.components), one.length, one.finish] for one in g] for g in experience.filtered_out
+        ],
+        "tensors": tensors,
+    }
+
+
+def decode_experience(state: State) -> Experience:
+    """The inverse of `encode`."""
+    rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
+
+    def sample(
+        size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: RewardComponents, cut: float
+    ) -> RolloutSample:
+        ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
+        return RolloutSample(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts, cut)
+
+    groups = []
+    for group in state["groups"]:
+        one = group["prompt"]
+        messages = None if one["messages"] is None else tuple(one["messages"])
+        prompt = Prompt(tuple(one["ids"]), one["text"], messages, one["columns"])
+        groups.append(Group(prompt, tuple(sample(*s) for s in group["samples"])))
+    left_out = tuple(tuple(Outcome(*one) for one in group) for group in state["left_out"])
+    return Experience(state["step"], tuple(groups), state["rounds"], left_out)

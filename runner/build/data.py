@@ -1,0 +1,98 @@
+"""The data of a job and the length of its items; the environments and what continues a conversation.
+
+Where data.max_length is null, items may be as long as the model allows. All is checked before the model is read.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.package import cache_folder
+from runner.data.config import DataConfig
+from runner.interfaces import Data, EnvironmentFactory, ExtendConversation, RankCollectives
+from runner.model.batch_layout import max_row_length
+from runner.spec.base import ItemKind
+from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry, resolve
+
+if TYPE_CHECKING:
+    from runner.parallelism.rollout_partition import PartitionedEnvironments
+
+
+def build_data(
+    spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
+) -> Data:
+    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
+    config, kind = config or spec.data, kind or spec.algorithm.item_kind
+    chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
+    data: Data = default_registry().factory(config)(
+        config,
+        tokenizer=tokenizer,
+        chat=chat,
+        seed=spec.seed,
+        decide=decide,
+        cache_dir=cache_folder(),
+        kind=kind,
+        length_limit=_item_length_limit(spec, tokenizer, kind),
+    )
+    return data
+
+
+def _item_length_limit(spec: JobSpec, tokenizer: Any, kind: ItemKind) -> tuple[int, str] | None:
+    """The most tokens of an item by the model, and why; None = any. Raises SpecError if none is left."""
+    factory = type(spec.model).architecture_factory
+    limit = max_row_length(resolve(factory)(spec.model, tokenizer, spec.init_from)) if factory else None
+    if limit is None or kind != "prompts" or not (answer := spec.sampler.answer_tokens()):
+        return limit
+    if limit[0] <= answer + 1:
+        text = f"{answer} new tokens leave no room for a prompt: {limit[1]}; lower it"
+        raise SpecError([Problem("sampler.max_new_tokens", text)])
+    return limit[0] - answer, f"{limit[1]}, {answer} of them for an answer (sampler.max_new_tokens)"
+
+
+def resolve_max_length(spec: JobSpec, data: Data, decide: Decisions) -> JobSpec:
+    """The spec with the length of the data's longest item where data.max_length is null. Raises SpecError."""
+    if spec.data.max_length is not None:
+        return spec
+    resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": data.longest})})
+    if problems := resolved.sampler.problems(resolved):
+        raise SpecError([Problem(key, text, "data.max_length=null") for key, text in problems])
+    decide.record_fact("data.max_length", str(data.longest), "no item of the data is longer, and the model allows it")
+    return resolved
+
+
+def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
+    """The environments of the thread that has `peers`; None where answers are single turns."""
+    made: EnvironmentFactory | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
+    if made is None:
+        return None
+    from runner.parallelism.rollout_partition import PartitionedEnvironments
+
+    return PartitionedEnvironments(made.make, made.max_turns, peers, roles=made.roles)
+
+
+def build_extend(
+    spec: JobSpec, tokenizer: Any, environments: EnvironmentFactory | None, decide: Decisions
+) -> ExtendConversation | None:
+    """What continues a conversation by an environment's message; None where there is no environment.
+
+    Raises EnvironmentProblem where the chat template does not write messages of the environment's roles.
+    """
+    if environments is None:
+        return None
+    if not tokenizer.chat_template:
+        raise EnvironmentProblem(
+            "an environment needs a chat template, but the tokenizer has none; use an instruct or chat model, or type "
+            "chat.template=FILE"
+        )
+    from runner.data.chat import Renderer
+
+    renderer = Renderer(tokenizer, spec.chat)
+    for role in environments.roles:
+        renderer.extend((), {"role": role, "content": "observation"})
+    if renderer.rewrites_history():
+        text = "the template renders an earlier turn differently from the last one"
+        decide.record_fact("chat.template", "earlier turns keep the tokens that the policy sampled", text)
+    return renderer.extend

@@ -1,0 +1,325 @@
+"""Format of a checkpoint: sections of state as safetensors and JSON, and MANIFEST.json.
+
+    {"policy": {"step": 3, "tensors": {...}}, "algorithm": {...}}
+        │                        │
+        ▼                        ▼
+    state.json            policy.safetensors
+
+The tensors of a section are one safetensors file, written by all who hold pieces of them, none of whom holds the whole.
+
+    first rank   ──▶ header (names, shapes, places), and room for the tensors
+    every rank   ──▶ its pieces, each where it belongs
+
+Pieces are ranges of rows, whose bytes lie side by side in the file, or of columns, whose bytes do row by row: the file
+is the same whatever the layout was.
+
+MANIFEST.json lists the files. It is written last, so that an unfinished one has none.
+
+    {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
+     "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}
+
+`schema` and `digest` keep their meaning in every later schema: a newer manifest differs from a damaged one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner.core import fsync_io
+from runner.core.errors import CheckpointError, RunnerError, TrainingDiverged
+from runner.core.safetensors_layout import RESERVED, TYPES, FileLayout, compute_layout
+from runner.core.untrusted_text import parse_json
+from runner.distributed.dtensor_utils import local_slice, local_tensor
+from runner.interfaces import State
+
+SCHEMA = 1
+MANIFEST_FILE = "MANIFEST.json"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is not what was written; the message names the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Size in bytes and hex SHA-256 of one file."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint's contents; `written` is UTC in ISO 8601, for people only."""
+
+    step: int
+    written: str
+    metrics: Mapping[str, float]
+    files: Mapping[str, FileRecord]
+    schema: int = SCHEMA
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all its files."""
+        return sum(f.bytes for f in self.files.values())
+
+
+_BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
+
+
+def build_manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
+    """The manifest of the files that lie in `folder` now."""
+    files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
+    written = datetime.now(UTC).isoformat(timespec="seconds")
+    return Manifest(step, written, {k: float(v) for k, v in metrics.items()}, files)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest's file, with its own digest."""
+    body = asdict(manifest)
+    # JSON has no NaN or infinity; as text they come back exactly.
+    body["metrics"] = {k: v if abs(v) < float("inf") else str(v) for k, v in manifest.metrics.items()}
+    return json.dumps(body | {"digest": _manifest_digest(body)}, indent=2, allow_nan=False).encode() + b"\n"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`. Raises Damaged, or CheckpointError when a newer runner wrote it."""
+    try:
+        body = parse_json((folder / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {fsync_io.error_reason(error)}") from error
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: not JSON ({error})") from error
+    if not isinstance(body, dict) or body.pop("digest", None) != _manifest_digest(body):
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: does not match its own digest")
+    return _decode_manifest(folder, body)
+
+
+def _decode_manifest(folder: Path, body: dict[str, Any]) -> Manifest:
+    schema = body.get("schema")
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise CheckpointError(
+            f"{folder} has checkpoint schema {schema}; this runner reads up to {SCHEMA}: install the newer version "
+            "that wrote it"
+        )
+    try:
+        manifest = _BODY.validate_python(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+    if bad := [name for name in manifest.files if not PLAIN_NAME.fullmatch(name)]:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE}: {bad[0]!r} is not the name of a file in its folder")
+    return manifest
+
+
+def _manifest_digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+ALIASES = "aliases"  # header entry: JSON object, name → the tensor it is tied to
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in the file: its type, its shape, and the name of the tensor that it is tied to, if any."""
+
+    kind: str
+    shape: tuple[int, ...]
+    tied: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """The part of a tensor that one rank writes: values, on any device, and their position in `shape`."""
+
+    values: Tensor
+    where: tuple[slice, ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of_tensor(cls, tensor: Tensor) -> TensorPiece:
+        """What this rank holds of it, in the tensor's own memory."""
+        return cls(local_tensor(tensor), local_slice(tensor), tuple(tensor.shape))
+
+    def contiguous_runs(self) -> Iterator[tuple[int, int]]:
+        """Where in the whole tensor the values lie, in their order: first number, and how many."""
+        where, shape = self.where, self.shape
+        cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
+        last = cut[-1] if cut else 0  # whatever comes after this dimension lies side by side
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        count = prod(part.stop - part.start for part in where[last:])
+        for index in product(*(range(part.start, part.stop) for part in where[:last])):
+            first = sum(at * stride for at, stride in zip(index, strides, strict=False))
+            yield first + (where[last].start * strides[last] if where else 0), count
+
+
+def tensor_entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """What the file has to know of these tensors, of which this rank may hold pieces."""
+    tied = _tied_names(tensors)
+    return {name: TensorEntry(TYPES[t.dtype], tuple(t.shape), tied.get(name)) for name, t in tensors.items()}
+
+
+def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
+    """The file of these tensors, tied ones once, the same for any order of them."""
+    own = {name: (entry.kind, entry.shape) for name, entry in entries.items() if entry.tied is None}
+    aliases = {name: entries[name].tied for name in sorted(entries.keys() - own.keys())}
+    return compute_layout(own, {ALIASES: json.dumps(aliases)})
+
+
+def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> None:
+    """Write this rank's part into the file that `create` made, and flush it. Raises OSError.
+
+    Nothing of the file is read: NFS writes all of a page that was read, and with it what the page held before another
+    machine wrote into it.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
+        for name, piece in pieces.items():
+            held = piece.values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            size, start = piece.values.element_size(), len(layout.head) + layout.byte_ranges[name][0]
+            for at, count in piece.contiguous_runs():
+                file.seek(start + at * size)
+                run, held = np.split(held, [count * size])
+                file.write(run.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_written_here(tensor: Tensor) -> bool:
+    """Whether this rank writes its part: of replicas the first one does, and empty parts are skipped."""
+    if not isinstance(tensor, DTensor):
+        return True
+    placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
+    copies = [at for placement, at in placed if placement.is_replicate()]
+    return not any(copies) and local_tensor(tensor).numel() > 0
+
+
+def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Those that are the very same memory as an earlier one, and as which."""
+    tied: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor) or not tensor.numel():  # of which a rank may hold nothing
+            continue
+        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if (first := seen.setdefault(key, name)) != name:
+            tied[name] = first
+    return tied
+
+
+VALUES = "state.json"
+SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SplitState:
+    """The state of one rank: plain values of each section, and tensors of those that have any."""
+
+    values: Mapping[str, Any]
+    tensors: Mapping[str, Mapping[str, Tensor]]
+
+
+def split_state(state: Mapping[str, State]) -> SplitState:
+    """Check `state` and split it into values and tensors; nothing is copied or read.
+
+    Raises RunnerError when a value has no JSON form, or a tensor none in safetensors.
+    """
+    values: dict[str, Any] = {}
+    tensors: dict[str, Mapping[str, Tensor]] = {}
+    for name, section in state.items():
+        if not PLAIN_NAME.fullmatch(name):
+            raise RunnerError(f"a state section is named {name!r}; the name must be a valid file name")
+        values[name] = _to_json_value({k: v for k, v in section.items() if k != "tensors"}, name)
+        if "tensors" in section:
+            tensors[name] = section["tensors"]
+            _check_tensors(name, section["tensors"])
+    return SplitState(values, tensors)
+
+
+def encode_values(values: Mapping[str, Any]) -> bytes:
+    """The text of state.json."""
+    return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
+
+
+def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
+    """Raise TrainingDiverged when a number is not finite."""
+    for name, piece in pieces.items():
+        if not _is_finite(piece.values):
+            raise TrainingDiverged(
+                f"{section}: the tensor {name} has NaN or infinity; no checkpoint was written, earlier ones are "
+                "unchanged: continue from them with a smaller optimizer.lr or optimizer.clip_norm"
+            )
+
+
+def read_state(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, State]:
+    """The state in `folder`, tensors on the CPU. The files must have been verified. Raises Damaged.
+
+    mapped: tensors are read when and as far as they are used; they live as the files do, so copy what has to stay.
+    """
+    try:
+        state: dict[str, State] = json.loads((folder / VALUES).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DamagedCheckpoint(f"{VALUES}: {error}") from error
+    for name in files:
+        if name.endswith(SUFFIX):
+            state.setdefault(name.removesuffix(SUFFIX), {})["tensors"] = _read_tensors(folder / name, mapped)
+    return state
+
+
+def _read_tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+            if not mapped:  # a file that is replaced later would change, or kill, who uses its tensors
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+            aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DamagedCheckpoint(f"{path.name}: {error}") from error
+    return tensors | {alias: tensors[source] for alias, source in aliases.items()}
+
+
+def _check_tensors(section: str, tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or name == RESERVED or tensor.dtype not in TYPES or tensor.is_meta:
+            raise RunnerError(f"{section}: {name!r} ({type(tensor).__name__}) cannot be stored in safetensors")
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    wide = tensor.float() if tensor.element_size() == 1 else tensor  # torch has no isfinite for every float8
+    return bool(wide.isfinite().all())
+
+
+def _to_json_value(value: Any, where: str) -> Any:
+    """`value` as JSON keeps it; tuples become lists, everything else that would change is refused."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float) and math.isfinite(value):
+        return value
+    if isinstance(value, list | tuple):
+        return [_to_json_value(v, f"{where}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(k, str) for k in value):
+        return {k: _to_json_value(v, f"{where}.{k}") for k, v in value.items()}
+    raise RunnerError(
+        f"the state {where} = {value!r:.80} has no exact JSON form; "
+        'use finite numbers, text, lists and dicts with text keys, and put tensors under "tensors"'
+    )

@@ -1,0 +1,114 @@
+"""`run eval`: measure models on evaluation sets."""
+
+from __future__ import annotations
+
+import signal
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from runner.cli.args import UsageError, is_override
+from runner.cli.job_builder import compose_job
+from runner.cli.overrides import TRUST
+from runner.core.errors import Interrupted
+from runner.spec.evaluation import EvaluationSet
+from runner.spec.job import JobSpec
+
+# The sections whose options can be set; a model brings everything else.
+SECTIONS = ("evaluation", "device", "seed", "chat")
+NO_JOB = ("model=tiny", "data=demo", "algorithm=sft", "tracker=none")  # what the sets of no run are composed in
+
+
+def run(args: Namespace) -> int:
+    """Evaluate models, and print one table a set. Raises UsageError, SpecError, Interrupted."""
+    words = [word for word in args.words if is_override(word)]
+    texts = [word for word in args.words if word not in words] or ["latest"]
+    if twice := next((text for text in texts if texts.count(text) > 1), None):
+        raise UsageError(f"run eval: {twice} is listed twice; leave one of them out")
+    typed = dict(word.partition("=")[::2] for word in words)
+    if "suite" in typed or "tasks" in typed:
+        return _run_suite(args, texts, typed)
+    if args.suite_python or args.literal:
+        raise UsageError(
+            f"run eval: {'words after --' if args.literal else '--suite-python'} are for suite=NAME tasks=TASK"
+        )
+    for word in words:
+        if word.lstrip("+").partition("=")[0].partition(".")[0] not in SECTIONS and not _is_of_model(word):
+            raise UsageError(f"run eval: {word}: there are +evaluation=[…], evaluation.…, device=, seed=, model.dtype=")
+    from runner.inference.model_source import parse_source
+
+    sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
+    spec = compose_job([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))]).spec
+    sets = [_with_options(one, args) for one in spec.evaluation.decoded_sets()]
+    base = spec
+    if not sets:
+        base, sets = _of_first_run(sources, spec, args)
+    from runner.tools import evaluate
+
+    try:
+        found = evaluate.evaluate_sources(sources, sets, base, _settings(words, spec))
+    except KeyboardInterrupt:
+        text = "the answers so far are kept; the same command continues"
+        raise Interrupted(signal.SIGINT, f"interrupted: {text}") from None
+    evaluate.print_results(found, sets, evaluate.write_results(found, sets))
+    return 0
+
+
+def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) -> int:
+    """Run a harness on each model. Raises UsageError, EnvironmentProblem."""
+    from runner.tools.eval_suites import SUITES, run_suites
+
+    if unknown := typed.keys() - {"suite", "tasks", "device"}:
+        raise UsageError(
+            f"run eval suite=…: {', '.join(sorted(unknown))} cannot be set; options of the harness go after --"
+        )
+    if typed.get("suite") not in SUITES or not typed.get("tasks"):
+        raise UsageError(f"run eval: type suite={'|'.join(SUITES)} and tasks=TASK,TASK")
+    suite = SUITES[typed["suite"]]
+    if args.samples or args.suite_python is None:
+        wrong = "--samples is of our own sets; leave it out" if args.samples else "--suite-python PYTHON is missing"
+        raise UsageError(
+            f"run eval suite={typed['suite']}: {wrong}\n  an environment of its own: {suite.install_line()}"
+        )
+    from runner.inference.model_source import parse_source
+
+    sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
+    more = [*(["--limit", str(args.limit)] if args.limit else []), *args.literal]
+    run_suites(sources, typed["suite"], typed["tasks"].split(","), args.suite_python, more, typed.get("device"))
+    return 0
+
+
+def _of_first_run(sources: Sequence[Any], spec: JobSpec, args: Namespace) -> tuple[JobSpec, list[EvaluationSet]]:
+    """What the first run among the sources evaluates, and how. Raises UsageError where none is a run."""
+    from runner.tools.evaluate import run_spec, sets_of_run
+
+    source = next((one for one in sources if one.kind == "run"), None)
+    if source is None:
+        raise UsageError(
+            "run eval: no model is a run, which would have held-out rows; name sets: '+evaluation=[gsm8k]'"
+        )
+    own = run_spec(source)
+    update = {name: getattr(own, name) for name in ("data", "reward", "environment", "evaluation", "chat", "algorithm")}
+    return spec.model_copy(update=update | {"seed": own.seed}), [_with_options(one, args) for one in sets_of_run(own)]
+
+
+def _with_options(one: EvaluationSet, args: Namespace) -> EvaluationSet:
+    """The set with --samples and --limit. Raises UsageError for samples of multiple choice."""
+    if args.samples and one.options.choices is not None:
+        text = f"--samples does not apply to evaluation.sets.{one.name}, a multiple choice that samples nothing"
+        raise UsageError(f"run eval: {text}; leave it out, or evaluate this set alone")
+    typed = {name: value for name in ("samples", "limit") if (value := getattr(args, name)) is not None}
+    return replace(one, options=one.options.model_copy(update=typed))
+
+
+def _is_of_model(word: str) -> bool:
+    return word.lstrip("+").startswith(("model.dtype=", TRUST))
+
+
+def _settings(words: Sequence[str], spec: JobSpec) -> dict[str, Any]:
+    """The arguments of `load_source`."""
+    typed = {key.lstrip("+"): value for key, _, value in (word.partition("=") for word in words)}
+    device = spec.device.model_dump(mode="json") if any(key.partition(".")[0] == "device" for key in typed) else None
+    trust = typed.get(TRUST.removesuffix("="), "false").lower() == "true"
+    return {"device": device, "dtype": typed.get("model.dtype"), "trust_remote_code": trust}

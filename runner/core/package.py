@@ -1,0 +1,124 @@
+"""The installed packages: ours with conf/, recipes/ and lazy imports; plug-ins by entry points.
+
+An entry point that cannot be used is left out, and the command line says so once.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from runner.core.errors import RunnerError
+
+LEFT_OUT: dict[tuple[str, str], str] = {}  # group and name of an entry point that was left out → why
+_FAILED: dict[str, dict[str, list[str]]] = {}  # package → why → names of its entry points
+
+T = TypeVar("T")
+
+
+def import_frozen(name: str) -> ModuleType:
+    """Import a module with garbage collection off, and exempt all objects that exist then (`gc.freeze`).
+
+    Modules live as long as the process. The collector would search their hundreds of thousands of objects again and
+    again, and twice more at the end: a quarter of the processor time of a first step. A module that is there already
+    is returned as it is.
+    """
+    if name in sys.modules:
+        return sys.modules[name]
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        gc.freeze()
+        if enabled:
+            gc.enable()
+
+
+def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
+    """Set a module's `__getattr__` and `__all__`; type checkers read its names under TYPE_CHECKING.
+
+    namespace: the module's `globals()`; homes: module → the names that it defines, separated by blanks
+    """
+    modules = {name: module for module, names in homes.items() for name in names.split()}
+    namespace["__all__"] = tuple(modules)
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {namespace['__name__']!r} has no attribute {name!r}")
+        found = namespace[name] = getattr(importlib.import_module(modules[name]), name)
+        return found
+
+    namespace["__getattr__"] = find
+
+
+def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
+    """Apply `use` to each entry point of a group, in the order of package names.
+
+    An entry point for which it raises is left out.
+    """
+    for point in sorted(entry_points(group=group), key=lambda one: (_distribution_name(one), one.name)):
+        try:
+            made = use(point)
+        except (Exception, SystemExit) as error:  # a foreign package may fail in any way
+            why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
+            LEFT_OUT[group, point.name] = f"the one of plug-in {_distribution_name(point)} is not loaded: {why}"
+            _FAILED.setdefault(_distribution_name(point), {}).setdefault(why, []).append(point.name)
+            continue
+        yield made
+
+
+def plugin_warnings() -> list[str]:
+    """For each package of which something was left out: what, why, and what to type."""
+    return [
+        "\n  ".join(
+            [
+                f"the plug-in {owner} is only partly loaded",
+                *map(_line, failed.items()),
+                f"fix it, or type: pip uninstall {owner}",
+            ]
+        )
+        for owner, failed in _FAILED.items()
+    ]
+
+
+def _line(failed: tuple[str, list[str]]) -> str:
+    why, names = failed
+    return f"not loaded: {', '.join(names)} ({why})"
+
+
+def _distribution_name(point: EntryPoint) -> str:
+    """The installed package that an entry point belongs to."""
+    return point.dist.name if point.dist else point.value.partition(":")[0]
+
+
+PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def conf_dir() -> Path:
+    """The shipped config groups."""
+    return _shipped_dir("conf")
+
+
+def recipes_dir() -> Path:
+    """The shipped recipes."""
+    return _shipped_dir("recipes")
+
+
+def cache_folder() -> Path:
+    """Cache of tokens, reference log-probabilities and plug-ins: $RUNNER_CACHE, else the user's cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
+
+
+def _shipped_dir(name: str) -> Path:
+    # The wheel's copy comes first: site-packages may hold somebody else's conf/ beside our package.
+    installed = PACKAGE / f"_{name}"
+    return installed if installed.is_dir() else PACKAGE.parent / name

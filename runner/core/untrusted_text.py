@@ -1,0 +1,97 @@
+"""Bounded parsing of text from outside: JSON, YAML, arithmetic.
+
+Deep nesting and alias growth end with ValueError. Arithmetic is parsed into a syntax tree and evaluated here, never
+executed: exact fractions of whole numbers, + - * / and brackets. PyYAML is imported when a text needs it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import re
+from fractions import Fraction
+from typing import Any
+
+DEEPEST = 100  # mappings and lists inside one another, in YAML
+MOST_NODES = 100_000  # of a YAML text that is written out without aliases
+
+
+def parse_json(content: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError where it is none, or nested too deeply."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def check_yaml(text: str) -> None:
+    """Raise ValueError where a YAML text is nested too deeply, or too large once aliases are expanded.
+
+    A text that is no YAML passes: whoever parses it names the place.
+    """
+    if "*" not in text and sum(map(text.count, "[{-:")) < DEEPEST:
+        return
+    import yaml
+
+    sizes: dict[str, int] = {}  # of each anchor's node, without aliases
+    open_nodes: list[tuple[str | None, int]] = []  # (anchor, values before it)
+    total = 0
+    try:
+        for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+            if isinstance(event, yaml.CollectionStartEvent):
+                open_nodes.append((event.anchor, total))
+                total += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                anchor, before = open_nodes.pop()
+                if anchor is not None:
+                    sizes[anchor] = total - before
+            elif isinstance(event, yaml.AliasEvent):
+                total += sizes.get(event.anchor or "", 1)
+            elif isinstance(event, yaml.ScalarEvent):
+                total += 1
+                if event.anchor is not None:
+                    sizes[event.anchor] = 1
+            line = event.start_mark.line + 1 if event.start_mark is not None else 0
+            if len(open_nodes) > DEEPEST:
+                raise ValueError(f"line {line}: nested more than {DEEPEST} levels deep")
+            if total > MOST_NODES:
+                raise ValueError(f"line {line}: more than {MOST_NODES} values, including aliases")
+    except yaml.YAMLError:
+        return
+
+
+EXPRESSION = re.compile(r"[0-9+\-*/() ]{1,300}")  # short enough that no nesting is too deep
+SIGNS = str.maketrans({"×": "*", "÷": "/", "−": "-", "·": "*"})
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+class NotArithmetic(ValueError):
+    """The text is no arithmetic expression, or has no value; says why."""
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """The value of an expression and the numbers in it. Raises NotArithmetic."""
+    expression = text.translate(SIGNS).strip()
+    if not EXPRESSION.fullmatch(expression):
+        raise NotArithmetic("only integers, + - * / and brackets are supported")
+    numbers: list[int] = []
+    try:
+        return _walk(ast.parse(expression, mode="eval").body, numbers), numbers
+    except ZeroDivisionError as error:
+        raise NotArithmetic("division by zero") from error
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NotArithmetic("not an expression") from error
+
+
+def _walk(node: ast.expr, numbers: list[int]) -> Fraction:
+    match node:
+        case ast.Constant(value=int(number)):
+            numbers.append(number)
+            return Fraction(number)
+        case ast.UnaryOp(op=ast.USub()):
+            return -_walk(node.operand, numbers)
+        case ast.BinOp() if type(node.op) in OPERATORS:
+            result: Fraction = OPERATORS[type(node.op)](_walk(node.left, numbers), _walk(node.right, numbers))
+            return result
+    raise NotArithmetic("only integers, + - * / and brackets are supported")

@@ -1,0 +1,122 @@
+"""Answers of an engine, each written down: an interrupted evaluation computes only the rest.
+
+requests ──known?──▶ journal ──────────────────────────▶ rollouts
+            └─ no ──▶ Engine ──▶ a line of the journal ──▶
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.core.errors import StorageError
+from runner.inference.engine import Engine, FinishReason, GenerationRequest, SamplingParams
+from runner.interfaces import Request, Rollout
+
+
+class AnswerJournal:
+    """A file of answers of one model's weights, a JSON line each.
+
+    num_known: answers that were in the file, as far as they were requested again
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError where the file cannot be read or written."""
+        self.path, self.num_known = path, 0
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}") from error
+        if lines and not lines[-1].endswith(b"\n"):
+            self._append(b"\n")  # what follows a torn line is a line of its own
+        self._answers = dict(self._read(lines))
+
+    def _read(self, lines: Sequence[bytes]) -> Iterator[tuple[str, Rollout]]:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                ids, finish = tuple(map(int, row["ids"])), str(row["finish"])
+                yield str(row["key"]), Rollout(ids, (math.nan,) * len(ids), None, 0, finish)
+            except (ValueError, KeyError, TypeError):
+                print(f"{self.path}: line {number} is damaged; its question is repeated", file=sys.stderr)
+
+    def find(self, key: str) -> Rollout | None:
+        """The answer, if it is known."""
+        found = self._answers.get(key)
+        self.num_known += found is not None
+        return found
+
+    def add(self, key: str, rollout: Rollout, more: Mapping[str, Any]) -> None:
+        """Write an answer down. Raises StorageError."""
+        line = {"key": key, **more, "finish": rollout.finish, "ids": list(rollout.ids)}
+        self._append(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+        self._answers[key] = rollout
+
+    def _append(self, line: bytes) -> None:
+        try:
+            with self.path.open("ab") as file:
+                file.write(line)
+        except OSError as error:
+            raise StorageError(f"cannot write {self.path}: {error.strerror}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class JournaledSampler:
+    """Answers requests by an engine, those that a journal knows without it; log-probabilities are NaN.
+
+    temperature: 0 = greedy; on_answer: called after each new answer
+    """
+
+    engine: Engine
+    tokenizer: Any
+    journal: AnswerJournal
+    temperature: float
+    max_new_tokens: int
+    on_answer: Callable[[], None]
+
+    @property
+    def max_model_len(self) -> int | None:
+        """Most tokens of prompt and answer together; None = no limit."""
+        limit = self.engine.limits.length_limit
+        return None if limit is None else limit[0]
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+        """One rollout per request, in their order. Raises DataError for a prompt that cannot be answered."""
+        keys = [self._key(request) for request in requests]
+        found = {key: rollout for key in dict.fromkeys(keys) if (rollout := self.journal.find(key)) is not None}
+        missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
+        for key, request in missing.items():
+            params = SamplingParams(self.temperature, max_new_tokens=request.max_new_tokens, seed=request.seed)
+            self.engine.submit(GenerationRequest(key, request.prompt, params))
+        for key, ids, finish in self._iter_finished(missing):
+            rollout = Rollout(tuple(ids), (math.nan,) * len(ids), None, 0, finish)
+            prompt, text = (self.tokenizer.decode(one) for one in (missing[key].prompt, rollout.ids))
+            self.journal.add(key, rollout, {"prompt": prompt, "seed": missing[key].seed, "text": text})
+            found[key] = rollout
+            self.on_answer()
+        return [found[key] for key in keys]
+
+    def _iter_finished(self, missing: Mapping[str, Request]) -> Iterator[tuple[str, list[int], FinishReason]]:
+        """Each answer, when it ends; requests that are left over are cancelled."""
+        ids: dict[str, list[int]] = {key: [] for key in missing}
+        try:
+            while not self.engine.is_idle:
+                for event in self.engine.step():
+                    ids[event.request_id].append(event.token_id)
+                    if event.finish_reason is not None:
+                        yield event.request_id, ids.pop(event.request_id), event.finish_reason
+        finally:
+            for key in ids:
+                self.engine.cancel(key)
+
+    def _key(self, request: Request) -> str:
+        """What an answer depends on: prompt, longest answer, temperature, and the sample's seed."""
+        facts = [request.prompt, request.max_new_tokens, self.temperature, self.temperature and request.seed]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,350 @@
+"""Initial weights of a job (`init_from`), or its teacher: a run, an export, a recipe that runs first.
+
+recipe:NAME ──a run in a process of its own, or one made before──▶ its export ─┐
+a run's folder ──▶ its export ─────────────────────────────────────────────────┴──▶ an absolute folder
+
+What can be said of those paths is said before the run folder is made and torch is imported.
+
+A recipe runs first in a folder of its own:
+
+outputs/stages/<recipe>/<key>/      a run's folder; <key>.lock beside it is held by the job that runs it
+
+The key is that of the resolved spec, of the stages that it needs itself, of the files that it names, and of the code:
+equal keys are the same run, so that it is done once for all jobs of a sweep, and for every later start. On how many
+devices it is made, and how it is spread over them, is no part of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError, StorageError
+from runner.core.rank_info import without_rank_variables
+from runner.core.signals import SignalRecorder
+from runner.inference.model_source import MODELSCOPE, resolve_model_path
+from runner.launch.run_records import TRUST_REMOTE_CODE, UPSTREAM_RUN, is_upstream_run
+from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter, is_hub_id
+from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, read_mapping
+from runner.run_dir.manifest import LIBRARIES, fingerprint
+from runner.spec.base import iter_leaves
+from runner.spec.job import RECIPE, JobSpec
+from runner.tracker.text import labeled_line, print_text
+
+STAGES = OUTPUTS / "stages"
+PLAIN_NAME = re.compile(r"[\w./-]+")
+NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
+LAYOUT = ("launch", "parallelism")  # nor does this, up to the order of summation
+KEY_CHARACTERS = 16
+
+
+class UpstreamRunFailed(RunnerError):
+    """A recipe that was to be run first is no job, or did not end well."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def upstream_environment() -> Mapping[str, str]:
+    """The environment of a stage's process."""
+    return {**without_rank_variables(os.environ), UPSTREAM_RUN: "1"}
+
+
+def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:
+    """Words of a recipe that a job (`spec`, plain data) runs first, on its device, with model.
+
+    The model is the job's unless the recipe has its own.
+    """
+    groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
+    words = [f"+recipe={_quote_recipe(recipe)}", f"seed={spec['seed']}"]
+    for group in groups:
+        words += [f"{group}={spec[group]['name']}", *_options(group, spec[group])]
+    return words
+
+
+def _quote_recipe(recipe: str) -> str:
+    """A recipe's name, or its file's path, in the grammar of the command line."""
+    path = recipe.replace("\\", "\\\\").replace("'", "\\'")
+    return recipe if PLAIN_NAME.fullmatch(recipe) else f"'{path}'"
+
+
+def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
+    """Words for the layout of an upstream run, and, where it cannot have the job's, why it is one process.
+
+    spec: the job as plain data.
+
+    Of a job on several machines the stage has the one that the job was typed first on.
+    """
+    wanted = _layout(spec["launch"], spec["parallelism"])
+    try:
+        _resolve_spec([*words, *wanted])
+    except UpstreamRunFailed as error:
+        return _layout({**spec["launch"], "devices": 1}, {"name": "single"}), str(error)
+    return wanted, ""
+
+
+def _layout(launch: Mapping[str, Any], parallelism: Mapping[str, Any]) -> list[str]:
+    here = {"name": "local", "devices": launch["devices"], "attempts": launch["attempts"]}  # whoever starts the job
+    said = (("launch", here), ("parallelism", parallelism))
+    return [word for group, values in said for word in (f"{group}={values['name']}", *_options(group, values))]
+
+
+def _options(group: str, values: Mapping[str, Any]) -> list[str]:
+    """A component's options as overrides."""
+    flow = {k: yaml.safe_dump(v, default_flow_style=True, width=10**6) for k, v in values.items() if k != "name"}
+    return [f"{group}.{key}={text.removesuffix(chr(10)).removesuffix('...').strip()}" for key, text in flow.items()]
+
+
+def cache_folder(recipe: str, words: Sequence[str]) -> Path:
+    """Where the stage that these words describe is kept. Raises StageFailed where they describe none."""
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe  # a file may be anywhere
+    return STAGES / name / cache_key(words)
+
+
+def cache_key(words: Sequence[str]) -> str:
+    """Key of upstream runs that give the same weights. Raises UpstreamRunFailed where words make no job."""
+    spec = _resolve_spec(words)
+    inner = {
+        key: cache_key(command_words(value.removeprefix(RECIPE), spec, own_model=key != "init_from"))
+        for key, value in iter_leaves(spec)
+        if isinstance(value, str) and value.startswith(RECIPE)
+    }
+    counted = {key: value for key, value in spec.items() if key not in (*NOT_IN_KEY, *LAYOUT)}
+    files = {key: found for key, value in iter_leaves(counted) if (found := list(_files(key, value)))}
+    versions = {name: version(name) for name in LIBRARIES}
+    whole = {"spec": counted, "stages": inner, "files": files, "code": _code(), "versions": versions}
+    return fingerprint(whole)[:KEY_CHARACTERS]
+
+
+def _resolve_spec(words: Sequence[str]) -> dict[str, Any]:
+    """The spec of words, from another process: composing is the command line's job."""
+    command = [sys.executable, "-P", "-m", "runner", "--cfg", "job", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=upstream_environment())
+    if done.returncode:
+        raise UpstreamRunFailed(done.stderr.strip().removeprefix("error: "), done.returncode)
+    return dict(yaml.safe_load(done.stdout))
+
+
+def _files(key: str, value: Any) -> Iterator[tuple[str, int, int]]:
+    """Name, size and time of change of the files that an option names; nothing where it names none."""
+    for text in value if isinstance(value, list) else [value]:
+        if not isinstance(text, str) or not ("/" in text or "." in text or key.endswith("path")):
+            continue
+        path = Path(text).expanduser()
+        with suppress(OSError, ValueError):  # a text that can be no file's name
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+            stats = [(str(file), file.stat()) for file in inside if file.is_file()]
+            yield from ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
+
+
+@cache
+def _code() -> str:
+    """A hash of this program's code."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        digest.update(f"{path.relative_to(package)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def continue_hint(recipe: str, typed: Sequence[str] | None = None) -> str:
+    """What to type where a stage was interrupted; empty if the job is a stage itself.
+
+    typed: the words of the job; None = those of this process
+    """
+    if is_upstream_run():
+        return ""
+    words = ["run", *(sys.argv[1:] if typed is None else typed)]
+    return "\n" + labeled_line("continue", f"{shlex.join(words)}     (+recipe={recipe} continues where it stopped)")
+
+
+def resolve_init_from(spec: JobSpec) -> JobSpec:
+    """The spec with `init_from` as an absolute folder of weights; a recipe is run now.
+
+    Raises SpecError if there are no weights, Interrupted or StageFailed if the recipe did not end well.
+    """
+    if spec.init_from is None:
+        return spec
+    if spec.init_from.startswith(RECIPE):
+        where = _run_upstream(spec, spec.init_from.removeprefix(RECIPE), "init_from", own_model=False)
+    else:
+        where = _locate(spec.init_from, "init_from")
+    folder = _weights_folder(where, "init_from")
+    if is_adapter(folder) and spec.model.source is None:
+        text = f"{display_path(folder)} is an adapter, but model={spec.model.name} is not its base"
+        typed = f"type model=hf model.path={adapter_base(folder)} adapter=lora"
+        raise SpecError([Problem("init_from", f"{text}; {typed}")])
+    return spec.model_copy(update={"init_from": str(folder)})
+
+
+def resolve_other_models(spec: JobSpec) -> JobSpec:
+    """The spec with each other model of its algorithm, e.g. a teacher, as a folder or hub id.
+
+    A recipe is run now, on a model of its own.
+
+    Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
+    """
+    found = {option: _resolve_model(spec, option, path) for option, path in spec.algorithm.upstream_models().items()}
+    return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update=found)}) if found else spec
+
+
+def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
+    """The absolute folder or hub id that `path`, which an option of the algorithm says, stands for."""
+    key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
+    if path.startswith(RECIPE):
+        where = _run_upstream(spec, path.removeprefix(RECIPE), key, own_model=True)
+    elif is_hub_id(path) and "/" not in path and path != "latest":
+        raise SpecError([Problem(key, f"{path}: no such folder; a hub id looks like ORG/NAME")])
+    elif is_hub_id(path) and path != "latest" and not path.startswith(MODELSCOPE):
+        print_text(f"{key}: no folder {path} here, so it is read as a hub id", file=sys.stderr)
+        return path
+    else:
+        where = _locate(path, key)
+    if getattr(spec.algorithm, revision, None) is not None:
+        raise SpecError([Problem(f"algorithm.{revision}", f"not used with {path}; it is for a hub id")])
+    folder = _weights_folder(where, key)
+    if not has_tokenizer(folder) and not (is_adapter(folder) and adapter_base(folder)):
+        text = f"{display_path(folder)} has no tokenizer ({', '.join(TOKENIZERS)}); copy its tokenizer into the folder"
+        raise SpecError([Problem(key, text)])
+    return str(folder)
+
+
+def _locate(text: str, key: str) -> Path:
+    """The folder that a model's name means; `latest` and modelscope:ID as everywhere. Raises SpecError."""
+    if text == "latest" or text.startswith(MODELSCOPE):
+        return Path(resolve_model_path(text, key))
+    return Path(text).expanduser()
+
+
+def _weights_folder(where: Path, key: str) -> Path:
+    """The folder with safetensors at `where`, or in its export: a model's, or an adapter's."""
+    for folder in (where / "export", where):
+        if is_adapter(folder) or list(folder.glob("*.safetensors")):
+            if is_adapter(folder) or (folder / "config.json").exists():
+                check_model_folder(folder, key)
+            return folder.resolve()
+    expected = f"expected the folder of a finished run, an export, an adapter's folder or {RECIPE}NAME"
+    raise SpecError([Problem(key, f"no weights in {display_path(where)}; {expected}")])
+
+
+def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
+    """The run of the recipe that the option `key` names: a finished one, or one run or resumed now.
+
+    One job at a time runs it; other jobs wait for it.
+    """
+    words = command_words(recipe, spec.model_dump(mode="json"), own_model=own_model)
+    try:
+        folder = RunFolder(cache_folder(recipe, words).absolute())
+    except UpstreamRunFailed as error:
+        text = f"+recipe={recipe}, which {key} needs, failed with exit code {error.exit_code}: {error}"
+        raise UpstreamRunFailed(text, error.exit_code) from error
+    with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
+        if _is_done(folder):
+            again = f"(to run it again: rm -r {display_path(folder.root)})"
+            print_text(
+                f"{key}: using the weights of an earlier +recipe={recipe} with this spec and code {again}",
+                file=sys.stderr,
+            )
+            return folder.root
+        layout = _layout_of(recipe, key, words, spec)
+        from runner.launch.slurm.srun_task import handle_slurm_signals
+
+        with handle_slurm_signals(spec):
+            _run(folder, recipe, key, words, layout, lock, own_model=own_model)
+    return folder.root
+
+
+def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> list[str]:
+    """The words of the stage's layout: the job's, or, said so, one process."""
+    layout, why_not = layout_words(words, spec.model_dump(mode="json"))
+    said = f"{key}: running +recipe={recipe}"
+    if why_not:
+        print_text(f"{said} as one process, because it does not support this job's layout:\n{why_not}", file=sys.stderr)
+    elif spec.launch.machines > 1:
+        wait = "the others wait for at most parallelism.timeout_s"
+        print_text(f"{said} on this machine's devices; {wait}", file=sys.stderr)
+    return layout
+
+
+def _run(
+    folder: RunFolder, recipe: str, key: str, words: Sequence[str], layout: Sequence[str], lock: int, *, own_model: bool
+) -> None:
+    from runner.core.subprocess import ChildProcess
+    from runner.launch.slurm.commands import count_stage
+
+    what = "its own model" if own_model else "this job's model"
+    begun = folder.spec.is_file()
+    verb = "continuing" if begun else "running"
+    print_text(
+        f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True
+    )
+    trust = [word for word in words if word == TRUST_REMOTE_CODE]
+    typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
+    typed += layout
+    command = [sys.executable, "-P", "-m", "runner", *typed]
+    count_stage(folder)
+    interrupts = SignalRecorder(saves=True)
+    with interrupts.record_signals():
+        # The lock is held until the stage has saved, too. The first signal that it is sent makes it save and end.
+        stage = ChildProcess(
+            command, end_signal=signal.SIGTERM, stdin=None, env=upstream_environment(), pass_fds=(lock,)
+        )
+        code = stage.wait_and_forward(interrupts.noted_signals)
+    if interrupts.stop_signals and code <= 0:  # it was done by then, or had not yet begun to listen
+        code = 128 + interrupts.stop_signals[0]
+    if code in (130, 143):
+        raise Interrupted(
+            code - 128, f"while running +recipe={recipe} first; this job did not start{continue_hint(recipe)}"
+        )
+    if code:
+        raise UpstreamRunFailed(f"+recipe={recipe}, which {key} needs, failed with exit code {code}", code)
+    if not _is_done(folder):
+        raise EnvironmentProblem(
+            f"+recipe={recipe} succeeded, but there is no finished run in {display_path(folder.root)}"
+        )
+
+
+def _is_done(folder: RunFolder) -> bool:
+    """Whether an upstream run succeeded. The caller looks for its export."""
+    try:
+        return read_mapping(folder.status).get("state") == "done"
+    except EnvironmentProblem:  # cut off: it is continued
+        return False
+
+
+@contextmanager
+def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
+    """Hold a stage for this job and what it starts; yields the descriptor. Raises StorageError."""
+    try:
+        folder.root.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder.root.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise StorageError(f"cannot write in {folder.root.parent}: {error.strerror}") from error
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print_text(
+                f"another job runs {whose}; waiting for it ({display_path(folder.root)})",
+                file=sys.stderr,
+                flush=True,
+            )
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield handle
+    finally:
+        os.close(handle)

@@ -1,0 +1,154 @@
+"""reward=ifeval: 1 where an answer follows all instructions of a row, which a program can check.
+
+Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911), prompt-level strict.
+
+Departures: sentences end at . ! or ? and white space, where the authors' program asks nltk; a language is detected by
+langdetect (its seed is 0: without one it draws).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from runner.reward.config import IfevalConfig
+from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
+
+if TYPE_CHECKING:
+    from runner.interfaces import Completion
+
+Arguments = Mapping[str, Any]
+Check = Callable[[str, Arguments], bool]
+ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+
+
+def build(config: IfevalConfig, **_: Any) -> GroupScorer:
+    """The reward; an instruction that is unknown here makes an answer unscorable."""
+
+    def rate(completion: Completion) -> float:
+        names = require_column(completion, "instruction_id_list", "ifeval")
+        arguments = require_column(completion, "kwargs", "ifeval")
+        return float(all(follows(n, completion.text, a or {}) for n, a in zip(names, arguments, strict=True)))
+
+    advice = "score rows of google/IFEval or of its shape"
+    return GroupScorer(score_each(rate), ScoringFailures("reward=ifeval", config.max_failures, advice))
+
+
+def follows(instruction: str, text: str, arguments: Arguments) -> bool:
+    """Whether an answer follows an instruction. Raises UnscorableError for one that is unknown."""
+    if (check := CHECKS.get(instruction)) is None:
+        raise UnscorableError("unknown instruction", f"{instruction} is none of the 25 instructions of IFEval")
+    return bool(text.strip()) and check(text, arguments)
+
+
+def _relates(count: int, relation: str, wanted: int) -> bool:
+    return count >= wanted if relation == "at least" else count < wanted
+
+
+def _count(text: str, word: str) -> int:
+    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
+
+
+def _sentences(text: str) -> int:
+    return len([one for one in re.split(r"(?<=[.!?])\s+", text.strip()) if re.search(r"\w", one)])
+
+
+def _first_word(text: str, arguments: Arguments) -> bool:
+    """The nth paragraph begins with the word, and there are so many paragraphs, two line breaks apart."""
+    paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
+    nth = int(arguments["nth_paragraph"])
+    if len(paragraphs) != int(arguments["num_paragraphs"]) or nth > len(paragraphs):
+        return False
+    first = re.match(r"[\"'“]*(\w[\w'’-]*)", paragraphs[nth - 1])
+    return first is not None and first[1].lower() == str(arguments["first_word"]).lower()
+
+
+def _paragraphs(text: str, arguments: Arguments) -> bool:
+    """Paragraphs are parted by ***; the first and the last may be empty."""
+    parts = re.split(r"\s?\*\*\*\s?", text)
+    inner = parts[1 if not parts[0].strip() else 0 : len(parts) - (not parts[-1].strip())]
+    return len(inner) == int(arguments["num_paragraphs"]) and all(part.strip() for part in inner)
+
+
+def _highlights(text: str, arguments: Arguments) -> bool:
+    found = [one.strip("*").strip() for one in re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", text)]
+    return len([one for one in found if one]) >= int(arguments["num_highlights"])
+
+
+def _sections(text: str, arguments: Arguments) -> bool:
+    marks = re.findall(rf"\s?{re.escape(str(arguments['section_spliter']).strip())}\s?\d+\s?", text)
+    return len(marks) >= int(arguments["num_sections"])
+
+
+def _postscript(text: str, arguments: Arguments) -> bool:
+    marker = str(arguments["postscript_marker"]).strip()
+    spelled = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}.get(marker, re.escape(marker))
+    return re.search(spelled, text, re.IGNORECASE) is not None
+
+
+def _is_json(text: str, arguments: Arguments) -> bool:
+    inner = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    try:
+        json.loads(inner)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _two_responses(text: str, arguments: Arguments) -> bool:
+    parts = [part.strip() for part in text.split("******")]
+    inner = [part for at, part in enumerate(parts) if part or 0 < at < len(parts) - 1]
+    return len(inner) == 2 and inner[0] != inner[1] and all(inner)
+
+
+def _language(text: str, arguments: Arguments) -> bool:
+    import langdetect  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+    langdetect.DetectorFactory.seed = 0
+    try:
+        return bool(langdetect.detect(text) == arguments["language"])
+    except langdetect.LangDetectException:  # a text without a letter
+        return True
+
+
+CHECKS: dict[str, Check] = {
+    "keywords:existence": lambda t, a: all(_count(t, word) for word in a["keywords"]),
+    "keywords:frequency": lambda t, a: _relates(_count(t, a["keyword"]), a["relation"], int(a["frequency"])),
+    "keywords:forbidden_words": lambda t, a: (
+        not any(re.search(rf"\b{re.escape(word)}\b", t, re.IGNORECASE) for word in a["forbidden_words"])
+    ),
+    "keywords:letter_frequency": lambda t, a: _relates(
+        t.lower().count(str(a["letter"]).lower()), a["let_relation"], int(a["let_frequency"])
+    ),
+    "language:response_language": _language,
+    "length_constraints:number_sentences": lambda t, a: _relates(_sentences(t), a["relation"], int(a["num_sentences"])),
+    "length_constraints:number_paragraphs": _paragraphs,
+    "length_constraints:number_words": lambda t, a: _relates(len(_words(t)), a["relation"], int(a["num_words"])),
+    "length_constraints:nth_paragraph_first_word": _first_word,
+    "detectable_content:number_placeholders": lambda t, a: len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"]),
+    "detectable_content:postscript": _postscript,
+    "detectable_format:number_bullet_lists": lambda t, a: (
+        len(re.findall(r"^\s*(?:\*[^*]|-).*$", t, re.MULTILINE)) == int(a["num_bullets"])
+    ),
+    "detectable_format:constrained_response": lambda t, a: any(answer in t for answer in ANSWERS),
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
+    "detectable_format:json_format": _is_json,
+    "detectable_format:title": lambda t, a: any(one.strip() for one in re.findall(r"<<([^\n]+?)>>", t)),
+    "combination:two_responses": _two_responses,
+    "combination:repeat_prompt": lambda t, a: t.strip().lower().startswith(str(a["prompt_to_repeat"]).strip().lower()),
+    "startend:end_checker": lambda t, a: t.strip().strip('"').lower().endswith(str(a["end_phrase"]).strip().lower()),
+    "change_case:capital_word_frequency": lambda t, a: _relates(
+        sum(word.isupper() for word in _words(t)), a["capital_relation"], int(a["capital_frequency"])
+    ),
+    "change_case:english_capital": lambda t, a: t.isupper(),
+    "change_case:english_lowercase": lambda t, a: t.islower(),
+    "punctuation:no_comma": lambda t, a: "," not in t,
+    "startend:quotation": lambda t, a: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
+}

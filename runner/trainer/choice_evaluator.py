@@ -1,0 +1,134 @@
+"""Multiple choice by log-likelihood: of the options of a question, the likeliest one is the answer.
+
+    question, options ──▶ rows: prompt + option ──score──▶ log p(option | prompt) ──▶ accuracy, accuracy_norm
+
+As in lm-eval (`hf`, request type loglikelihood): prompt and option are tokenized together, and white space at the end
+of the prompt, such as the newline of a chat template, counts to the option.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from runner.core.batch import pack
+from runner.core.errors import DataError
+from runner.interfaces import LOGPROBS, EvalQuestion, Model
+from runner.trainer.evaluation_metrics import with_interval
+from runner.trainer.evaluator import Report, shares
+
+ScoreRows = Callable[[Sequence[Sequence[int]]], list[list[float]]]  # rows of ids → log-probabilities but of the first
+
+
+def score_rows(model: Model, rows: Sequence[Sequence[int]]) -> list[list[float]]:
+    """The log-probability (nats) of each token of each row but the first one."""
+    batch = pack(rows, [[1.0] * len(row) for row in rows])
+    found = torch.split(model.forward(batch, LOGPROBS)["logprobs"].cpu(), [len(row) for row in rows])
+    return [row[1:].tolist() for row in found]
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceEvaluator:
+    """Measures which of a question's options, in the column `choices`, a model holds for the likeliest.
+
+    prefix: of the metrics, e.g. eval/mmlu; key: of the option `choices`, for messages; batch_size: most rows at once
+    """
+
+    questions: Sequence[EvalQuestion]
+    choices: str
+    prefix: str
+    key: str
+    tokenizer: Any
+    score: ScoreRows
+    batch_size: int
+
+    def evaluate(self) -> Report:
+        """accuracy, by log p(option); accuracy_norm, by log p(option) / characters of the option; intervals.
+
+        Raises DataError for a question without options, or whose answer is none of them.
+        """
+        start = time.perf_counter()
+        options = [_options(question, self.choices, self.key) for question in self.questions]
+        rights = [
+            _right_option(question, found, self.key) for question, found in zip(self.questions, options, strict=True)
+        ]
+        rows = [
+            option_ids(self.tokenizer, question.prompt_ids, option)
+            for question, found in zip(self.questions, options, strict=True)
+            for option in found
+        ]
+        scores = [s for part in shares(rows, self.batch_size) for s in self.score([ids for ids, _ in part])]
+        sums = iter([math.fsum(score[-size:]) for score, (_, size) in zip(scores, rows, strict=True)])
+        logprobs = [[next(sums) for _ in found] for found in options]
+        chosen = [_likeliest(values, [1] * len(values)) for values in logprobs]
+        by_length = [_likeliest(v, [len(one) for one in found]) for v, found in zip(logprobs, options, strict=True)]
+        values = {
+            **_accuracy(f"{self.prefix}/accuracy", chosen, rights),
+            **_accuracy(f"{self.prefix}/accuracy_norm", by_length, rights),
+            "time/eval_s": time.perf_counter() - start,
+        }
+        columns = zip(self.questions, options, rights, chosen, logprobs, strict=True)
+        return Report(values, [self._record(*one) for one in columns])
+
+    def _record(
+        self, question: EvalQuestion, options: Sequence[str], right: int, chosen: int, logprobs: Sequence[float]
+    ) -> dict[str, Any]:
+        return {
+            "set": self.prefix.partition("/")[2],
+            "prompt": question.prompt,
+            "answer": options[chosen],
+            "expected": options[right],
+            "exact": chosen == right,
+            "logprobs": list(logprobs),
+        }
+
+
+def option_ids(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> tuple[list[int], int]:
+    """The ids of prompt and option together, and how many of them, at the end, are the option's.
+
+    Raises DataError where the tokenizer merges all of the option with the prompt, so that no id is the option's.
+    """
+    text = str(tokenizer.decode(list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    start = text.rstrip()
+    ids, before = (list(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in (text + option, start))
+    if len(ids) <= len(before):
+        text = f"the option {option!r} has no token of its own after the prompt {start[-60:]!r}"
+        raise DataError(f"{text}; begin options with a blank")
+    return ids, len(ids) - len(before)
+
+
+def _likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:
+    """The index of the largest log-probability for its length, the first of equals."""
+    scores = [value / length for value, length in zip(logprobs, lengths, strict=True)]
+    return scores.index(max(scores))
+
+
+def _accuracy(name: str, chosen: Sequence[int], rights: Sequence[int]) -> dict[str, float]:
+    return with_interval(name, [float(a == b) for a, b in zip(chosen, rights, strict=True)], share=True)
+
+
+def _options(question: EvalQuestion, column: str, key: str) -> list[str]:
+    found = question.columns.get(column)
+    if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) and one for one in found):
+        text = f"the question {question.prompt[:60]!r} has no list of two or more texts in its column {column}"
+        raise DataError(f"{key}={column}: {text}; columns: {', '.join(question.columns) or 'none'}")
+    return found
+
+
+def _right_option(question: EvalQuestion, options: Sequence[str], key: str) -> int:
+    """The index of the right option: the answer is its text, its number from 0, or its letter."""
+    answer = question.columns.get("answer", question.answer)
+    if isinstance(answer, str):
+        letter = ord(answer) - ord("A") if len(answer) == 1 else -1
+        answer = options.index(answer) if answer in options else letter
+    if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(options):
+        return answer
+    text = f"the answer of {question.prompt[:60]!r} is {question.answer!r}"
+    raise DataError(
+        f"{key}: {text}; the text, the number from 0 or the letter of one of {len(options)} options is expected"
+    )

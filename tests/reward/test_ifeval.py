@@ -1,0 +1,93 @@
+"""reward=ifeval: each instruction with an answer that follows it and one that does not."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem
+from runner.interfaces import Completion, Prompt
+from runner.reward.config import IfevalConfig
+from runner.reward.group_scorer import UnscorableError
+from runner.reward.ifeval import CHECKS, build, follows
+
+AT_LEAST, FEWER = "at least", "less than"
+CASES: list[tuple[str, dict[str, Any], str, str]] = [
+    ("keywords:existence", {"keywords": ["tea", "milk"]}, "Tea with MILK", "tea"),
+    ("keywords:frequency", {"keyword": "tea", "relation": AT_LEAST, "frequency": 2}, "tea Tea", "tea"),
+    ("keywords:frequency", {"keyword": "tea", "relation": FEWER, "frequency": 2}, "tea", "tea tea"),
+    ("keywords:forbidden_words", {"forbidden_words": ["tea"]}, "a team", "Tea!"),
+    ("keywords:letter_frequency", {"letter": "a", "let_relation": AT_LEAST, "let_frequency": 2}, "Ana", "an"),
+    ("length_constraints:number_sentences", {"relation": FEWER, "num_sentences": 3}, "A. B!", "A. B. C?"),
+    ("length_constraints:number_paragraphs", {"num_paragraphs": 2}, "one\n***\ntwo", "one\n\ntwo"),
+    ("length_constraints:number_words", {"relation": AT_LEAST, "num_words": 3}, "a b c", "a b"),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "so"},
+        "a\n\nSo, b",
+        "So\n\na",
+    ),
+    ("detectable_content:number_placeholders", {"num_placeholders": 2}, "[name] [city]", "[name]"),
+    ("detectable_content:postscript", {"postscript_marker": "P.S."}, "Bye.\nP.S. tea", "Bye."),
+    ("detectable_format:number_bullet_lists", {"num_bullets": 2}, "* a\n- b", "* a\n* b\n* c"),
+    ("detectable_format:constrained_response", {}, "My answer is yes.", "yes"),
+    ("detectable_format:number_highlighted_sections", {"num_highlights": 2}, "*a* and **b**", "*a*"),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "SECTION", "num_sections": 2},
+        "SECTION 1\na\nSECTION 2\nb",
+        "SECTION 1 a",
+    ),
+    ("detectable_format:json_format", {}, '```json\n{"a": 1}\n```', "{a}"),
+    ("detectable_format:title", {}, "<<tea>>\nx", "tea"),
+    ("combination:two_responses", {}, "a\n******\nb", "a\n******\na"),
+    ("combination:repeat_prompt", {"prompt_to_repeat": "Say hi"}, "say hi\nHi", "Hi"),
+    ("startend:end_checker", {"end_phrase": "Any questions?"}, "Tea. Any questions?", "Any questions? No"),
+    ("change_case:capital_word_frequency", {"capital_relation": AT_LEAST, "capital_frequency": 2}, "A BC d", "A bc"),
+    ("change_case:english_capital", {}, "TEA!", "Tea"),
+    ("change_case:english_lowercase", {}, "tea!", "Tea"),
+    ("punctuation:no_comma", {}, "tea", "tea, milk"),
+    ("startend:quotation", {}, '"tea"', "tea"),
+]
+
+
+@pytest.mark.parametrize(("instruction", "arguments", "right", "wrong"), CASES, ids=lambda v: str(v)[:40])
+def test_an_instruction(instruction: str, arguments: dict[str, Any], right: str, wrong: str) -> None:
+    assert follows(instruction, right, arguments) and not follows(instruction, wrong, arguments)
+    assert not follows(instruction, " ", arguments), "an empty answer follows nothing"
+
+
+def test_without_langdetect_the_job_ends_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(EnvironmentProblem, match=r'needs langdetect\n  pip install "posttrain-run\[ifeval\]"'):
+        IfevalConfig().preflight()
+
+
+def test_the_language_of_an_answer() -> None:
+    pytest.importorskip("langdetect")
+    IfevalConfig().preflight()
+    asked = {"language": "de"}
+    assert follows("language:response_language", "Der Tee ist heute sehr gut, danke schön.", asked)
+    assert not follows("language:response_language", "The tea is very good today, thank you.", asked)
+    assert follows("language:response_language", "1 + 1", asked), "a text without a letter has no language"
+
+
+def test_every_instruction_has_a_case() -> None:
+    assert {case[0] for case in CASES} | {"language:response_language"} == CHECKS.keys() and len(CHECKS) == 25
+
+
+def test_all_of_a_rows_instructions_count_and_an_unknown_one_is_not_scored() -> None:
+    reward = build(IfevalConfig(), decide=Decisions(), folder=Path("."))
+    columns = {"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": [None, {}]}
+    prompt = Prompt((1,), "p", None, columns)
+    assert list(*reward.score([[Completion(prompt, (1,), text, "stop") for text in ("a b", "a, b", "A b")]])) == [
+        1,
+        0,
+        0,
+    ]
+    with pytest.raises(UnscorableError, match="none of the 25"):
+        follows("keywords:rhyme", "a", {})

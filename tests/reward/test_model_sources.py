@@ -1,0 +1,74 @@
+"""`reward=model` takes a model as every option does: a folder, a run, an adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
+
+from runner.cli.job_builder import compose_job
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.launch.local import check_spec
+from runner.model.tiny import byte_tokenizer
+from runner.reward.config import ModelRewardConfig
+from tests.reward.samples import made
+from tests.reward.test_model import POSITIONS, completion, qwen
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base/, a language model; adapter/, a reward model's adapter onto it, as `adapter=lora` exports it."""
+    root, tokenizer = tmp_path_factory.mktemp("models"), byte_tokenizer(POSITIONS)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(qwen()).save_pretrained(root / "base")
+    tokenizer.save_pretrained(root / "base")
+    inner = Qwen2ForSequenceClassification.from_pretrained(root / "base", num_labels=1)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="SEQ_CLS")
+    module = peft.get_peft_model(inner, config)
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+    module.save_pretrained(root / "adapter")
+    tokenizer.save_pretrained(root / "adapter")
+    (root / "run").mkdir()
+    (root / "run" / "spec.yaml").write_text("name: trained\n")
+    (root / "run" / "export").symlink_to(root / "adapter")
+    return root
+
+
+def test_the_adapter_of_a_reward_model_scores_as_peft_does(folders: Path) -> None:
+    tokenizer = byte_tokenizer(POSITIONS)
+    group = [completion(tokenizer, "2+2?", text) for text in ("4", "five", "")]
+    base = Qwen2ForSequenceClassification.from_pretrained(folders / "base", num_labels=1)
+    module = peft.PeftModel.from_pretrained(base, folders / "adapter").eval()
+    module.config.pad_token_id = None
+    with torch.no_grad():
+        wanted = [float(module(torch.tensor([[*c.prompt.ids, *c.ids]])).logits) for c in group]
+    [found] = made(ModelRewardConfig(path=str(folders / "adapter")), tokenizer=tokenizer).score([group])
+    assert found == pytest.approx(wanted, abs=1e-5) and len(set(wanted)) == 3
+
+
+JOB = ("model=tiny", "data=demo", "algorithm=grpo", "sampler=torch")
+
+
+def test_a_run_is_its_export_alone_and_in_a_sum(folders: Path) -> None:
+    for words in (("reward=model", f"reward.path={folders / 'run'}"), _sum(folders / "run")):
+        said = check_spec(compose_job([*JOB, *words]).spec).reward.model_dump_json()
+        assert f'"path":"{folders / "run" / "export"}"' in said or f'"path":"{folders / "adapter"}"' in said
+
+
+def test_what_is_no_reward_model_is_refused_before_torch(folders: Path, tmp_path: Path) -> None:
+    with pytest.raises(EnvironmentProblem, match=r"base is a language model \(Qwen2ForCausalLM\)"):
+        check_spec(compose_job([*JOB, "reward=model", f"reward.path={folders / 'base'}"]).spec)
+    (tmp_path / "spec.yaml").write_text("name: new\n")
+    with pytest.raises(SpecError, match=r"reward\.path: .* is a run without an export"):
+        check_spec(compose_job([*JOB, "reward=model", f"reward.path={tmp_path}"]).spec)
+
+
+def _sum(path: Path) -> tuple[str, str]:
+    return "reward=sum", f"reward.parts=[{{name:model,path:'{path}'}},{{name:length,target:4}}]"

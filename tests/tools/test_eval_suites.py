@@ -1,0 +1,143 @@
+"""Harnesses as guests of `run eval`: what is refused, what their result files say, and one real task of lm-eval."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from runner.core.errors import EnvironmentProblem
+from runner.tools.eval_suites import SUITES, _inspect_results, _lm_eval_results, _with_error, installed_version
+from tests import command
+from tests.small import JUDGED
+
+PYTHON = os.environ.get("RUN_SUITE_PYTHON", "")  # of an environment with lm-eval; see `run doctor suite=lm_eval`
+RESULTS = {  # written by lm-eval 0.4.13, shortened
+    "results": {
+        "sort": {"alias": "sort", "sample_len": 24, "exact_match,none": 0.25, "exact_match_stderr,none": 0.09},
+        "gsm": {"exact_match,strict-match": 0.5, "exact_match_stderr,strict-match": "N/A"},
+    },
+    "versions": {"sort": 1.0, "gsm": 3.0},
+}
+LOG = {  # written by Inspect 0.3.285, shortened
+    "status": "success",
+    "eval": {"task": "sort", "task_version": 2},
+    "results": {"scores": [{"name": "exact", "metrics": {"mean": {"value": 0.25}, "stderr": {"value": 0.13}}}]},
+}
+
+
+def test_result_files_are_read_with_the_versions_of_their_tasks(tmp_path: Path) -> None:
+    (tmp_path / "results/model").mkdir(parents=True)
+    (tmp_path / "results/model/results_2026-01-01.json").write_text(json.dumps(RESULTS))
+    found = _lm_eval_results(tmp_path)
+    assert found["tasks"] == {"sort": 1.0, "gsm": 3.0}
+    assert found["values"]["sort/exact_match"] == 0.25 and found["values"]["gsm/exact_match/strict-match"] == 0.5
+    assert _with_error("sort/exact_match", found["values"]) == "0.25 ± 0.09"
+    (tmp_path / "log.json").write_text(json.dumps(LOG))
+    assert _inspect_results(tmp_path)["values"] == {"sort/exact/mean": 0.25, "sort/exact/stderr": 0.13}
+    (tmp_path / "log.json").write_text(json.dumps(LOG | {"status": "error", "error": {"message": "no route"}}))
+    with pytest.raises(EnvironmentProblem, match=r"says error: .*no route"):
+        _inspect_results(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="left no result file"):
+        _lm_eval_results(tmp_path / "elsewhere")
+
+
+def wait_until(holds: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_the_harness_ends_with_a_killed_evaluation(tmp_path: Path) -> None:
+    (tmp_path / "lm_eval.py").write_text(
+        "import os, pathlib, time\npathlib.Path('pid').write_text(str(os.getpid()))\ntime.sleep(120)"
+    )
+    code = f"""if True:
+        import contextlib, pathlib
+        from runner.tools import eval_suites as s
+        s.installed_version = lambda *_: "0"
+        s._write_tokenizer = lambda *_: None
+        s._serve_model = lambda *_: contextlib.nullcontext("http://nowhere")
+        source = s.ModelSource("x", "hub", "x", "x")
+        s.run_suite(source, "lm_eval", ["t"], pathlib.Path({sys.executable!r}), pathlib.Path("."), [], None)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}
+    )
+    try:
+        wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+    finally:
+        parent.kill()
+        parent.wait()
+    harness = Path("/proc") / (tmp_path / "pid").read_text()
+    wait_until(lambda: not harness.exists() or "Z (" in (harness / "status").read_text())
+
+
+def test_an_environment_without_the_harness_is_named_with_the_line_to_install_it() -> None:
+    with pytest.raises(EnvironmentProblem, match=r"has no inspect_ai; type: python3 -m venv .venv-eval"):
+        installed_version(SUITES["inspect"], Path(sys.executable))
+    with pytest.raises(EnvironmentProblem, match="cannot be started"):
+        installed_version(SUITES["lm_eval"], Path("/nowhere/python"))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["suite=lm_eval", "tasks=gsm8k"],
+            "--suite-python PYTHON is missing\n  an environment of its own: python3 -m venv",
+        ),
+        (["suite=lm_eval"], "type suite=lm_eval|inspect and tasks=TASK,TASK"),
+        (["suite=helm", "tasks=a"], "type suite=lm_eval|inspect"),
+        (["suite=lm_eval", "tasks=a", "+evaluation=sort"], "+evaluation cannot be set"),
+        (["--", "--num_fewshot", "5"], "words after -- are for suite=NAME"),
+    ],
+)
+def test_mistakes_are_answered_at_once(words: list[str], message: str, tmp_path: Path) -> None:
+    assert message in command.run("eval", "latest", *words, cwd=tmp_path, code=2)
+
+
+def test_the_doctor_prints_how_an_environment_is_made(tmp_path: Path) -> None:
+    said = command.run("doctor", "suite=lm_eval", cwd=tmp_path)
+    assert "pip install 'lm-eval[hf,api]==0.4.13'" in said and "--suite-python .venv-eval/bin/python" in said
+
+
+TASK = """
+task: letters
+dataset_path: json
+dataset_kwargs: {data_files: {test: rows.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{prompt}}"
+doc_to_choice: options
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PYTHON, reason="RUN_SUITE_PYTHON names no environment with lm-eval")
+def test_lm_eval_against_the_server_has_the_numbers_of_our_own_multiple_choice(tmp_path: Path) -> None:
+    rows = [{"prompt": f"Choose {at}\n", "options": [f" {at}", f" {at + 1}!"], "answer": at % 2} for at in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "letters.yaml").write_text(TASK)
+    command.run(*JUDGED, cwd=tmp_path)
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    command.run(
+        "eval", "latest", "suite=lm_eval", "tasks=letters.yaml", "--suite-python", PYTHON, cwd=tmp_path, **offline
+    )
+    command.run(
+        "eval", "latest", "evaluation.sets.mine={data: {name: file, path: rows.jsonl}, choices: options}", cwd=tmp_path
+    )
+    harness, ours = (
+        json.loads(line)["values"] for line in (tmp_path / "outputs/latest/evaluations.jsonl").read_text().splitlines()
+    )
+    assert harness["letters/acc"] == ours["mine/accuracy"] and harness["letters/acc_norm"] == ours["mine/accuracy_norm"]
