@@ -52,7 +52,7 @@ def rows(entry: Entry) -> Iterator[str]:
     """One option: its spellings with an example, and the answer for each algorithm and value."""
     typed = "<br>".join(f"`{key}`" for key in entry.keys)
     for algorithms, value, rule in _cases(entry.rule, format_value(entry.example)):
-        said = " / ".join(str(one) for one in table().answers(Entry(entry.keys, None, rule), entry.example, Job()))
+        said = " / ".join(str(one) for one in table().answers(Entry(entry.keys, "", rule), entry.example, Job()))
         yield f"| {typed} | {value.replace('|', ' ')} | {algorithms.replace(' ', ', ')} | {_code(said)} |"
         typed = ""
 

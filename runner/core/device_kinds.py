@@ -14,12 +14,10 @@ import glob
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.package import read_table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ def card_kinds() -> dict[str, Kind]:
     return {name: kind for name, kind in KINDS.items() if kind.visible is not None}
 
 
-for _name, _one in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
+for _name, _one in read_table(__file__, "device_kinds.yaml").items():
     register(Kind(name=_name, **_one | {"names": tuple(_one.get("names", ()))}))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
+from runner.core.package import read_table
 
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # which its set_env.sh sets
 # Below the folder that its installers, run as root, as a user, or by conda, choose by default.
@@ -61,7 +61,7 @@ class Chip:
     remark: str | None = None
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("chips.yaml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__, "chips.yaml")
 CHIPS: dict[Generation, Chip] = {name: Chip(**one) for name, one in _TABLE.items()}
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
+from runner.core.package import read_table
 
 GIB = 2**30
 MIB = 2**20
@@ -36,7 +35,7 @@ def _card(memory_gib: int, context_mib: Sequence[int], **more: Any) -> Card:
     return Card(memory=memory_gib * GIB, context=(low * MIB, high * MIB), **more)
 
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("cards.yaml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__, "cards.yaml")
 CARDS = {card.name: card for card in (_card(**one) for one in _TABLE)}
 DEFAULT_CARDS = {"npu": "910B", "cuda": "H100"}  # the default of `run plan`
 

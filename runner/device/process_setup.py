@@ -17,15 +17,12 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from runner.core.auto_choices import Decisions
 from runner.core.device_kinds import NPU, Kind
 from runner.core.errors import EnvironmentProblem
-from runner.core.package import import_frozen
+from runner.core.package import import_frozen, read_table
 from runner.core.rank_info import RankInfo
 
 if TYPE_CHECKING:
@@ -71,7 +68,7 @@ def resolve_presets(presets: Sequence[Preset], own: Mapping[str, str]) -> Resolv
 
 
 def _read() -> dict[str, dict[str, Preset]]:
-    table = yaml.safe_load(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    table = read_table(__file__, "presets.yaml")
     return {
         kind: {
             name: Preset(name, {key: EnvVariable(**one) for key, one in found.items()}) for name, found in own.items()

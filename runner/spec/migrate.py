@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from runner.core.package import read_table
 from runner.core.untrusted_text import NotArithmetic, evaluate
 from runner.spec.suggest import Job, Options
 
@@ -34,11 +35,16 @@ Rule = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One option of another framework: its spellings, a value as an example, and its rule."""
+    """One option of another framework: its spellings, a value as an example (YAML), and its rule."""
 
     keys: tuple[str, ...]
-    example: Any
+    example_text: str
     rule: Rule
+
+    @property
+    def example(self) -> Any:
+        """The example's value; None where there is none."""
+        return yaml.safe_load(self.example_text) if self.example_text else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +65,7 @@ class Answer:
 class MigrationTable:
     """The parsed table; `entries` and `metrics` are looked up by key, `pages` has the order of the docs."""
 
-    def __init__(self, text: str) -> None:
-        content = yaml.safe_load(text)
+    def __init__(self, content: Mapping[str, Any]) -> None:
         self.pages: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         self.entries: dict[str, Entry] = {}
         self.choices: dict[str, dict[str, str]] = content["choices"]
@@ -150,7 +155,7 @@ class MigrationTable:
 @cache
 def table() -> MigrationTable:
     """The table of this package, read when it is first needed."""
-    return MigrationTable(PATH.read_text(encoding="utf-8"))
+    return MigrationTable(read_table(__file__, PATH.name))
 
 
 def answer(key: str, value: Any, job: Job, options: Options) -> str:
@@ -214,7 +219,7 @@ def quote_word(word: str) -> str:
 
 def _entry(spelled: str, rule: Rule) -> Entry:
     names, _, example = spelled.partition("=")
-    return Entry(tuple(names.lower().split()), yaml.safe_load(example) if example else None, rule)
+    return Entry(tuple(names.lower().split()), example, rule)
 
 
 def _spellings(names: str) -> list[str]:

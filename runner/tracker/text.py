@@ -12,10 +12,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-import yaml
+from runner.core.package import read_table
 
 if TYPE_CHECKING:
     from rich.panel import Panel
@@ -119,7 +118,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 Better = Literal["less", "more"]
 
 # metrics.yaml: how the metrics of a run are shown, by their names
-METRICS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("metrics.yaml").read_text(encoding="utf-8"))
+METRICS: dict[str, Any] = read_table(__file__, "metrics.yaml")
 MACHINE_METRICS: tuple[str, ...] = tuple(METRICS["machine"])
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 HEALTH: dict[str, str] = METRICS["health"]  # metric → its name in the panel

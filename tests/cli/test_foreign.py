@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from runner.cli.main import main
 from runner.spec.migrate import Job, MigrationTable
@@ -14,7 +15,9 @@ HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\npages:\n 
 
 def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
     table = MigrationTable(
-        HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n"
+        yaml.safe_load(
+            HEAD + "      algorithm.old=clip: {values: {clip: algorithm.new=clipped}, to: 'algorithm.new={}'}\n"
+        )
     )
     entry = table.find("algorithm.old")
     assert entry is not None

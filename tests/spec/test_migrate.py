@@ -220,7 +220,7 @@ def lines() -> dict[tuple[str, tuple[str, ...]], str]:
             usual = settings(owners(words_of(rule)))["algorithm"].partition("=")[2]
         algorithm = algorithms.split()[0] if algorithms else usual
         job = Job({"algorithm": algorithm}, DATA, TYPED)
-        [answer] = table().answers(Entry(entry.keys, None, rule), entry.example if value is None else value, job)
+        [answer] = table().answers(Entry(entry.keys, "", rule), entry.example if value is None else value, job)
         if not answer.formulas:
             found.setdefault((algorithm, tuple(word.strip("'") for word in answer.words)), entry.keys[0])
     return found

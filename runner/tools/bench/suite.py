@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, Problem, SpecError
+from runner.core.package import read_table
 from runner.device.process_setup import load_torch, set_environment
 from runner.launch.local import prepare_spec
 from runner.launch.run_messages import console_logging
@@ -89,7 +88,7 @@ class Case:
 
 def cases(toy: bool) -> list[Case]:
     """What is measured on a processor (toy), or on a card."""
-    table = yaml.safe_load(Path(__file__).with_name("cases.yaml").read_text(encoding="utf-8"))
+    table = read_table(__file__, "cases.yaml")
     shapes = {**table["shapes"], **KNOWN_MODELS}
     found = table["toy" if toy else "card"]
     return [Case(**one | {"shape": shapes[one["shape"]], "words": tuple(one["words"])}) for one in found]

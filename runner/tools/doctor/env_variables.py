@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import yaml
 from packaging.version import Version
 
 from runner.core.device_kinds import NPU, Kind, parse_visible, unread_variable_problem
+from runner.core.package import read_table
 from runner.device.process_setup import HCCL_DEFAULTS, QUEUES, hccl_objection
 from runner.tools.doctor.report import CheckResult, ok, problem, skip, warning
 from runner.tools.doctor.system_info import SystemInfo
@@ -20,7 +19,7 @@ MEETING = ("HCCL_SOCKET_IFNAME", "HCCL_IF_IP")  # how the cards of several machi
 # What may not stand beside growing segments on an NPU.
 EXCLUDES = ("max_split_size_mb", "garbage_collection_threshold")
 
-_TABLE = yaml.safe_load(Path(__file__).with_name("variables.yaml").read_text(encoding="utf-8"))
+_TABLE = read_table(__file__, "variables.yaml")
 CHOICES: dict[str, Sequence[str]] = {"TASK_QUEUE_ENABLE": QUEUES, **_TABLE["choices"]}
 NUMBERS: list[str] = _TABLE["numbers"]
 REMARKS: dict[str, dict[str, str]] = _TABLE["remarks"]

@@ -7,17 +7,17 @@ which is said and never guessed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
 from packaging.version import InvalidVersion, Version
+
+from runner.core.package import read_table
 
 OLDEST_TORCH = Version("2.7.1")  # what this project takes
 SAFE_VLLM = Version("0.14")  # the first without the holes that were known then
 OLDEST_VLLM, NEWEST_VLLM = Version("0.23"), Version("0.33")  # what sampler=vllm takes, and the newest that it knows
 
-_TABLES: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("versions.yaml").read_text(encoding="utf-8"))
+_TABLES: dict[str, Any] = read_table(__file__, "versions.yaml")
 AS_OF: str = _TABLES["as_of"]
 TORCH_OF_VLLM: dict[str, str] = _TABLES["torch_of_vllm"]
 CANN: dict[str, tuple[str, ...]] = {cann: tuple(built) for cann, built in _TABLES["cann"].items()}
