@@ -25,7 +25,6 @@ from runner.cli.job_builder import (
     ExtraWords,
     JobDraft,
     compose_job,
-    draft,
     no_extra_words,
     re_decode,
 )
@@ -78,10 +77,17 @@ def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> It
 
 
 def _start(args: Namespace, words: Sequence[str]) -> int:
+    drafts: list[JobDraft] = []
+
+    def more(drafted: JobDraft) -> list[str]:
+        drafts.append(drafted)
+        return _slurm_overrides(drafted)
+
     try:
-        job = compose_from_args(args, words, _slurm_overrides)
+        job = compose_from_args(args, words, more)
     except SpecError as error:
-        raise SpecError([*error.problems, *_machine_problems(args, words, error)]) from error
+        lacking = [] if args.spec or not drafts else _machine_problems(drafts[0], error)
+        raise SpecError([*error.problems, *lacking]) from error
     from runner.launch import local
     from runner.run_dir.folder import OUTPUTS, RunFolder
 
@@ -103,15 +109,14 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
         return local.start_run(job.spec, job.overrides, job.origins, args.folder)
 
 
-def _machine_problems(args: Namespace, words: Sequence[str], error: SpecError) -> list[Problem]:
+def _machine_problems(drafted: JobDraft, error: SpecError) -> list[Problem]:
     """What this machine lacks for a wrong job's device and sampler, where these are not wrong themselves.
 
     Nothing that uses a network: an error message does not wait for that.
     """
     wrong = {problem.key.partition(".")[0] for problem in error.problems}
-    if args.spec or wrong & {"", GROUP}:  # a job that is only partly known
+    if wrong & {"", GROUP}:  # a job that is only partly known
         return []
-    drafted = draft(words, args.config_dir)
     spec = None if drafted.unsure else decode_unchecked(drafted.data, drafted.origins)
     if spec is None or not spec.launch.here:
         return []

@@ -110,7 +110,7 @@ def read_table(module_file: str, name: str) -> Any:
     libyaml reads it, where PyYAML has that: ten times as fast, and several tables are read at every start.
     """
     text = Path(module_file).with_name(name).read_text(encoding="utf-8")
-    return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
 
 
 def conf_dir() -> Path:
