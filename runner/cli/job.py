@@ -19,15 +19,7 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import (
-    SPEC,
-    ComposedJob,
-    ExtraWords,
-    JobDraft,
-    compose_job,
-    no_extra_words,
-    re_decode,
-)
+from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
 from runner.cli.overrides import TRUST
 from runner.core.errors import EnvironmentProblem, NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
