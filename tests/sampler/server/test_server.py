@@ -395,7 +395,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(stand_in()) as url:
         pass
-    with pytest.raises(SamplerError, match=r"does not respond after 4 times: .*refused"):
+    with pytest.raises(SamplerError, match=r"does not respond after 4 requests: .*refused"):
         made(url, tmp_path)
     assert [one.message.split(" (")[0] for one in caplog.records] == [f"{url} does not respond"]  # once, not four times
 
