@@ -436,7 +436,7 @@ def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path
     with sampling(
         stand_in(max_model_len=20), tmp_path / "own", policy, weight_sync="reload", folder=str(taken)
     ) as sampler:
-        with pytest.raises(DataError, match="more than 20: the server's --max-model-len"):
+        with pytest.raises(DataError, match="exceed 20: the server's --max-model-len"):
             sampler.sample(asked())
         with pytest.raises(StorageError, match=r"set sampler\.folder"):
             sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)
