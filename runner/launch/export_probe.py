@@ -9,13 +9,18 @@ python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "
 from __future__ import annotations
 
 import json
+import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+# It computes on the CPU, so neither torch nor transformers may load torch_npu, which fails without CANN.
+os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+sys.modules["torch_npu"] = None  # type: ignore[assignment]
+
+import torch  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
 
 
 def load(folder: Path, dtype: str) -> Any:

@@ -105,7 +105,9 @@ def kill_somewhere(run: Run, process: Command, jump: int, moments: random.Random
     """Kill the process while it starts up, or up to `jump` steps further on; False if it ended before."""
     wait_until(lambda: (run.latest / "spec.yaml").exists(), process)  # before that there is nothing to resume
     if moments.random() < 0.25:
-        time.sleep(moments.uniform(0.0, 3.0))
+        # On a quiet machine 3 s are enough for most of the run, and few steps would be left to kill it in.
+        begin, end = run.steps_logged(), time.monotonic() + moments.uniform(0.0, 3.0)
+        wait_until(lambda: time.monotonic() >= end or run.steps_logged() >= begin + jump, process)
     else:
         target = min(run.steps_logged() + moments.randint(1, jump), run.steps)
         wait_until(lambda: run.steps_logged() >= target, process)

@@ -143,5 +143,5 @@ def test_a_wire_that_is_cut_between_two_nodes_ends_the_job_which_says_so(tmp_pat
         ranks = job.pids()
         networks.cut()
         assert process.wait(200) == 75, job.said()
-        assert "is lost" in job.said() and "continue: run resume latest" in job.said()
+        assert " was lost: " in job.said() and "continue: run resume latest" in job.said()
         assert gone(ranks, 120), "that on the other side too"

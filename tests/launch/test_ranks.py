@@ -91,7 +91,7 @@ def test_a_signal_while_it_is_built_ends_it_soon(job: Job) -> None:
     process = job.start(*TWO, *LONG)
     wait_until(lambda: "folder   " in job.said(), process)  # rank 0 has begun; a machine under load takes its time
     process.send_signal(signal.SIGINT)
-    assert process.wait(30) == 130 and "before the first step was finished" in job.said(), job.said()
+    assert process.wait(30) == 130 and "before the first step ended" in job.said(), job.said()
 
 
 @pytest.mark.slow

@@ -223,6 +223,7 @@ def test_near_the_limit_it_saves_and_goes_on_where_it_was(cluster: Path, tmp_pat
 def test_near_the_limit_a_recipe_that_is_run_first_saves_and_goes_on(cluster: Path, tmp_path: Path) -> None:
     (tmp_path / "recipes").mkdir()
     first = "# @package _global_\ndefaults:\n  - override /algorithm: sft\nsteps: 16\ncheckpoint:\n  every: 1000\n"
+    first += "evaluation:\n  every: 0\n"
     (tmp_path / "recipes" / "quick.yaml").write_text(first)
     job = Job(tmp_path)
     words = ("+recipe=sft_demo", "launch=slurm", "evaluation.every=0", "init_from=recipe:quick", "steps=2")

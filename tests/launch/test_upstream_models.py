@@ -321,7 +321,7 @@ def test_a_stage_has_the_layout_of_its_job_and_is_the_same_under_any(stages: Pat
     os.kill(json.loads((stage / "manifest.json").read_text())["ranks"][1]["pid"], signal.SIGKILL)
     said = job.communicate(timeout=60)[1]
     assert job.returncode == 75 and "rank 1 of 2 was killed (SIGKILL)" in said, said
-    assert "+recipe=quick, which init_from asks for, exited with code 75" in said
+    assert "+recipe=quick, which init_from needs, failed with exit code 75" in said
     kept = max(int(found.parent.name.removeprefix("step-")) for found in stage.glob("checkpoints/step-*/MANIFEST.json"))
     spec = stage / "spec.yaml"
     spec.write_text(spec.read_text().replace("steps: 300", f"steps: {kept + 2}"))

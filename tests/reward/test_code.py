@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +160,21 @@ def test_landlock_makes_no_namespace_and_leaves_no_process() -> None:
     assert alive == []
 
 
+@pytest.fixture
+def deep_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder for temporary files. It is not in tmp_path: pytest cannot remove what is nested deeply."""
+    folder = Path(tempfile.mkdtemp(prefix="run-test-"))
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(folder))
+    yield folder
+    subprocess.run(["sh", "-c", 'chmod -R u+rwX "$0"; rm -rf "$0"', folder], capture_output=True, check=True)
+
+
 @needs("Landlock")
-def test_folders_that_code_nests_or_closes_are_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+def test_folders_that_code_nests_or_closes_are_removed(deep_folder: Path) -> None:
     nested = "import os\nos.mkdir('blind', 0o300)\nos.mkdir('blind/x')\n"
     nested += "for _ in range(1500): os.mkdir('a'); os.chdir('a')\nprint('done')"
     assert sandbox.run_in_landlock(CodeConfig(), nested, "").stdout == "done\n"
-    assert list(tmp_path.iterdir()) == []
+    assert list(deep_folder.iterdir()) == []
 
 
 def test_a_machine_without_landlock_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

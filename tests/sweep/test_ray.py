@@ -129,7 +129,7 @@ def test_a_job_that_no_node_can_hold_is_refused_at_once(
 ) -> None:
     folder, code = toy.start(tmp_path, ["cards"], ResourceRequest("npu", 8), on="ray", address=address)
     assert code == 2 and not folder.state.exists()
-    assert "wants 8 NPUs of one node; 1 node of Ray" in capfd.readouterr().err
+    assert "a job needs 8 NPUs on one node; 1 node of Ray" in capfd.readouterr().err
 
 
 @pytest.mark.slow

@@ -227,9 +227,9 @@ def test_a_list_of_visible_cards_hides_some_and_one_with_a_wrong_number_ends_the
     program = "import sys; from runner.cli.main import main; sys.exit(main(sys.argv[1:]))"
     words = ("+recipe=sft_demo", *SMALL, "device=npu_sim", "device.cards=4", "steps=1")
     said = child(program, *words, folder=tmp_path, code=2, ASCEND_RT_VISIBLE_DEVICES="1,4")
-    assert "ASCEND_RT_VISIBLE_DEVICES=1,4 names 2 devices, but the driver shows 1" in said
+    assert "ASCEND_RT_VISIBLE_DEVICES=1,4 lists 2 devices, but the driver shows 1" in said
     said = child(program, *words, folder=tmp_path, code=2, ASCEND_RT_VISIBLE_DEVICES="7")
-    assert "ASCEND_RT_VISIBLE_DEVICES=7 names 1 device, but the driver shows 0" in said
+    assert "ASCEND_RT_VISIBLE_DEVICES=7 lists 1 device, but the driver shows 0" in said
 
 
 @pytest.mark.slow

@@ -263,7 +263,7 @@ def lies(path: str, header: dict[str, Any], arrays: list[Array]) -> None:
 def test_a_sampler_that_keeps_other_weights_is_a_fault(tmp_path: Path, shelf: WeightStore) -> None:
     with samplers(tmp_path) as started, edited(started[0], tmp_path / "far", lies) as far, client(far) as pool:
         pool.load_weights(shelf.get(1), 1)
-        with pytest.raises(SamplerError, match=r"sampler 0 .* holds version 1 \(0\).*although it loaded that"):
+        with pytest.raises(SamplerError, match=r"sampler 0 .* has version 1 \(0\).*although it loaded that"):
             pool.sample(REQUESTS)
 
 

@@ -395,7 +395,7 @@ def test_closing_ends_what_is_under_way(tmp_path: Path) -> None:
 def test_nobody_there_is_said_before_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with served(stand_in()) as url:
         pass
-    with pytest.raises(SamplerError, match=r"does not respond after 4 times: .*refused"):
+    with pytest.raises(SamplerError, match=r"does not respond after 4 requests: .*refused"):
         made(url, tmp_path)
     assert [one.message.split(" (")[0] for one in caplog.records] == [f"{url} does not respond"]  # once, not four times
 
@@ -436,7 +436,7 @@ def test_a_prompt_without_room_and_a_folder_without_rights_say_so(tmp_path: Path
     with sampling(
         stand_in(max_model_len=20), tmp_path / "own", policy, weight_sync="reload", folder=str(taken)
     ) as sampler:
-        with pytest.raises(DataError, match="more than 20: the server's --max-model-len"):
+        with pytest.raises(DataError, match="exceed 20: the server's --max-model-len"):
             sampler.sample(asked())
         with pytest.raises(StorageError, match=r"set sampler\.folder"):
             sampler.load_weights(shelf.put(1, policy.hf_tensors("all")), 1)
