@@ -21,14 +21,9 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
-
-from runner.core.auto_choices import Decisions
-from runner.data import parallel_tokenization
-from runner.data.config import FileConfig
-from runner.data.prepare import build
+# Libraries are imported in functions: a new process imports this module again, and `run`, in its place, imports little.
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -49,8 +44,11 @@ def write_rows(file: Path, rows: int) -> list[str]:
     return texts
 
 
-def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str]) -> Any:
     """A byte-level BPE of 8,000 tokens with ChatML."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
@@ -65,8 +63,13 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 ARMS = {"one thread": (True, "false"), "one process": (True, "true"), "processes": (False, "true")}
 
 
-def measure(file: Path, tokenizer: PreTrainedTokenizerFast, arm: str) -> tuple[float, float, str]:
+def measure(file: Path, tokenizer: Any, arm: str) -> tuple[float, float, str]:
     """(seconds of the clock, of the processor in all processes, sha256 of the table)."""
+    from runner.core.auto_choices import Decisions
+    from runner.data import parallel_tokenization
+    from runner.data.config import FileConfig
+    from runner.data.prepare import build
+
     alone, os.environ["TOKENIZERS_PARALLELISM"] = ARMS[arm]
     parallel_tokenization.ALONE_S = float("inf") if alone else 0.0
     options = {"seed": 0, "decide": Decisions(), "cache_dir": file.parent, "kind": "sft"}

@@ -28,10 +28,9 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.loss_registry import compute_selected
-from runner.core.batch import Batch, pack, with_totals
+from runner.core.batch import Batch, pack, split_rows, with_totals
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
-from runner.core.micro_batches import split_rows
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs, HeadedModel, OfflineAlgorithm
 

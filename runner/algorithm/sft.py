@@ -16,9 +16,8 @@ from typing import Literal
 from torch import Tensor
 
 from runner.algorithm.config import CptConfig, SftConfig
-from runner.core.batch import Batch, pack, row_of_tokens, row_sum, with_totals
+from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
-from runner.core.micro_batches import split_rows
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
 from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
 

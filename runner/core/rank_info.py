@@ -84,6 +84,12 @@ class RankInfo:
         return f"rank {self.rank} of {self.size}"
 
 
+def is_launched_rank(environment: Mapping[str, str]) -> bool:
+    """Whether another program, such as torchrun, started this process as one of several."""
+    names = (*VARIABLES, *RENDEZVOUS_VARIABLES)
+    return all(name in environment for name in names) and RankInfo.from_environment(environment).size > 1
+
+
 def is_connection_loss(message: str) -> bool:
     """Whether a library's error says that another process is gone, and not that it is late."""
     return any(words in message for words in GONE)

@@ -13,7 +13,6 @@ its checksum and made again.
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -30,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 
 from runner.core.errors import StorageError
+from runner.data.files import sha256
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
 from runner.interfaces import EvalQuestion
@@ -149,12 +149,6 @@ def _damage(folder: Path) -> str:
         return "" if sha256(folder / "tokens.arrow") == wanted else "the checksum of tokens.arrow does not match"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
-
-
-def sha256(file: Path) -> str:
-    """Digest of a file's bytes."""
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 @dataclass(frozen=True)

@@ -12,17 +12,20 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-from runner.core.errors import RankLost
+from runner.core.errors import EnvironmentProblem, RankLost
+from runner.core.rank_info import RankInfo
 from runner.core.subprocess import end_with_parent
 from runner.data.chat import TrainOn
 from runner.data.config import ChatConfig
@@ -35,7 +38,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ALONE_S = 5.0  # after so many seconds the rest is worth the start of other processes
-MOST_PROCESSES = 16  # each with a copy of the tokenizer, about 300 MB
+MOST_PROCESSES = 16  # on a machine, each with a copy of the tokenizer, about 300 MB
+ALONE = "  `taskset -c 0 run …` tokenizes in one process"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,16 @@ class TokenizerOptions:
     schema: pa.Schema
     key: str  # the option that named the source
     source: str
+    processes: int = 1  # at most
+
+
+def num_processes(*, sharing_ranks: bool) -> int:
+    """One per core, at most 16 on a machine.
+
+    sharing_ranks: the ranks of the machine tokenize at the same time, as they do without a cache
+    """
+    ranks = RankInfo.from_environment(os.environ).local_size if sharing_ranks else 1
+    return max(min(len(os.sched_getaffinity(0)), MOST_PROCESSES) // ranks, 1)
 
 
 class BatchTokenizer:
@@ -80,40 +94,76 @@ class BatchTokenizer:
 
 
 def tokenize_batches(batches: Iterator[Sequence[Example]], options: TokenizerOptions) -> Iterator[TokenizedBatch]:
-    """Tokenize batch after batch. Raises DataError, and RankLost where a process was killed."""
+    """Tokenize batch after batch. Raises DataError, and what `tokenize_in_processes` does."""
     here, begin = BatchTokenizer(options), time.monotonic()
     for batch in batches:
         yield here.tokenize(batch)
         if time.monotonic() - begin >= ALONE_S:
             break
-    processes = min(len(os.sched_getaffinity(0)), MOST_PROCESSES)
     is_foreign = type(options.tokenizer).__module__.startswith("transformers_modules")  # not known to other processes
-    if processes > 1 and not is_foreign:
-        yield from tokenize_in_processes(batches, options, processes)
+    if options.processes > 1 and not is_foreign:
+        yield from tokenize_in_processes(batches, options, here)
     else:
         yield from map(here.tokenize, batches)
 
 
 def tokenize_in_processes(
-    batches: Iterator[Sequence[Example]], options: TokenizerOptions, processes: int
+    batches: Iterator[Sequence[Example]], options: TokenizerOptions, here: BatchTokenizer
 ) -> Iterator[TokenizedBatch]:
-    """The same in so many processes, which end with this one."""
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (options,))
+    """The same in this process and others, which end with it.
+
+    Raises EnvironmentProblem where one cannot be started, and RankLost where one ended.
+    """
+    others, started = options.processes - 1, dict[int, BaseProcess]()
+    with _translate_start_errors(options):
+        pool = ProcessPoolExecutor(others, get_context("spawn"), _start_worker, (options,))
     waiting: deque[Future[TokenizedBatch]] = deque()
     try:
         for batch in batches:
-            waiting.append(pool.submit(_tokenize, batch))
-            if len(waiting) > 2 * processes:
+            if sum(not one.done() for one in waiting) < 2 * others:
+                with _translate_start_errors(options):
+                    waiting.append(pool.submit(_tokenize, batch))
+                started |= pool._processes or {}  # whose exit codes nothing else tells
+            else:  # the others have work, or are starting
+                waiting.append(Future())
+                waiting[-1].set_result(here.tokenize(batch))
+            while waiting and (waiting[0].done() or len(waiting) > 4 * options.processes):
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool as error:
+        pool.shutdown()  # waits for all of them, so that each has its exit code
         raise RankLost(
-            f"{options.key}={options.source}: a process that tokenizes was killed, as the kernel does where memory is "
-            "short\n  free memory and type the command again; `taskset -c 0 run …` tokenizes in one process"
+            f"{options.key}={options.source}: a process that tokenizes {_ending(started.values())}\n{ALONE}"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _translate_start_errors(options: TokenizerOptions) -> Iterator[None]:
+    """Raise EnvironmentProblem where the system starts no process or thread."""
+    try:
+        yield
+    except BrokenProcessPool:
+        raise
+    except (OSError, RuntimeError) as error:
+        raise EnvironmentProblem(
+            f"{options.key}={options.source}: cannot start a process that tokenizes: {error}\n"
+            f"  check the limits of processes and files (ulimit -u, ulimit -n), and free memory\n{ALONE}"
+        ) from error
+
+
+def _ending(started: Iterable[BaseProcess]) -> str:
+    """How the first of some processes ended; the others are terminated then."""
+    codes = [code for process in started if (code := process.exitcode) not in (None, -signal.SIGTERM)]
+    if not codes:
+        return "ended"
+    if codes[0] == -signal.SIGKILL:
+        return "was killed (SIGKILL), as the kernel does where memory is short; free memory, then try again"
+    if codes[0] < 0:
+        return f"was killed ({signal.Signals(-codes[0]).name})"
+    return f"ended with exit code {codes[0]}; its error is printed above"
 
 
 def show_progress(batches: Iterator[TokenizedBatch], source: str) -> Iterator[TokenizedBatch]:

@@ -1,6 +1,6 @@
 """Sources of rows to the data of a job; data=file, whose sources are the user's own files.
 
-Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenisedData
+Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenizedData
                   └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
 
 What the rows are read as (`Reading`) follows from the kind of items that the algorithm learns from.
@@ -38,7 +38,7 @@ from runner.data.files import find_sources
 from runner.data.formats import Format, FormatCheck
 from runner.data.holdout import Holdout, row_key
 from runner.data.items import LengthLimit, TruncationCounts
-from runner.data.parallel_tokenization import TokenizerOptions, show_progress, tokenize_batches
+from runner.data.parallel_tokenization import TokenizerOptions, num_processes, show_progress, tokenize_batches
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
 from runner.data.tokenization import digest, tokenizer_digest
@@ -106,7 +106,8 @@ class SourcePreparation:
         reading, source = portion.reading, portion.source
         train_on: TrainOn | None = None if reading == "sft" else "completion"
         schema, limit = _schema(reading), self.limit(reading)
-        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name)
+        processes = num_processes(sharing_ranks=not self.config.cache)
+        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name, processes)
 
     def key(self, portion: Portion) -> str:
         """sha256 of everything that the portion's items depend on."""
@@ -169,10 +170,7 @@ class SourcePreparation:
             problems.add_hint(hint)
         problems.raise_if_any()
         if not tally.items:
-            why = limit.report(tally) or (
-                f"{check.num_identical_pairs} pairs with equal completions" if check.num_identical_pairs else "no row"
-            )
-            raise DataError(f"{source.key}={source.name}: no item remains; {why}")
+            raise no_item_error(source, check, limit, tally)
         return summarize(check, limit, tally) | {"notes": sorted(notes), "chat_notes": sorted(chat_notes)}
 
     def _batches(self, check: FormatCheck, rows: Iterator[Row]) -> Iterator[list[Example]]:
@@ -193,8 +191,10 @@ class SourcePreparation:
         reading = portion.reading
         made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
         self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
-        if not (portion.held_out and reading == self.kind):  # the columns of the training rows, said with these
-            self._report_columns(where, reading, summary)
+        unsaid = summary
+        if portion.held_out and reading == self.kind:  # the columns of the training rows, said with these
+            unsaid = summary | {"ignored": [], "given": []}
+        self.report_rows(reading, unsaid, where)
         if summary["alike"]:
             left_out = f"{summary['alike']} skipped"
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
@@ -203,14 +203,15 @@ class SourcePreparation:
             self._record_fact("data.turns", "every token of a completion", f"{where}: {turns}")
         if summary["overlong"]:
             self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
+        if summary["branches"]:
+            self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
+
+    def report_rows(self, reading: Reading, summary: Summary, where: str) -> None:
+        """Say which columns are not read or given to rewards, and the notes on rows."""
         for note in summary["notes"]:
             self.decide("data.end_token", "trained on", "not trained on", f"{where}: {note}")
         for note in summary["chat_notes"]:
             self._record_fact("chat", note, where)
-        if summary["branches"]:
-            self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
-
-    def _report_columns(self, where: str, reading: Reading, summary: Summary) -> None:
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
@@ -248,6 +249,12 @@ class SourcePreparation:
 
 def _schema(reading: Reading) -> pa.Schema:
     return ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
+
+
+def no_item_error(source: RowSource, check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -> DataError:
+    """The error for a source whose rows are all left out."""
+    pairs = f"{check.num_identical_pairs} pairs with equal completions" if check.num_identical_pairs else "no row"
+    return DataError(f"{source.key}={source.name}: no item remains; {limit.report(tally) or pairs}")
 
 
 def summarize(check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -> Summary:
@@ -335,6 +342,9 @@ def build(
     training, held_out = find_sources(config.sources(), config.eval_path)
     if config.streaming:
         training = [replace(source, streamed=True) for source in training]
+        if training[0].is_sampled:
+            text = "names, sizes, times of change, first and last MiB of each file"
+            decide("data.fingerprint", text, text, "the stream is above 1 GiB; a run resumes with the same data only")
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
             names = f"not read: {', '.join(source.file_list.ignored)}"

@@ -4,35 +4,46 @@
     block k  =  the items of rows k·B … k·B + B − 1 of the source, which begins again at its end
 
 So an item is a function of its position, and a resumed run reads, without tokenizing, up to the block it needs. A block
-with fewer items than rows, because some are left out, repeats some of its items. One with more, because branches of a
-conversation are above max_length together, leaves some out (with data.shuffle others in each pass) and says how many.
+with fewer items than rows, because some are left out, repeats some of its items; in place of one without an item, the
+next one that has any is used. One with more, because branches of a conversation are above max_length together, leaves
+some out (with data.shuffle others in each pass) and says how many.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runner.core.errors import DataError
-from runner.data.dataset import Record, TokenizedData
+from runner.data.dataset import Record, Summary, TokenizedData
 from runner.data.examples import held_out_reading
 from runner.data.formats import FormatCheck
+from runner.data.items import TruncationCounts
 from runner.data.parallel_tokenization import BatchTokenizer, TokenizedBatch
-from runner.data.prepare import Portion, RowSource, SourcePreparation, order_of_tables, refuse_unseen, summarize
+from runner.data.prepare import (
+    Portion,
+    RowSource,
+    SourcePreparation,
+    no_item_error,
+    order_of_tables,
+    refuse_unseen,
+    summarize,
+)
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import permutation
 from runner.data.tokenization import digest
 
 log = logging.getLogger("runner")
 SHUFFLE_BUFFER = 1000  # rows, where data.shuffle_buffer is null
+BY_ROW = ("ignored", "given", "notes", "chat_notes")  # of a summary: what any later row may add to
 
 
 class RowBlocks:
@@ -40,55 +51,87 @@ class RowBlocks:
 
     def __init__(self, prepare: SourcePreparation, portion: Portion, size: int) -> None:
         """size: rows of a block."""
-        self._portion, self._size = portion, size
+        self._prepare, self._portion, self._size = prepare, portion, size
         self._problems = Problems(portion.source.key, portion.source.name)
         self.check = FormatCheck(self._problems, portion.reading, prepare.config.rename_columns)
         self.limit = prepare.limit(portion.reading)
         self._tokenizer = BatchTokenizer(prepare.options(portion))
-        self._rows, self._next = self._endless_rows(), 0
-        self._newest: tuple[int, list[Record]] = (-1, [])
+        self._rows, self._next, self._passes = self._endless_rows(), 0, 0
+        self._newest: tuple[range, list[Record]] = (range(0), [])
+        self._reported: dict[str, set[str]] = {name: set() for name in BY_ROW}
 
     def items(self, number: int) -> list[Record]:
-        """The items of a block. Raises DataError where a row is faulty or nothing is left of all."""
-        if number != self._newest[0]:
+        """The items of a block, or of the next one that has any.
+
+        Raises DataError where a row is faulty, or a whole pass over the rows has no item.
+        """
+        if number not in self._newest[0]:
             if number < self._next:
                 self._rows, self._next = self._endless_rows(), 0
             skipped = (number - self._next) * self._size
-            rows = list(islice(self._rows, skipped, skipped + self._size))
+            next(islice(self._rows, skipped, skipped), None)
             identical = self.check.num_identical_pairs
-            batch = self.tokenize(rows)
-            identical = self.check.num_identical_pairs - identical
-            where = f"{self._portion.where}, block {number}"
-            if number and (text := self.limit.report(batch.counts)):
-                log.info("%s: %s", where, text)
-            if number and identical:
-                log.info("%s: pairs left out, as chosen and rejected are the same: %d", where, identical)
-            if (beyond := batch.items.num_rows - self._size) > 0:
-                log.warning(
-                    "%s: its %d rows became %d items, one for each branch of a conversation above the limit; %d "
-                    "are left out; to train on all, raise data.max_length or type data.streaming=false",
-                    *(where, self._size, batch.items.num_rows, beyond),
-                )
-            self._next, self._newest = number + 1, (number, batch.items.to_pylist())
+            batch, blocks = self._read(self._rows)
+            self._next, self._newest = number + blocks, (range(number, number + blocks), batch.items.to_pylist())
+            where = f"block {number}" if blocks == 1 else f"blocks {number} to {self._next - 1}"
+            self._report(f"{self._portion.where}, {where}", batch, identical)
         return self._newest[1]
 
-    def tokenize(self, rows: Sequence[Row]) -> TokenizedBatch:
-        """The items of some rows, checked. Raises DataError where a row is faulty or nothing is left of all."""
-        problems = self._problems
-        batch = self._tokenizer.tokenize(list(self.check.examples(rows)))
-        problems.extend(batch.problems)
-        if hint := self.limit.way_out(batch.counts):
-            problems.add_hint(hint)
-        problems.raise_if_any()
-        if not batch.items.num_rows:
-            place = f", {rows[0].place} to {rows[-1].place}" if rows else ""
-            raise DataError(
-                f"{self._portion.where}{place}: no item is left; {self.limit.report(batch.counts) or 'no row'}"
+    def read_first(self) -> Summary:
+        """What was found in the first rows, up to a block with an item. Raises DataError as `items` does."""
+        batch, _ = self._read(self._portion.source.rows(self._problems))
+        summary = self._summary(batch)
+        self._prepare.report_source(
+            self._portion, summary, f"the first {batch.counts.rows} rows of {self._portion.where}"
+        )
+        self._new_of(summary)
+        return summary
+
+    def _read(self, rows: Iterator[Row]) -> tuple[TokenizedBatch, int]:
+        """The first block of some rows that has an item, with the counts of all read ones, and their number."""
+        tally, passes = TruncationCounts(), self._passes
+        for number in count(1):
+            block = list(islice(rows, self._size))
+            batch = self._tokenizer.tokenize(list(self.check.examples(block)))
+            tally.add(batch.counts)
+            self._problems.extend(batch.problems)
+            if hint := self.limit.way_out(tally):
+                self._problems.add_hint(hint)
+            self._problems.raise_if_any()
+            if batch.items.num_rows:
+                return replace(batch, counts=tally), number
+            if not block or self._passes > passes + 1:  # a whole pass has ended since
+                break
+        raise no_item_error(self._portion.source, self.check, self.limit, tally)
+
+    def _summary(self, batch: TokenizedBatch) -> Summary:
+        notes = {"notes": sorted(batch.notes), "chat_notes": sorted(batch.chat_notes)}
+        return summarize(self.check, self.limit, batch.counts) | notes
+
+    def _new_of(self, summary: Summary) -> Summary:
+        """What of a summary no block before had: columns and notes that appear for the first time."""
+        new = {name: [one for one in summary[name] if one not in self._reported[name]] for name in BY_ROW}
+        for name, values in new.items():
+            self._reported[name].update(values)
+        return summary | new
+
+    def _report(self, where: str, batch: TokenizedBatch, identical: int) -> None:
+        """Log what was left out, and what appears for the first time; block 0 was reported before."""
+        self._prepare.report_rows(self._portion.reading, self._new_of(self._summary(batch)), where)
+        if self._newest[0][0] and (text := self.limit.report(batch.counts)):
+            log.info("%s: %s", where, text)
+        if self._newest[0][0] and (pairs := self.check.num_identical_pairs - identical):
+            log.info("%s: pairs left out, as chosen and rejected are the same: %d", where, pairs)
+        if (beyond := batch.items.num_rows - self._size) > 0:
+            log.warning(
+                "%s: its %d rows became %d items, one for each branch of a conversation above the limit; %d "
+                "are left out; to train on all, raise data.max_length or type data.streaming=false",
+                *(where, self._size, batch.items.num_rows, beyond),
             )
-        return batch
 
     def _endless_rows(self) -> Iterator[Row]:
         while True:
+            self._passes += 1
             rows = self._portion.source.rows(self._problems)
             if (first := next(rows, None)) is None:
                 return
@@ -138,10 +181,7 @@ def build_stream(prepare: SourcePreparation, source: RowSource, held_out: RowSou
     blocks = RowBlocks(prepare, portion, size)
     if blocks.limit.most == sys.maxsize:
         raise DataError("data.streaming=true: the model sets no limit to a row's length; type data.max_length=N")
-    first = blocks.tokenize(list(islice(source.rows(blocks.check.problems), size)))
-    summary = summarize(blocks.check, blocks.limit, first.counts)
-    summary |= {"notes": sorted(first.notes), "chat_notes": sorted(first.chat_notes)}
-    prepare.report_source(portion, summary, f"the first {first.counts.rows} rows of {portion.where}")
+    summary = blocks.read_first()
     text = f"{size} rows are shuffled together" if config.shuffle else "rows stay in their order"
     prepare.decide("data.streaming", text, text, "rows are read and checked as steps need them (data.shuffle_buffer)")
     tables, evaluation = [], None

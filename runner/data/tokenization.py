@@ -1,7 +1,6 @@
 """Examples to tokens: ids, loss mask, span of the last answer; and the digest of what they depend on.
 
     Chat    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
-    Plain   ───────────────────▶ one row of them          ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Plain   ───────────────────▶ one row of them              ──┴─ one batch call ──▶ EncodedExample | EncodedRows
     Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
 

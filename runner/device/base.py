@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+import psutil
 import torch
 from torch import nn
 from torch.utils import deterministic
@@ -26,6 +27,9 @@ from runner.core.rank_info import RankInfo
 from runner.device.config import DeviceConfig
 from runner.interfaces import Decide, DenseAttention, Device, VarlenAttention
 
+if TYPE_CHECKING:
+    from runner.device.device_stats import StatsReader
+
 
 def allocator_stats(device: torch.device) -> dict[str, float]:
     """Bytes that tensors hold, and that the allocator has of the device."""
@@ -34,6 +38,17 @@ def allocator_stats(device: torch.device) -> dict[str, float]:
         "allocated_bytes": float(own.memory_allocated(device)),
         "reserved_bytes": float(own.memory_reserved(device)),
     }
+
+
+def process_stats_reader() -> StatsReader:
+    """Of this process: percent of one core since the last reading, and the memory that it occupies."""
+    process = psutil.Process()
+    process.cpu_percent()  # the first call begins the first interval
+
+    def read() -> Mapping[str, float]:
+        return {"utilization_percent": process.cpu_percent(), "resident_bytes": float(process.memory_info().rss)}
+
+    return read
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runner.device.base import TorchDevice
+from runner.device.base import TorchDevice, process_stats_reader
 from runner.device.config import CpuConfig
-from runner.device.device_stats import StatsReader, process_stats_reader
 from runner.interfaces import Decide
+
+if TYPE_CHECKING:
+    from runner.device.device_stats import StatsReader
 
 
 class Cpu(TorchDevice[CpuConfig]):

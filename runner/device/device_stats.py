@@ -1,8 +1,7 @@
 """What a device is doing now: how busy, warm and full it is, by name. Nothing here imports torch.
 
-    this process   psutil
-    a GPU          nvidia-smi --query-gpu …, the line with its uuid
-    an NPU         npu-smi info, the chip that npu-smi info -m gives for the number that programs use
+    a GPU    nvidia-smi --query-gpu …, the line with its uuid
+    an NPU   npu-smi info, the chip that npu-smi info -m gives for the number that programs use
 
 A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. What a product does not print is left out.
 """
@@ -15,8 +14,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import psutil
-
 from runner.core.device_kinds import parse_visible
 from runner.core.errors import EnvironmentProblem
 
@@ -26,17 +23,6 @@ if TYPE_CHECKING:
 
 DEADLINE_S = 20.0
 StatsReader = Callable[[], Mapping[str, float]]
-
-
-def process_stats_reader() -> StatsReader:
-    """Of this process: percent of one core since the last reading, and the memory that it occupies."""
-    process = psutil.Process()
-    process.cpu_percent()  # the first call begins the first interval
-
-    def read() -> Mapping[str, float]:
-        return {"utilization_percent": process.cpu_percent(), "resident_bytes": float(process.memory_info().rss)}
-
-    return read
 
 
 def gpu_stats_reader(uuid: str) -> StatsReader:

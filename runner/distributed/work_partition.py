@@ -20,9 +20,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, concat_batches, unit_spans
+from runner.core.batch import Batch, Footprint, concat_batches, footprints, micro_batch_ranges, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
-from runner.core.micro_batches import Footprint, footprints, micro_batch_ranges
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
 from runner.interfaces.learning import PipelineOp

@@ -92,10 +92,7 @@ class JournaledSampler:
         keys = [self._key(request) for request in requests]
         found = {key: rollout for key in dict.fromkeys(keys) if (rollout := self.journal.find(key)) is not None}
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
-        for key, request in missing.items():
-            params = SamplingParams(self.temperature, max_new_tokens=request.max_new_tokens, seed=request.seed)
-            self.engine.submit(GenerationRequest(key, request.prompt, params))
-        for key, ids, finish in self._iter_finished(missing):
+        for key, ids, finish in self._generate(missing):
             rollout = Rollout(tuple(ids), (math.nan,) * len(ids), None, 0, finish)
             prompt, text = (self.tokenizer.decode(one) for one in (missing[key].prompt, rollout.ids))
             self.journal.add(key, rollout, {"prompt": prompt, "seed": missing[key].seed, "text": text})
@@ -103,10 +100,14 @@ class JournaledSampler:
             self.on_answer()
         return [found[key] for key in keys]
 
-    def _iter_finished(self, missing: Mapping[str, Request]) -> Iterator[tuple[str, list[int], FinishReason]]:
-        """Each answer, when it ends; requests that are left over are cancelled."""
-        ids: dict[str, list[int]] = {key: [] for key in missing}
+    def _generate(self, missing: Mapping[str, Request]) -> Iterator[tuple[str, list[int], FinishReason]]:
+        """Submit all requests; each answer, when it ends. Whatever ends this cancels the others."""
+        ids = dict[str, list[int]]()
         try:
+            for key, request in missing.items():
+                params = SamplingParams(self.temperature, max_new_tokens=request.max_new_tokens, seed=request.seed)
+                self.engine.submit(GenerationRequest(key, request.prompt, params))
+                ids[key] = []
             while not self.engine.is_idle:
                 for event in self.engine.step():
                     ids[event.request_id].append(event.token_id)

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
-from runner.core.rank_info import RankInfo, without_rank_variables
-from runner.launch import torchrun
-from runner.launch.preflight import mask_secrets, preflights, refuse_unready
+from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
+from runner.launch.preflight import mask_secrets, preflights, refuse_other_launcher, refuse_unready
 from runner.launch.run_records import (
     TRUST_REMOTE_CODE,
     archive_attempt,
@@ -60,7 +59,7 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
 
     where: the run's folder, which `latest` then does not follow; None = a new one below outputs/
     """
-    torchrun.refuse_misfit(spec)
+    refuse_other_launcher(spec)
     spec = mask_secrets(spec, origins)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
@@ -144,7 +143,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         return 0
     from runner.launch.slurm import srun_task, submission
 
-    torchrun.refuse_misfit(spec)
+    refuse_other_launcher(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join_run(spec, typed_job)
@@ -260,7 +259,7 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
 
 def is_other_machine(spec: JobSpec) -> bool:
     """Whether machine 0 of the job is another one, which makes the run's folder."""
-    return bool(spec.launch.machine) and not torchrun.is_rank()
+    return bool(spec.launch.machine) and not is_launched_rank(os.environ)
 
 
 def join_run(spec: JobSpec, typed: Mapping[str, Any]) -> int:
@@ -274,7 +273,9 @@ def join_run(spec: JobSpec, typed: Mapping[str, Any]) -> int:
 
 
 def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> None:
-    if torchrun.is_rank():
+    if is_launched_rank(os.environ):
+        from runner.launch import torchrun
+
         torchrun.run_rank0(spec, folder, number)
     elif spec.launch.machines > 1:
         from runner.launch.multi_node import gather_nodes

@@ -1,15 +1,17 @@
-"""Checks before a job starts, without torch: what this machine lacks, and secrets in the job's spec.
+"""Checks before a job starts, without torch: the machine, the launcher, secrets in the job's spec.
 
 Secrets are kept out of spec.yaml: in the texts of `tracker` (tags, notes) they are masked, elsewhere they are refused.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, SecurityError
+from runner.core.rank_info import is_launched_rank
 from runner.run_dir.manifest import redact
 from runner.spec.base import origin_of
 from runner.spec.job import JobSpec
@@ -92,3 +94,18 @@ def _mask_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _mask_value(inner) for name, inner in value.items()}
     return type(value)(map(_mask_value, value)) if isinstance(value, list | tuple) else value
+
+
+def refuse_other_launcher(spec: JobSpec) -> None:
+    """Raise EnvironmentProblem for a launch that contradicts who started this process."""
+    own, is_rank = spec.launch, is_launched_rank(os.environ)
+    if own.name == "torchrun" and not is_rank and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
+        from runner.launch.torchrun import torchrun_command
+
+        text = "launch=torchrun is for use inside torchrun, which starts the processes; type"
+        raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or type launch=local")
+    if is_rank and own.name not in ("torchrun", "local"):
+        raise EnvironmentProblem(f"launch={own.name}: torchrun already started this process; leave it out")
+    if is_rank and own.samplers:
+        text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
+        raise EnvironmentProblem(text)

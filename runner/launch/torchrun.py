@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem, RankLost, RunnerError
-from runner.core.rank_info import RENDEZVOUS_VARIABLES, VARIABLES, RankInfo
+from runner.core.rank_info import RENDEZVOUS_VARIABLES, RankInfo, is_launched_rank
 from runner.device.process_setup import AUTOLOAD
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
@@ -32,20 +32,12 @@ LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node_rank", "
 LOOK = timedelta(seconds=1)  # between looks for a signal while rank 0 is waited for
 
 
-def is_rank() -> bool:
-    """Whether somebody else started this process as one of several."""
-    return (
-        all(name in os.environ for name in (*VARIABLES, *RENDEZVOUS_VARIABLES))
-        and RankInfo.from_environment(os.environ).size > 1
-    )
-
-
 def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
     """Begin a job with these words; inside torchrun as rank 0 with its layout, or as another rank.
 
     Raises EnvironmentProblem where the words contradict torchrun, and whatever `begin` does.
     """
-    if not is_rank():
+    if not is_launched_rank(os.environ):
         return begin(words)
     from runner.launch.rank_main import exit_process
 
@@ -82,19 +74,6 @@ def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
         if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
             raise EnvironmentProblem(f"{word}: torchrun started {found['devices']} × {nodes} processes; leave it out")
     return [f"launch.{name}={value}" for name, value in found.items()]
-
-
-def refuse_misfit(spec: JobSpec) -> None:
-    """Raise EnvironmentProblem for a launch that contradicts who started this process."""
-    own = spec.launch
-    if own.name == "torchrun" and not is_rank() and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
-        text = "launch=torchrun is for use inside torchrun, which starts the processes; type"
-        raise EnvironmentProblem(f"{text}\n  {torchrun_command(own.devices, own.machines)}\n  or type launch=local")
-    if is_rank() and own.name not in ("torchrun", "local"):
-        raise EnvironmentProblem(f"launch={own.name}: torchrun already started this process; leave it out")
-    if is_rank() and own.samplers:
-        text = f"launch.samplers={own.samplers}: torchrun starts only ranks; leave it out, or start without torchrun"
-        raise EnvironmentProblem(text)
 
 
 def torchrun_command(devices: int, machines: int) -> str:

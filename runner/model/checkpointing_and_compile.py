@@ -1,4 +1,4 @@
-"""Dropout, activation checkpointing and torch.compile of decoder layers in training.
+"""Activation checkpointing and torch.compile of decoder layers in training.
 
     full        what goes into the layer is kept                     (Chen et al., 1604.06174)
     every n-th  the same in layers 0, n, 2n, …; the others keep everything
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -39,30 +38,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
 from runner.model.packed_attention import PACKED_ATTENTION, packed_attention
-
-
-def max_dropout_rate(module: nn.Module) -> float:
-    """The largest dropout rate: of activations, attention, adapters' inputs or whole layers."""
-    return max((getattr(part, name) for part, name in _dropout_rates(module)), default=0.0)
-
-
-def disable_dropout(module: nn.Module) -> None:
-    """Let training mode drop nothing."""
-    for part, name in list(_dropout_rates(module)):
-        setattr(part, name, 0.0)
-
-
-def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
-    (attention_dropout, attn_pdrop, layerdrop, …)."""
-    for part in module.modules():
-        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_dropout_rate(n, v)]
-        yield from ((part, name) for name in names)
-
-
-def _is_dropout_rate(name: str, value: object) -> bool:
-    return "drop" in name and isinstance(value, float)
-
 
 OPTION = "model.gradient_checkpointing"
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)

@@ -4,7 +4,7 @@ folder   sha256 of config.json; of the weights too where some of them never lear
 hub      the commit
 drawn    the seed, and what it was drawn for
 
-What the building of every model has in common: drawn weights, data type, device.
+What the building of every model has in common: random weights, data type, device, dropout.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.model.parameters import float32_modules
@@ -204,3 +205,26 @@ def _refuse_other_heads(config: Any, folder: Path) -> None:
                 f"init_from={folder} has {name}={there}, but this model has {here}\n"
                 "  its weights would compute something else: set the model options that they were trained with"
             )
+
+
+def max_dropout_rate(module: nn.Module) -> float:
+    """The largest dropout rate: of activations, attention, adapters' inputs or whole layers."""
+    return max((getattr(part, name) for part, name in _dropout_rates(module)), default=0.0)
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Let training mode drop nothing."""
+    for part, name in list(_dropout_rates(module)):
+        setattr(part, name, 0.0)
+
+
+def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
+    (attention_dropout, attn_pdrop, layerdrop, …)."""
+    for part in module.modules():
+        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_dropout_rate(n, v)]
+        yield from ((part, name) for name in names)
+
+
+def _is_dropout_rate(name: str, value: object) -> bool:
+    return "drop" in name and isinstance(value, float)

@@ -26,21 +26,15 @@ from runner.interfaces import Decide, PipelineStage, VarlenAttention
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
-from runner.model.checkpointing_and_compile import (
-    CompiledLayers,
-    disable_dropout,
-    enable_checkpointing,
-    max_dropout_rate,
-    refuse_without_compiler,
-)
 from runner.model.config import ModelConfig
 from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict, StateDictPart
-from runner.model.initial_weights import WeightsSource
+from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
 
 if TYPE_CHECKING:
+    from runner.model.checkpointing_and_compile import CompiledLayers
     from runner.model.context_parallel import CpStyle
 
 T = TypeVar("T")
@@ -102,6 +96,8 @@ class TransformersModel:
 
     def _choose_checkpointing(self, decide: Decide) -> None:
         if how := self.config.gradient_checkpointing:
+            from runner.model.checkpointing_and_compile import enable_checkpointing
+
             enable_checkpointing(self.inner, how, offload=self.config.activation_offloading, decide=decide)
 
     def _choose_export(self, decide: Decide) -> None:
@@ -150,6 +146,8 @@ class TransformersModel:
         if not (layers := self.transformer_blocks()):
             decide("model.compile", "true", "false", f"{type(self.inner).__name__} does not declare its layer classes")
             return
+        from runner.model.checkpointing_and_compile import CompiledLayers, refuse_without_compiler
+
         refuse_without_compiler(self.device)
         self._compiled = CompiledLayers(layers)
 

@@ -310,9 +310,17 @@ def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], r
     """Raise CheckpointError if the model comes from another source than that of the checkpoint."""
     before = saved["model"]
     if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
+        source = {"model": "model.path", "teacher": "algorithm.teacher"}.get(role, "algorithm.reference_path")
+        names = {
+            "commit": f"commit of {source}",
+            "config": f"config.json of {source}",
+            "adapter": f"adapter of {source}",
+            "weights": f"weights of {source}",
+            "drawn": "random weights (seed, options of model)",
+        }
+        shown = (f"{names.get(name, name)}: was {before.get(name)}, now {origin.get(name)}" for name in changed)
         raise CheckpointError(
-            f"the checkpoint was written for another {role}: different {', '.join(changed)} "
-            f"({'; '.join(f'{name} was {before.get(name)}, now {origin.get(name)}' for name in changed)})\n"
+            f"the checkpoint was written for another {role}: {'; '.join(shown)}\n"
             "  restore the model that the run started with"
         )
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import Batch, pack, unit_spans
-from runner.core.micro_batches import micro_batches, split_rows
+from runner.core.batch import Batch, micro_batches, pack, split_rows, unit_spans
 
 rows = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=10)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
+from runner.data import files
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 from tests.data.test_file import data, said, texts
 
@@ -57,6 +59,61 @@ def test_rows_are_checked_when_they_are_read(tokenizer: Any, tmp_path: Path, jso
     assert len(found.take(0, 4)) == 4  # one item twice
     with pytest.raises(DataError, match=r"the model sets no limit to a row's length; type data\.max_length=N"):
         data(tokenizer, tmp_path, path=path, streaming=True)
+
+
+def test_a_block_without_an_item_is_replaced_by_the_next_one(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    long = [{"text": "x" * 50}] * 4
+    rows = [*long, *long, *({"text": f"a{i}"} for i in range(4)), *long, *({"text": f"b{i}"} for i in range(4))]
+    options = {"path": jsonl(rows), "shuffle_buffer": 4, "truncation": "skip", **STREAM}
+    whole = data(tokenizer, tmp_path, **options)
+    blocks = [[text[:2] for text in texts(tokenizer, whole, step, 4)] for step in range(10)]
+    assert [block[0][0] for block in blocks] == list("aaabbaaabb")
+    assert all(sorted(block) == [f"{block[0][0]}{i}" for i in range(4)] for block in blocks)
+    resumed = data(tokenizer, tmp_path, **options)
+    assert [[text[:2] for text in texts(tokenizer, resumed, step, 4)] for step in (6, 7, 3, 1)] == [
+        blocks[step] for step in (6, 7, 3, 1)
+    ]
+    with pytest.raises(DataError, match=r"no item remains; 8 of 8 rows were longer than data\.max_length=40: left out"):
+        data(tokenizer, tmp_path, **{**options, "path": jsonl(long + long, name="long.jsonl")})
+
+
+def test_a_stream_that_lost_all_items_ends_after_a_pass(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"text": "a"}] * 6)
+    found = data(tokenizer, tmp_path, path=path, shuffle_buffer=4, truncation="skip", **STREAM)
+    jsonl([{"text": "x" * 50}] * 6)
+    with pytest.raises(DataError, match=r"no item remains; \d+ of \d+ rows were longer"):
+        found.take(0, 4)
+
+
+def test_what_first_appears_in_a_later_block_is_said_once(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
+) -> None:
+    path = jsonl([{"text": "a", "id": 1}] * 4 + [{"text": "b<|im_end|>", "url": "u"}] * 8)
+    found = data(tokenizer, tmp_path, decide, path=path, shuffle_buffer=4, **STREAM)
+    assert [text.partition(" (")[0] for text in said(decide, "data.rename_columns")] == [
+        "data.rename_columns: not read: id"
+    ]
+    assert said(decide, "chat") == []
+    found.take(0, 24)
+    assert [("block 1" in text, "url" in text) for text in said(decide, "data.rename_columns")[1:]] == [(True, True)]
+    assert len(said(decide, "chat")) == 1 and "block 1" in said(decide, "chat")[0]
+
+
+def test_an_edited_file_is_other_data(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fingerprint(word: str, changed_at: int) -> str:
+        path = jsonl([{"text": word}] * 4)
+        os.utime(path, (changed_at, changed_at))
+        return data(tokenizer, tmp_path, decide, path=path, **STREAM).fingerprint
+
+    assert fingerprint("ab", 1) == fingerprint("ab", 2) != fingerprint("ac", 1)
+    assert said(decide, "data.fingerprint") == []
+    monkeypatch.setattr(files, "MOST_HASHED_BYTES", 10)
+    assert len({fingerprint("ab", 1), fingerprint("ab", 2), fingerprint("ac", 1), fingerprint("ac", 1)}) == 3
+    monkeypatch.setattr(files, "SAMPLE_BYTES", 1)  # the difference is in the middle
+    assert fingerprint("ab", 1) == fingerprint("ac", 1) != fingerprint("ac", 2)
+    assert "times of change, first and last MiB" in said(decide, "data.fingerprint")[0]
 
 
 def test_branches_that_a_block_has_no_place_for_are_counted(

@@ -14,8 +14,8 @@ import torch
 from runner.cli.main import main
 from runner.core.device_kinds import NPU
 from runner.core.errors import EnvironmentProblem
-from runner.device.base import refuse_hidden, translate_startup_errors
-from runner.device.device_stats import gpu_stats_reader, npu_stats_reader, process_stats_reader
+from runner.device.base import process_stats_reader, refuse_hidden, translate_startup_errors
+from runner.device.device_stats import gpu_stats_reader, npu_stats_reader
 from runner.interfaces import StepResult
 from runner.trainer.callbacks import DeviceStats
 

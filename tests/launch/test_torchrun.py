@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.core.rank_info import RankInfo, without_rank_variables
+from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
 from runner.launch import torchrun
+from runner.launch.preflight import refuse_other_launcher
 
 MEETING = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
@@ -39,13 +41,13 @@ def test_a_layout_that_is_typed_must_be_the_same(meeting: None) -> None:
 
 
 def test_a_rank_is_who_has_all_of_the_variables(monkeypatch: pytest.MonkeyPatch, meeting: None) -> None:
-    assert not torchrun.is_rank()
+    assert not is_launched_rank(os.environ)
     for name, value in RankInfo(1, 2, 1, 2).to_environment().items():
         monkeypatch.setenv(name, value)
-    assert torchrun.is_rank()
+    assert is_launched_rank(os.environ)
     for name, value in RankInfo().to_environment().items():
         monkeypatch.setenv(name, value)
-    assert not torchrun.is_rank(), "torchrun with one process"
+    assert not is_launched_rank(os.environ), "torchrun with one process"
 
 
 def test_what_a_rank_starts_is_none() -> None:
@@ -62,7 +64,7 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_outside_the_command_to_type_is_said(typed: None) -> None:
     spec = compose_job(["+recipe=sft_demo", "launch=torchrun", "launch.devices=4", "parallelism=ddp"]).spec
     with pytest.raises(EnvironmentProblem) as refused:
-        torchrun.refuse_misfit(spec)
+        refuse_other_launcher(spec)
     said = str(refused.value).splitlines()[1].strip()
     assert said == (
         "torchrun --standalone --nproc_per_node=4 -m runner +recipe=sft_demo launch=torchrun 'name=a b'"
@@ -72,7 +74,7 @@ def test_outside_the_command_to_type_is_said(typed: None) -> None:
 def test_outside_on_several_machines_too(typed: None) -> None:
     words = ["+recipe=sft_demo", "launch=torchrun", "launch.devices=4", "launch.nodes=2", "parallelism=ddp"]
     with pytest.raises(EnvironmentProblem, match=r"torchrun --nnodes=2 --node_rank=0 --master_addr=HOST .* 0 to 1"):
-        torchrun.refuse_misfit(compose_job(words).spec)
+        refuse_other_launcher(compose_job(words).spec)
 
 
 def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meeting: None) -> None:
@@ -81,8 +83,8 @@ def test_inside_it_is_what_torchrun_says(monkeypatch: pytest.MonkeyPatch, meetin
         monkeypatch.setenv(name, value)
     words = ["+recipe=sft_demo", "parallelism=ddp", *torchrun.torchrun_layout(place, [])]
     for launch in ("torchrun", "local"):
-        torchrun.refuse_misfit(compose_job([*words, f"launch={launch}"]).spec)
+        refuse_other_launcher(compose_job([*words, f"launch={launch}"]).spec)
     with pytest.raises(EnvironmentProblem, match="launch=slurm: torchrun already started"):
-        torchrun.refuse_misfit(compose_job([*words, "launch=slurm"]).spec)
+        refuse_other_launcher(compose_job([*words, "launch=slurm"]).spec)
     with pytest.raises(SpecError, match=r"launch\.samplers: torchrun starts only ranks"):
         compose_job(["+recipe=grpo_demo", "launch=torchrun", "launch.samplers=1"])

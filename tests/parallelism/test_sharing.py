@@ -6,9 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import Batch, pack, unit_spans
+from runner.core.batch import Batch, Footprint, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
-from runner.core.micro_batches import Footprint, micro_batch_ranges
 from runner.distributed.dtensor_utils import total_norm
 from runner.distributed.work_partition import (
     BatchShard,

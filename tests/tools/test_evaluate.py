@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from runner.core.auto_choices import Decisions
+from runner.core.errors import DataError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request, Rollout
@@ -125,6 +126,14 @@ def test_an_evaluation_that_was_killed_asks_only_for_the_rest(tmp_path: Path, te
     assert len(lines) == 1 + (10 if temperature else 5), "a greedy answer does not depend on the seed"
     known = sampler(path, temperature, 1)  # a new answer would end it
     assert [one.ids for one in known.sample(requests)] == ids
+
+
+def test_a_request_that_is_refused_cancels_those_before_it(tmp_path: Path) -> None:
+    asking = sampler(tmp_path / "a.jsonl", 0.0, 99)
+    with pytest.raises(DataError, match="a completion needs at least one token"):
+        asking.sample([Request((1, 2, 3), 100, 8, 0), Request((1, 2, 4), 100, 0, 1)])
+    assert asking.engine.is_idle
+    assert asking.sample([Request((1, 2, 3), 100, 8, 0)])[0].ids
 
 
 def test_a_journal_keeps_answers_as_they_were(tmp_path: Path) -> None:

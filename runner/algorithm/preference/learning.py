@@ -38,9 +38,8 @@ from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
-from runner.core.batch import Batch, row_sum, with_totals
+from runner.core.batch import Batch, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
-from runner.core.micro_batches import split_rows
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
 from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm

@@ -24,7 +24,6 @@ from runner.spec.base import iter_leaves
 from runner.spec.evaluation import HIGH, LOW
 from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, scatter_svg, svg
 from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_run, whole_lines
-from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
 from runner.tracker.console import interval_text
 from runner.tracker.text import HEALTH, count_noun, format_duration, format_number
 
@@ -200,10 +199,13 @@ def write_page(folder: RunFolder, path: Path) -> None:
         page.code(redact(str(run.status["error"])))
     page.head("Curves")
     page.charts(_curves(run), _first(run))
-    lines = whole_lines(folder.samples)
-    samples = [row for line in lines if (row := sample_row(line, folder.samples))]
-    _reward_histogram(page, samples)
-    page.parts += samples_grid(evaluated_samples(lines, folder.samples))
+    samples: list[Mapping[str, Any]] = []
+    if lines := whole_lines(folder.samples):
+        from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
+
+        samples += [row for line in lines if (row := sample_row(line, folder.samples))]
+        _reward_histogram(page, samples)
+        page.parts += samples_grid(evaluated_samples(lines, folder.samples))
     _evaluations(page, run)
     _times(page, run)
     _samples(page, samples[-MOST_SAMPLES:])

@@ -11,8 +11,8 @@ import torch
 from npu_simulator import process, register
 from npu_simulator.config import NpuSimConfig
 from runner.core.errors import EnvironmentProblem
-from runner.device.base import refuse_hidden
-from runner.device.device_stats import StatsReader, process_stats_reader
+from runner.device.base import process_stats_reader, refuse_hidden
+from runner.device.device_stats import StatsReader
 from runner.device.npu import Npu
 from runner.interfaces import Decide
 
