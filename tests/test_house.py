@@ -267,7 +267,18 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared.add("vllm")  # which card it is for decides on its build, and it on torch's: installed first, by hand
     declared |= {
         requirement_name(d)
-        for extra in ("tensorboard", "low-bit", "math", "ifeval", "modelscope", "deepspeed", "optuna", "ray", "slurm")
+        for extra in (
+            "tensorboard",
+            "low-bit",
+            "math",
+            "ifeval",
+            "modelscope",
+            "deepspeed",
+            "optuna",
+            "ray",
+            "slurm",
+            "swanlab",
+        )
         for d in project["optional-dependencies"][extra]
     }
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
