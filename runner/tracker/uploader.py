@@ -119,7 +119,7 @@ class UploadTracker:
         self._check_process()
 
     def finish(self, status: str) -> list[str]:
-        """Let the process read to the end, for deadline_s seconds at most; returns how to see or upload the run."""
+        """Let the process read to the end, for at most deadline_s; returns how to see or upload the run."""
         end = time.monotonic() + self._deadline_s
         self._check_process()
         if self._process is not None:
