@@ -173,10 +173,9 @@ def test_lm_eval_against_the_server_has_the_numbers_of_our_own_multiple_choice(t
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "letters.yaml").write_text(TASK)
     command.run(*JUDGED, cwd=tmp_path)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command.run(
-        "eval", "latest", "suite=lm_eval", "tasks=letters.yaml", "--suite-python", PYTHON, cwd=tmp_path, **offline
-    )
+    words = ["eval", "latest", "suite=lm_eval", "tasks=letters.yaml", "--suite-python", PYTHON]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-m", "runner", *words], cwd=tmp_path, env=offline, check=True)
     command.run(
         "eval", "latest", "evaluation.sets.mine={data: {name: file, path: rows.jsonl}, choices: options}", cwd=tmp_path
     )
