@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -213,9 +214,8 @@ def infer(args: Namespace) -> int:
         context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
         asked = f"prompts go through the chat template: {context!r}"
     step = "" if loaded.step is None else f", step {loaded.step}"
-    print_text(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
-    if stops := loaded.stop_text():
-        print_text(stops, file=sys.stderr)
+    about = f"{describe_source(source)}{step}, {asked}"
+    print_text("\n".join(filter(None, (about, loaded.stop_text()))), file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
     longest = engine.limits.length_limit
@@ -225,14 +225,8 @@ def infer(args: Namespace) -> int:
             print(shown_as(f"> {prompt}"))
         ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
         room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
-        params = SamplingParams(
-            args.temperature,
-            args.top_p or 1.0,
-            max_new_tokens=room,
-            seed=args.seed or 0,
-            stop=loaded.stop,
-            stop_token_ids=loaded.stop_token_ids,
-        )
+        sampling = partial(SamplingParams, args.temperature, args.top_p or 1.0, seed=args.seed or 0, stop=loaded.stop)
+        params = sampling(max_new_tokens=room, stop_token_ids=loaded.stop_token_ids)
         written = False
         for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
             print(shown_as(piece), end="", flush=True)

@@ -111,11 +111,11 @@ class EvaluationConfig(AnswersConfig):
         return self._with_parts(("data", "reward"), lambda component: component.with_absolute_paths())
 
     def with_resolved_source(self, resolve: Any) -> EvaluationConfig:
-        """The same config with the folder or hub id that the path of a set's reward model means; see `ModelConfig`."""
+        """The same config with the folder or hub id that a set's reward model means."""
         return self._with_parts(("reward",), lambda component: component.with_resolved_source(resolve))
 
     def _with_parts(self, groups: Sequence[str], change: Callable[[Any], ComponentConfig]) -> EvaluationConfig:
-        """The same config with the components of these groups changed. Raises SpecError with the keys of the set."""
+        """The same config with components of these groups changed. Raises SpecError with the set's keys."""
         sets = dict[str, dict[str, Any]]()
         for one in self.decoded_sets():
             sets[one.name] = one.options.model_dump(mode="json")

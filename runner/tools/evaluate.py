@@ -327,7 +327,7 @@ SHOWN = 8  # questions on the page
 
 
 def _samples_side_by_side(results: Sequence[SetResult]) -> list[list[Mapping[str, Any]]]:
-    """The first model's first answers, each with those of the others to the same question; {} = it had none."""
+    """The first model's first answers, each with the others' to the same question; {} = none."""
     found = [dict(zip(result.scores, result.samples, strict=False)) for result in results]
     return [[by_key.get(key, {}) for by_key in found] for key in list(found[0])[:SHOWN]]
 
