@@ -216,7 +216,8 @@ def _lm_eval_results(folder: Path) -> dict[str, Any]:
 def _inspect_results(folder: Path) -> dict[str, Any]:
     """Metrics of each scorer of each task; None = it had none.
 
-    A task's second log, as with other arguments, is TASK#2. Raises EnvironmentProblem where there is no log, or one that is no success.
+    A task's second log, as with other arguments, is TASK#2.
+    Raises EnvironmentProblem where there is no log, or one that is no success.
     """
     tasks, values = dict[str, Any](), dict[str, float | None]()
     paths = sorted(folder.glob("*.json"))
