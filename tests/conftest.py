@@ -27,6 +27,7 @@ _FIXED = {
     "XDG_CACHE_HOME": f"{_SCRATCH.name}/cache",
 }
 _FOREIGN = (
+    "SWANLAB_",
     "WANDB_",
     "HYDRA_",
     "HF_TOKEN",

@@ -37,8 +37,16 @@ def run(args: Namespace) -> int:
     print_text(f"{describe_source(source)}{step}; /help lists the commands", file=sys.stderr)
     if loaded.prompt_style == "text":
         print("it was trained on plain text, not on conversations", file=sys.stderr)
-    sampling = {"temperature": args.temperature, "top_p": args.top_p or 1.0, "seed": args.seed or 0}
-    params = SamplingParams(max_new_tokens=args.max_new_tokens, **sampling)
+    if stops := loaded.stop_text():
+        print_text(stops, file=sys.stderr)
+    params = SamplingParams(
+        args.temperature,
+        args.top_p or 1.0,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed or 0,
+        stop=loaded.stop,
+        stop_token_ids=loaded.stop_token_ids,
+    )
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
     try:
         run_chat(

@@ -36,11 +36,12 @@ def run(args: Namespace) -> int:
     for word in words:
         if word.lstrip("+").partition("=")[0].partition(".")[0] not in SECTIONS and not _is_of_model(word):
             raise UsageError(f"run eval: {word}: there are +evaluation=[…], evaluation.…, device=, seed=, model.dtype=")
-    from runner.inference.model_source import parse_source
+    from runner.inference.model_source import parse_source, resolve_model_path
 
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]
     spec = compose_job([*NO_JOB, *(word for word in words if not word.lstrip("+").startswith(TRUST))]).spec
-    sets = [_with_options(one, args) for one in spec.evaluation.decoded_sets()]
+    resolved = spec.evaluation.with_resolved_source(resolve_model_path)
+    sets = [_with_options(one, args) for one in resolved.decoded_sets()]
     base = spec
     if not sets:
         base, sets = _of_first_run(sources, spec, args)

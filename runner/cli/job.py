@@ -12,6 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,13 +205,13 @@ def infer(args: Namespace) -> int:
     from runner.inference.torch_engine import TorchEngine
     from runner.launch.infer_export import prompt_ids
 
-    style = loaded.prompt_style
-    asked = "prompts are plain text"
+    style, asked = loaded.prompt_style, "prompts are plain text"
     if style == "chat":
         context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
         asked = f"prompts go through the chat template: {context!r}"
-    step = "" if loaded.step is None else f", step {loaded.step}"
-    print_text(f"{describe_source(source)}{step}, {asked}", file=sys.stderr)
+    at = "" if loaded.step is None else f", step {loaded.step}"
+    about = (f"{describe_source(source)}{at}, {asked}", loaded.stop_text())
+    print_text("\n".join(filter(None, about)), file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
     longest = engine.limits.length_limit
@@ -220,13 +221,14 @@ def infer(args: Namespace) -> int:
             print(shown_as(f"> {prompt}"))
         ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
         room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
-        params = SamplingParams(args.temperature, args.top_p or 1.0, max_new_tokens=room, seed=args.seed or 0)
-        written = False
+        sampling = partial(SamplingParams, args.temperature, args.top_p or 1.0, seed=args.seed or 0, stop=loaded.stop)
+        params = sampling(max_new_tokens=room, stop_token_ids=loaded.stop_token_ids)
+        length = 0
         for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
+            length += len(piece)
             print(shown_as(piece), end="", flush=True)
-            written = written or bool(piece)
         print()
-        if not written:
+        if not length:
             print("(an empty completion)", file=sys.stderr)
     return 0
 

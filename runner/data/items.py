@@ -17,6 +17,7 @@ left: an answer without its end would teach a model not to stop. A prompt that i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,7 +277,11 @@ def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) 
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
     whole = TokenizedExample((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
     messages = facts["messages"] and tuple(facts["messages"])
-    return replace(_question(tokenizer, whole, prompt, answer), messages=messages, columns=facts["columns"])
+    found = _question(tokenizer, whole, prompt, answer)
+    # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.
+    asked = facts["messages"] or tokenizer.decode(prompt, skip_special_tokens=True)
+    key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True).encode()).hexdigest()[:16]
+    return replace(found, messages=messages, columns=facts["columns"], key=key)
 
 
 def _question(

@@ -71,7 +71,7 @@ class AnswerJournal:
 class JournaledSampler:
     """Answers requests by an engine, those that a journal knows without it; log-probabilities are NaN.
 
-    temperature: 0 = greedy; on_answer: called after each new answer
+    temperature: 0 = greedy; on_answer: called after each new answer; stop, stop_token_ids: see `SamplingParams`
     """
 
     engine: Engine
@@ -80,6 +80,8 @@ class JournaledSampler:
     temperature: float
     max_new_tokens: int
     on_answer: Callable[[], None]
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def max_model_len(self) -> int | None:
@@ -105,7 +107,13 @@ class JournaledSampler:
         ids = dict[str, list[int]]()
         try:
             for key, request in missing.items():
-                params = SamplingParams(self.temperature, max_new_tokens=request.max_new_tokens, seed=request.seed)
+                params = SamplingParams(
+                    self.temperature,
+                    max_new_tokens=request.max_new_tokens,
+                    seed=request.seed,
+                    stop=self.stop,
+                    stop_token_ids=self.stop_token_ids,
+                )
                 self.engine.submit(GenerationRequest(key, request.prompt, params))
                 ids[key] = []
             while not self.engine.is_idle:
@@ -118,6 +126,7 @@ class JournaledSampler:
                 self.engine.cancel(key)
 
     def _key(self, request: Request) -> str:
-        """What an answer depends on: prompt, longest answer, temperature, and the sample's seed."""
-        facts = [request.prompt, request.max_new_tokens, self.temperature, self.temperature and request.seed]
+        """What an answer depends on: prompt, longest answer, temperature, the sample's seed, and what ends it."""
+        facts: list[Any] = [request.prompt, request.max_new_tokens, self.temperature, self.temperature and request.seed]
+        facts += [self.stop, self.stop_token_ids] if self.stop or self.stop_token_ids else []
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

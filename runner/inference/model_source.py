@@ -88,6 +88,14 @@ class LoadedModel:
     adapters: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None  # of a run's checkpoint
     chat: ChatConfig = field(default_factory=ChatConfig)  # how a run rendered conversations
+    stop: tuple[str, ...] = ()  # strings and ids at which a run's completions ended
+    stop_token_ids: tuple[int, ...] = ()
+
+    def stop_text(self) -> str:
+        """What ends completions beside the model's own end, for a message; empty without any."""
+        given = {"sampler.stop": list(self.stop), "sampler.stop_token_ids": list(self.stop_token_ids)}
+        said = [f"{key}={value}" for key, value in given.items() if value]
+        return f"completions end at the run's {' and '.join(said)}" if said else ""
 
 
 def parse_source(
@@ -226,7 +234,15 @@ def load_source(
             "reward.path=EXPORT"
         )
     return LoadedModel(
-        source.name, generative, model.tokenizer, model.tokenizer.chat_template, style, names, step, spec.chat
+        source.name,
+        generative,
+        model.tokenizer,
+        model.tokenizer.chat_template,
+        style,
+        names,
+        step,
+        spec.chat,
+        *spec.sampler.stop_criteria(),
     )
 
 

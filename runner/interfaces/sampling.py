@@ -64,7 +64,8 @@ class EvalQuestion:
     """A held-out item: its tokens, and, where it has an answer, the prompt and the expected answer.
 
     `prompt_ids` is empty for plain text, of which only the loss can be measured. messages, columns: as of a `Prompt`,
-    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item.
+    where the row has them; for an environment. answer_ids: empty where the answer follows the prompt in the item. key:
+    digest of a prompt's row, the same under every tokenizer and chat template; empty for other kinds of rows.
     """
 
     item: TokenizedExample
@@ -74,6 +75,7 @@ class EvalQuestion:
     messages: tuple[Mapping[str, Any], ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     answer_ids: tuple[int, ...] = ()
+    key: str = ""
 
 
 class Data(Protocol):

@@ -120,10 +120,11 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     """
     parts = ("data", "chat", "model", "algorithm", "reward", "evaluation")
     spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
-    if spec.model.source is not None or spec.reward.uses_device_model():
+    if spec.model.source is not None or spec.reward.uses_device_model() or spec.evaluation.sets:
         from runner.inference.model_source import resolve_model_path
 
-        found = {name: getattr(spec, name).with_resolved_source(resolve_model_path) for name in ("model", "reward")}
+        names = ("model", "reward", "evaluation")
+        found = {name: getattr(spec, name).with_resolved_source(resolve_model_path) for name in names}
         spec = spec.model_copy(update=found)
     refuse_unready(check for _, check in preflights(spec, here=here))
     return spec

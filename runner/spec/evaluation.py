@@ -8,7 +8,7 @@ A set names components as a job's groups do. A problem of one has the key evalua
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -108,7 +108,21 @@ class EvaluationConfig(AnswersConfig):
 
     def with_absolute_paths(self) -> EvaluationConfig:
         """The same config with the paths of local files made absolute."""
-        return self.model_copy(update={"sets": {one.name: _with_absolute_paths(one) for one in self.decoded_sets()}})
+        return self._with_parts(("data", "reward"), lambda component: component.with_absolute_paths())
+
+    def with_resolved_source(self, resolve: Any) -> EvaluationConfig:
+        """The same config with the folder or hub id that a set's reward model means."""
+        return self._with_parts(("reward",), lambda component: component.with_resolved_source(resolve))
+
+    def _with_parts(self, groups: Sequence[str], change: Callable[[Any], ComponentConfig]) -> EvaluationConfig:
+        """The same config with components of these groups changed. Raises SpecError with the set's keys."""
+        sets = dict[str, dict[str, Any]]()
+        for one in self.decoded_sets():
+            sets[one.name] = one.options.model_dump(mode="json")
+            with prefix_set_errors(one.name):
+                own = {group: change(part) for group, part in one.components.items() if group in groups}
+            sets[one.name] |= {group: part.model_dump(mode="json") for group, part in own.items()}
+        return self.model_copy(update={"sets": sets})
 
     def preflight(self) -> None:
         """Raise what the data and rewards of sets find wrong with files and packages; imports no torch."""
@@ -195,15 +209,6 @@ def _set_problems(one: EvaluationSet, job: Any) -> list[Found]:
     for component in one.components.values():
         found += [(f"{key}.{name}", message) for name, message in component.problems(inside)]
     return found
-
-
-def _with_absolute_paths(one: EvaluationSet) -> dict[str, Any]:
-    """The set as plain data, its local paths absolute."""
-    record = one.options.model_dump(mode="json")
-    for group in ("data", "reward"):
-        if (component := one.components.get(group)) is not None:
-            record[group] = component.with_absolute_paths().model_dump(mode="json")  # type: ignore[attr-defined]
-    return record
 
 
 @contextmanager

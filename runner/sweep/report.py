@@ -230,6 +230,8 @@ def _axes_section(page: Page, results: Results) -> None:
     for axis in (axis for axis in results.plan.axes if axis != SEED):
         places = [(x, one) for one in found if (x := _number(one.varied.get(axis))) is not None]
         if len({x for x, _ in places}) < 2:
+            if len({one.varied.get(axis) for one in found}) > 1:
+                page.text(f"{axis}: no chart, because its values are not numbers; see the table of jobs")
             continue
         others = [" ".join(f"{k}={v}" for k, v in one.varied.items() if k != axis) for _, one in places]
         colors = dict(zip(dict.fromkeys(others), hues(len(set(others))), strict=True))

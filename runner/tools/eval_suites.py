@@ -82,19 +82,22 @@ def run_suites(
         record = run_suite(source, name, tasks, python, own, more, device)
         found.append({"created": now.isoformat(timespec="seconds"), "source": source.text, "step": None, **record})
         if source.kind == "run":
-            append_evaluation(source, {**found[-1], "results": str(folder)})
-    write_atomic(folder / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+            known = {key: value for key, value in record["values"].items() if value is not None}
+            append_evaluation(source, {**found[-1], "values": known, "results": str(folder)})
+        # as each model ends: the numbers of a model are not lost with the next one
+        write_atomic(folder / "results.json", json.dumps(found, indent=1, ensure_ascii=False) + "\n")
     names = dict.fromkeys(key for one in found for key in one["values"] if "_stderr" not in key)
     rows = [[f"{name} {found[0]['version']}", *(one["source"] for one in found)]]
     rows += [[key, *(_with_error(key, one["values"]) for one in found)] for key in names]
     print_text("\n".join([*align_columns(rows), "", labeled_line("results", display_path(folder / "results.json"))]))
 
 
-def _with_error(key: str, values: Mapping[str, float]) -> str:
-    """0.52 ± 0.01, with the standard error that the harness gives."""
+def _with_error(key: str, values: Mapping[str, float | None]) -> str:
+    """0.52 ± 0.01, with the standard error that the harness gives; null for what it could not compute."""
     head, _, rest = key.rpartition("/")
     error = next((v for k, v in values.items() if k in (f"{key}_stderr", f"{head}_stderr/{rest}")), None)
-    said = format_number(values[key]) if key in values else ""
+    value = values.get(key)
+    said = format_number(value) if value is not None else "null" if key in values else ""
     return said if error is None else f"{said} ± {format_number(error)}"
 
 
@@ -133,6 +136,8 @@ def run_suite(
             f"{name} ended with code {code}; its log: {folder / f'{name}.log'}\n  " + "\n  ".join(last)
         )
     found = _lm_eval_results(folder) if name == "lm_eval" else _inspect_results(folder)
+    if not found["values"]:
+        raise EnvironmentProblem(f"{name} measured nothing: no metric in its result files; see {folder}")
     return {"suite": name, "version": version, "command": [suite.module, *command, *more], **found}
 
 
@@ -147,9 +152,7 @@ def _write_tokenizer(source: ModelSource, folder: Path) -> None:
 @contextmanager
 def _serve_model(source: ModelSource, log: Path, device: str | None) -> Iterator[str]:
     """The address of a server of the model, which ends with the block. Raises EnvironmentProblem."""
-    more = [] if source.checkpoint == "last" else ["--checkpoint", str(source.checkpoint)]
-    words = [source.path if source.kind == "run" else source.text, "port=0", *more]
-    words += [f"device={device}"] if device else []
+    words = _serve_words(source, device)
     with log.open("wb") as file:
         child = ChildProcess([sys.executable, "-m", "runner", "serve", *words], end_signal=15, stdout=file, stderr=file)
     try:
@@ -161,6 +164,14 @@ def _serve_model(source: ModelSource, log: Path, device: str | None) -> Iterator
         yield ready[1]
     finally:
         child.stop(GRACE_S)
+
+
+def _serve_words(source: ModelSource, device: str | None) -> list[str]:
+    """What is typed after `run serve` for the same model, at any free port."""
+    words = [source.path if source.kind == "run" else source.text, "port=0"]
+    words += [] if source.checkpoint == "last" else ["--checkpoint", str(source.checkpoint)]
+    words += ["--base", base] if (base := source.base or (source.path if source.adapters else None)) else []
+    return [*words, f"device={device}"] if device else words
 
 
 def _wait(child: ChildProcess) -> int:
@@ -203,17 +214,27 @@ def _lm_eval_results(folder: Path) -> dict[str, Any]:
 
 
 def _inspect_results(folder: Path) -> dict[str, Any]:
-    """Metrics of each scorer of each task."""
-    tasks, values = {}, {}
-    for path in sorted(folder.glob("*.json")):
+    """Metrics of each scorer of each task; None = it had none.
+
+    A task's second log, as with other arguments, is TASK#2.
+    Raises EnvironmentProblem where there is no log, or one that is no success.
+    """
+    tasks, values = dict[str, Any](), dict[str, float | None]()
+    paths = sorted(folder.glob("*.json"))
+    if not paths:
+        raise EnvironmentProblem(f"inspect left no log ({folder}/*.json); see {folder / 'inspect.log'}")
+    for path in paths:
         content = _read(path)
         if content.get("status") != "success":
             raise EnvironmentProblem(f"inspect: {path} says {content.get('status')}: {content.get('error')}")
         task = content["eval"]["task"]
+        if earlier := sum(name.partition("#")[0] == task for name in tasks):
+            task = f"{task}#{earlier + 1}"
         tasks[task] = content["eval"].get("task_version")
-        for score in content["results"]["scores"]:
+        for score in (content.get("results") or {}).get("scores", ()):
             for metric, found in score["metrics"].items():
-                values[f"{task}/{score['name']}/{metric}"] = float(found["value"])
+                value = found["value"]
+                values[f"{task}/{score['name']}/{metric}"] = None if value is None else float(value)
     return {"tasks": tasks, "values": values}
 
 

@@ -10,6 +10,7 @@ import gc
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -36,10 +37,14 @@ Values = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class SetResult:
-    """A model's numbers on a set. scores: reward or exact match of each question; None = not scored."""
+    """A model's numbers on a set.
+
+    scores: reward or exact match of each question, by the question's key; None = not scored; samples: the first answer
+    to each question first, in the order of scores
+    """
 
     values: Values
-    scores: list[float | None]
+    scores: dict[str, float | None]
     samples: Sequence[Mapping[str, Any]]
 
 
@@ -111,6 +116,8 @@ def _evaluate_model(
     spec = base.model_copy(update={"chat": loaded.chat, "device": source_spec(source, **settings).device})
     digest = weights_digest(_tensors(loaded.model.module))[:16]
     journal = AnswerJournal(OUTPUTS / "eval" / "answers" / f"{digest}.jsonl")
+    if stops := loaded.stop_text():
+        print_text(f"{source.text}: {stops}", file=sys.stderr)
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=base.evaluation.batch_size)
     try:
         results = {one.name: _evaluate_set(source, loaded, one, spec, engine, journal) for one in sets}
@@ -146,7 +153,8 @@ def _evaluate_set(
 
     def make_sampler(options: Any) -> ShorteningSampler:
         temperature = options.temperature if options.samples else 0.0
-        sampler = JournaledSampler(engine, loaded.tokenizer, journal, temperature, options.max_new_tokens, progress.add)
+        most, stops = options.max_new_tokens, (loaded.stop, loaded.stop_token_ids)
+        sampler = JournaledSampler(engine, loaded.tokenizer, journal, temperature, most, progress.add, *stops)
         return ShorteningSampler(sampler)
 
     def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -165,7 +173,18 @@ def _evaluate_set(
         print_text(f"{progress.about}: {progress.count} new answers, {known} known from before", file=sys.stderr)
     prefix = f"eval/{one.name}/"
     values = {name.removeprefix(prefix): value for name, value in report.values.items() if name.startswith(prefix)}
-    return SetResult(values, question_scores(report.samples, len(evaluator.questions)), report.samples)
+    scores = question_scores(report.samples, len(evaluator.questions))
+    keys = unique_keys([question.key for question in evaluator.questions])
+    return SetResult(values, dict(zip(keys, scores, strict=True)), report.samples)
+
+
+def unique_keys(keys: Sequence[str]) -> list[str]:
+    """The keys, with a number behind one that was there before: a row may be in the data twice."""
+    counts, found = Counter[str](), list[str]()
+    for key in keys:
+        counts[key] += 1
+        found.append(key if counts[key] == 1 else f"{key}#{counts[key]}")
+    return found
 
 
 def question_scores(samples: Sequence[Mapping[str, Any]], questions: int) -> list[float | None]:
@@ -178,12 +197,12 @@ def question_scores(samples: Sequence[Mapping[str, Any]], questions: int) -> lis
     return [fmean(scores) if scores else None for scores in found]
 
 
-def paired_difference(first: Sequence[float | None], other: Sequence[float | None]) -> Values:
-    """other − first, the mean over questions that both have a score of, with its 95 % interval."""
+def paired_difference(first: Mapping[str, float | None], other: Mapping[str, float | None]) -> Values:
+    """other − first, the mean over questions that both have a score of, by key, with its 95 % interval."""
     from runner.trainer.evaluation_metrics import with_interval
 
-    pairs = zip(first, other, strict=True) if len(first) == len(other) else ()
-    differences = [b - a for a, b in pairs if a is not None and b is not None]
+    pairs = [(first[key], other[key]) for key in first.keys() & other.keys()]
+    differences = sorted(b - a for a, b in pairs if a is not None and b is not None)  # a set has no order
     return with_interval("difference", differences, share=False) | {"questions": float(len(differences))}
 
 
@@ -220,7 +239,10 @@ COUNTS = ("reward/num_failed",)  # of which 0 is not shown
 
 def _difference(first: SetResult, other: SetResult) -> str:
     difference = paired_difference(first.scores, other.scores)
-    return interval_text("difference", difference) or "– (other questions)"
+    if not (text := interval_text("difference", difference)):
+        return "– (other questions)"
+    most = max(len(first.scores), len(other.scores))
+    return text if difference["questions"] == most else f"{text} ({difference['questions']:.0f} of {most} questions)"
 
 
 def write_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet]) -> Path:
@@ -293,8 +315,8 @@ def _write_page(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], path:
         page.table(
             ["question", *names],
             [
-                TableRow([str(samples[0]["prompt"]), *(str(sample["answer"]) for sample in samples)])
-                for samples in zip(*(model.sets[one.name].samples[:SHOWN] for model in found), strict=False)
+                TableRow([str(samples[0]["prompt"]), *(str(sample.get("answer", "–")) for sample in samples)])
+                for samples in _samples_side_by_side([model.sets[one.name] for model in found])
             ],
             wrap=True,
         )
@@ -302,6 +324,12 @@ def _write_page(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], path:
 
 
 SHOWN = 8  # questions on the page
+
+
+def _samples_side_by_side(results: Sequence[SetResult]) -> list[list[Mapping[str, Any]]]:
+    """The first model's first answers, each with the others' to the same question; {} = none."""
+    found = [dict(zip(result.scores, result.samples, strict=False)) for result in results]
+    return [[by_key.get(key, {}) for by_key in found] for key in list(found[0])[:SHOWN]]
 
 
 def print_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], folder: Path) -> None:

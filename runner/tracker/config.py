@@ -27,25 +27,41 @@ class NoTrackerConfig(TrackerConfig):
     name: Literal["none"] = "none"
 
 
-class WandbConfig(TrackerConfig):
-    """Weights & Biases, in a process of its own."""
+class UploadConfig(TrackerConfig):
+    """Options of the trackers that run in an upload process."""
 
-    factory: ClassVar[str] = "runner.tracker.wandb:build"
-    name: Literal["wandb"] = "wandb"
+    factory: ClassVar[str] = "runner.tracker.uploader:build"
+    name: str
     mode: Literal["offline", "online"] = Field(
-        default="offline", description="online = upload during the run; offline = files for `wandb sync`."
+        default="offline",
+        description="online = upload during the run; offline = files for the tracker's `sync` command.",
     )
-    project: str = Field(default="runner", min_length=1, description="W&B project.")
-    entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
-    display_name: str | None = Field(default=None, description="W&B's name for this run; null = that of its folder.")
-    run_group: str | None = Field(default=None, description="W&B group that this run belongs to.")
-    tags: Names = Field(default=(), description="W&B tags.")
+    project: str = Field(default="runner", min_length=1, description="Project that this run belongs to.")
+    display_name: str | None = Field(
+        default=None, description="The tracker's name for this run; null = that of its folder."
+    )
+    run_group: str | None = Field(default=None, description="The tracker's group that this run belongs to.")
+    tags: Names = Field(default=(), description="Tags of this run.")
     deadline_s: float = Field(
         default=30.0, gt=0, description="Maximum seconds that the end of a run waits for the upload."
     )
 
     def of_sweep(self, sweep: str, job: str) -> dict[str, str]:
         return {"run_group": sweep, "display_name": job}
+
+
+class WandbConfig(UploadConfig):
+    """Weights & Biases, in a process of its own."""
+
+    name: Literal["wandb"] = "wandb"
+    entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
+
+
+class SwanlabConfig(UploadConfig):
+    """SwanLab, in a process of its own."""
+
+    name: Literal["swanlab"] = "swanlab"
+    workspace: str | None = Field(default=None, description="SwanLab user or team; null = the default of the key.")
 
 
 class TensorboardConfig(TrackerConfig):
@@ -55,4 +71,4 @@ class TensorboardConfig(TrackerConfig):
     name: Literal["tensorboard"] = "tensorboard"
 
 
-COMPONENTS = (NoTrackerConfig, WandbConfig, TensorboardConfig)
+COMPONENTS = (NoTrackerConfig, WandbConfig, SwanlabConfig, TensorboardConfig)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Terminals obey these as they do escape sequences; JSON leaves them as they are.
 _C1 = re.compile("[\x7f-\x9f]")
+CHUNK_BYTES = 1 << 20  # read at once from a file that grows
 
 
 class JsonlTracker:
@@ -203,6 +204,42 @@ def _steps(path: Path) -> Iterator[int]:
         if at is None:
             raise RunnerError(f"{path}:{number}: not a line of a step; a resume must truncate the file first")
         yield at
+
+
+class JsonlTail:
+    """Follows a file that another process appends to; a line counts once its newline is there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Complete lines since the last call, at most about a MiB of them; none if there is no file yet.
+
+        Raises ValueError for a line that is not JSON.
+        """
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                chunk = file.read(CHUNK_BYTES)
+                if not chunk.endswith(b"\n"):
+                    chunk += file.readline()  # a line that is longer than a chunk, or not finished
+        except FileNotFoundError:
+            return []
+        whole = chunk[: chunk.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+def last_lines(path: Path, size: int) -> list[str]:
+    """The whole lines within the last `size` bytes of a file; none if there is no file yet."""
+    try:
+        with path.open("rb") as file:
+            start = max(file.seek(0, 2) - size, 0)
+            file.seek(start)
+            return file.read().decode("utf-8", "replace").split("\n")[bool(start) : -1]
+    except FileNotFoundError:
+        return []
 
 
 class NoTracker:

@@ -49,7 +49,9 @@ class TensorboardTracker:
             return
         try:
             write()
-        except (OSError, ValueError, RuntimeError) as error:  # what its writer thread passes on: a full or lost disk
+        except (
+            Exception
+        ) as error:  # a full or lost disk, and whatever else its writer thread passes on: no run ends by it
             self._lost = f"{type(error).__name__}: {error}"
             self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl continues", "warning")
 

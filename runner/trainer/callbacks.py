@@ -175,11 +175,13 @@ class StopWhen(BaseCallback):
     ) -> None:
         self._config, self._decide, self._say = config, decide, say
         self._best, self._best_step, self._without = math.nan, 0, 0  # measurements since the best one
+        self._ended_early = False  # not so where patience ends at the planned last step
 
     def on_start(self, step: int) -> None:
         """A run that was ended by its patience, and is resumed, gets that patience again."""
         if self._config.patience is not None and self._without >= self._config.patience:
-            self._say(f"{STOPPED_EARLY}: {self._reason()}; counting begins again after step {step}")
+            head = STOPPED_EARLY if self._ended_early else "callbacks.stop_when"
+            self._say(f"{head}: {self._reason()}; counting begins again after step {step}")
             self._without = 0
 
     def on_step(self, end: StepResult) -> None:
@@ -194,7 +196,8 @@ class StopWhen(BaseCallback):
             self._without += 1
         reached = bound is not None and sign * (value - bound) >= 0
         impatient = self._config.patience is not None and self._without >= self._config.patience
-        if not end.last and (reached or impatient):
+        self._ended_early = not end.last and (reached or impatient)
+        if self._ended_early:
             end.last = True
             text = f"{self._config.metric} is {value:.6g}, and callbacks.stop_when.stopping_threshold is {bound}"
             self._decide.record_fact(STOPPED_EARLY, f"after step {end.step}", text if reached else self._reason())
@@ -207,11 +210,17 @@ class StopWhen(BaseCallback):
 
     def state_dict(self) -> State:
         """The best value and what came after it."""
-        return {"best": repr(self._best), "best_step": self._best_step, "without": self._without}
+        return {
+            "best": repr(self._best),
+            "best_step": self._best_step,
+            "without": self._without,
+            "ended_early": self._ended_early,
+        }
 
     def load_state_dict(self, state: State) -> None:
         self._best = float(state["best"])
         self._best_step, self._without = state["best_step"], state["without"]
+        self._ended_early = state["ended_early"]
 
 
 Sink = Callable[[int, Mapping[str, float]], None]

@@ -237,7 +237,7 @@ def test_a_missing_value_and_a_missing_group_are_named() -> None:
     found = {p.key: (p.message, p.origin) for p in caught.value.problems}
     assert found["data.path"][0].startswith("must be given: data.path=…")
     assert found["data.path"][1] == "data/file"
-    assert found["tracker"][0] == "no component is chosen; type tracker=NAME (none, tensorboard, wandb)"
+    assert found["tracker"][0] == "no component is chosen; type tracker=NAME (none, swanlab, tensorboard, wandb)"
     assert said(data={"name": "file"})["data.path"].startswith("must be given")
 
 

@@ -234,6 +234,13 @@ def test_the_report_is_whole_and_harmless(tmp_path: Path) -> None:
         assert word in page
 
 
+def test_an_axis_without_numbers_has_a_line_instead_of_a_chart(tmp_path: Path) -> None:
+    results = sweep(tmp_path, {("low", "1"): [0.9], ("high", "1"): [0.5]})
+    write_page(results)
+    page = results.folder.report.read_text()
+    assert "optimizer.lr: no chart, because its values are not numbers" in page and "against optimizer.lr" not in page
+
+
 def test_a_damaged_file_of_one_job_costs_no_other_its_results(tmp_path: Path) -> None:
     results = sweep(tmp_path, CURVES)
     for index in (0, 1):

@@ -9,11 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from runner.core.errors import EnvironmentProblem
-from runner.tools.eval_suites import SUITES, _inspect_results, _lm_eval_results, _with_error, installed_version
+from runner.inference.model_source import AdapterSource, ModelSource
+from runner.tools.eval_suites import (
+    SUITES,
+    _inspect_results,
+    _lm_eval_results,
+    _serve_words,
+    _with_error,
+    installed_version,
+    run_suites,
+)
 from tests import command
 from tests.small import JUDGED
 
@@ -44,8 +54,41 @@ def test_result_files_are_read_with_the_versions_of_their_tasks(tmp_path: Path) 
     (tmp_path / "log.json").write_text(json.dumps(LOG | {"status": "error", "error": {"message": "no route"}}))
     with pytest.raises(EnvironmentProblem, match=r"says error: .*no route"):
         _inspect_results(tmp_path)
+    scores = [{"name": "exact", "metrics": {"mean": {"value": None}}}]
+    (tmp_path / "log.json").write_text(json.dumps(LOG))
+    (tmp_path / "log2.json").write_text(json.dumps(LOG | {"results": {"scores": scores}}))
+    twice = _inspect_results(tmp_path)
+    assert twice["tasks"] == {"sort": 2, "sort#2": 2} and twice["values"]["sort#2/exact/mean"] is None
+    assert twice["values"]["sort/exact/mean"] == 0.25 and _with_error("sort#2/exact/mean", twice["values"]) == "null"
+    with pytest.raises(EnvironmentProblem, match="inspect left no log"):
+        _inspect_results(tmp_path / "elsewhere")
     with pytest.raises(EnvironmentProblem, match="left no result file"):
         _lm_eval_results(tmp_path / "elsewhere")
+
+
+def test_the_server_gets_the_checkpoint_and_the_base_that_were_typed() -> None:
+    run = ModelSource("latest", "run", "r", "/runs/r", checkpoint="best", base="/models/moved")
+    words = ["/runs/r", "port=0", "--checkpoint", "best", "--base", "/models/moved", "device=cpu"]
+    assert _serve_words(run, "cpu") == words
+    adapter = ModelSource("lora", "folder", "lora", "/models/base", adapters=(AdapterSource("lora", "/lora"),))
+    assert _serve_words(adapter, None) == ["lora", "port=0", "--base", "/models/base"]
+    assert _serve_words(ModelSource("O/N", "hub", "O/N", "O/N"), None) == ["O/N", "port=0"]
+
+
+def test_the_numbers_of_a_model_are_written_before_the_next_one_fails(tmp_path: Path, monkeypatch: Any) -> None:
+    def one_of_two(source: ModelSource, *_: object) -> dict[str, Any]:
+        if source.text == "B":
+            raise EnvironmentProblem("the second harness ended")
+        return {"suite": "inspect", "version": "1", "values": {"sort/exact/mean": None}}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("runner.tools.eval_suites.run_suite", one_of_two)
+    sources = [ModelSource(name, "hub", name, name) for name in "AB"]
+    with pytest.raises(EnvironmentProblem, match="second harness"):
+        run_suites(sources, "inspect", ["sort"], Path("python"), [], None)
+    [written] = tmp_path.glob("outputs/eval/*/results.json")
+    [record] = json.loads(written.read_text())
+    assert record["source"] == "A" and record["values"] == {"sort/exact/mean": None}
 
 
 def wait_until(holds: Callable[[], object]) -> None:
@@ -130,10 +173,9 @@ def test_lm_eval_against_the_server_has_the_numbers_of_our_own_multiple_choice(t
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "letters.yaml").write_text(TASK)
     command.run(*JUDGED, cwd=tmp_path)
-    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-    command.run(
-        "eval", "latest", "suite=lm_eval", "tasks=letters.yaml", "--suite-python", PYTHON, cwd=tmp_path, **offline
-    )
+    words = ["eval", "latest", "suite=lm_eval", "tasks=letters.yaml", "--suite-python", PYTHON]
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    subprocess.run([sys.executable, "-m", "runner", *words], cwd=tmp_path, env=offline, check=True)
     command.run(
         "eval", "latest", "evaluation.sets.mine={data: {name: file, path: rows.jsonl}, choices: options}", cwd=tmp_path
     )

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from runner.build import build_tokenizer
+from runner.build.data import build_data
+from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError
+from runner.core.errors import DataError, SpecError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
+from runner.inference.model_source import resolve_model_path
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request, Rollout
-from runner.tools.evaluate import _tensors, paired_difference, question_scores
+from runner.spec.evaluation import EvaluationConfig
+from runner.spec.registry import default_registry
+from runner.tools.evaluate import _tensors, paired_difference, question_scores, unique_keys
 from runner.trainer.evaluation_metrics import t_quantile
 from runner.weight_sync.weight_checksum import weights_digest
 from tests import command
@@ -136,6 +144,42 @@ def test_a_request_that_is_refused_cancels_those_before_it(tmp_path: Path) -> No
     assert asking.sample([Request((1, 2, 3), 100, 8, 0)])[0].ids
 
 
+def test_a_runs_own_stops_end_its_answers_and_leave_the_keys_of_other_runs(tmp_path: Path) -> None:
+    request = Request((1, 2, 3), 100, 8, 0)
+    plain = sampler(tmp_path / "a.jsonl", 0.0, 99)
+    [whole] = plain.sample([request])
+    facts = [[1, 2, 3], 8, 0.0, 0.0]
+    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+    assert len(whole.ids) == 8 and plain.journal.find(key) == whole
+    again = replace(sampler(tmp_path / "a.jsonl", 0.0, 99), stop_token_ids=(whole.ids[2],))
+    [short] = again.sample([request])
+    end = whole.ids.index(whole.ids[2]) + 1
+    assert short.ids == whole.ids[:end] and short.finish == "stop" and plain.sample([request]) == [whole]
+
+
+def test_eval_and_infer_of_a_run_stop_where_its_sampler_did(tmp_path: Path) -> None:
+    words = ["+recipe=grpo_demo", "steps=1", "evaluation.every=0", "checkpoint.export=false", "tracker=none"]
+    command.run(*words, "sampler.stop=['3','6']", "sampler.stop_token_ids=[7]", "data.held_out=4", cwd=tmp_path)
+    said = "completions end at the run's sampler.stop=['3', '6'] and sampler.stop_token_ids=[7]"
+    assert f"latest: {said}" in command.run("eval", "latest", cwd=tmp_path)
+    answers = [one["text"] for path in tmp_path.glob("outputs/eval/answers/*") for one in read_lines(path)]
+    assert answers and not any(digit in text[:-1] for text in answers for digit in "36")
+    assert said in command.run("infer", "latest", "sort 312", cwd=tmp_path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_sets_reward_model_is_found_as_reward_path_is() -> None:
+    config = EvaluationConfig(sets={"m": {"reward": {"name": "model", "path": "latest"}}})
+    found = config.with_resolved_source(lambda path, key, base: f"/export of/{path}")
+    assert found.sets["m"]["reward"]["path"] == "/export of/latest"
+    absent = EvaluationConfig(sets={"m": {"reward": {"name": "model", "path": "outputs/nowhere/at/all"}}})
+    with pytest.raises(SpecError, match=r"evaluation\.sets\.m\.reward\.path: outputs/nowhere/at/all: no such folder"):
+        absent.with_resolved_source(resolve_model_path)
+
+
 def test_a_journal_keeps_answers_as_they_were(tmp_path: Path) -> None:
     journal = AnswerJournal(tmp_path / "a.jsonl")
     journal.add("k", Rollout((1, 2), (0.0, 0.0), None, 0, "length"), {"text": "ä"})
@@ -163,8 +207,27 @@ def test_differences_are_paired_by_question_and_clustered() -> None:
     assert question_scores(samples, 3) == [0.5, 0.5, None]
     assert question_scores([{"exact": True}, {"answer": "not comparable"}], 2) == [1.0, None]
     a, b = [0.0, 0.5, 1.0, 0.0], [1.0, 0.5, 1.0, None]
-    found = paired_difference(a, b)
+    found = paired_difference(dict(zip("wxyz", a, strict=True)), dict(zip("wxyz", b, strict=True)))
     assert found["difference"] == pytest.approx(1 / 3) and found["questions"] == 3
     half = t_quantile(2) * statistics.stdev([1.0, 0.0, 0.0]) / 3**0.5
     assert found["difference_ci_high"] == pytest.approx(1 / 3 + half)
-    assert paired_difference(a, b[:2]) == {"questions": 0.0}
+    assert paired_difference({"w": 1.0}, {"x": 0.0}) == {"questions": 0.0}
+
+
+def test_models_that_drop_other_rows_are_paired_by_the_row(tmp_path: Path) -> None:
+    """One model's template drops the first rows: by position, each question would be paired with another one."""
+    rows = [{"prompt": f"{'q7' * (60 if at < 2 else 1)} {at}", "answer": str(at)} for at in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[4]]))
+    keys = []
+    for most in (800, 60):
+        data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": most, "truncation": "skip"}
+        spec = compose_job(["model=tiny", "data=demo", "algorithm=sft", "tracker=none"]).spec
+        config = default_registry().classes("data")["file"].model_validate(data).as_held_out()
+        tokenizer = build_tokenizer(spec)
+        if most == 60:
+            tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
+        found = build_data(spec, tokenizer, Decisions(), config, "prompts").held_out_questions()
+        keys.append(unique_keys([question.key for question in found]))
+    assert len(keys[0]) == 6 and len(keys[1]) == 4 and keys[1] == keys[0][2:], "the last row is there twice"
+    scores = [dict.fromkeys(keys[0][:2], 1.0) | dict.fromkeys(keys[1], 0.0), dict.fromkeys(keys[1], 0.0)]
+    assert paired_difference(*scores)["difference"] == 0.0 and paired_difference(*scores)["questions"] == 4

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from runner.core.errors import RunnerError
 from runner.run_dir.folder import RunFolder
-from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
-from runner.tracker.jsonl_tail import JsonlTail
+from runner.tracker.jsonl import JsonlTail, JsonlTracker, missing_steps, truncate_after
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -23,10 +23,10 @@ from runner.core import subprocess as processes
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder
-from runner.tracker.config import WandbConfig
+from runner.tracker.config import UploadConfig, WandbConfig
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, NoTracker, truncate_after
-from runner.tracker.wandb import WandbTracker, build
+from runner.tracker.uploader import UploadTracker, build
 from tests.command import run
 from tests.small import UNJUDGED
 
@@ -36,16 +36,22 @@ SPEC = {"name": "toy", "optimizer": {"lr": 1e-3}, "data": {"path": f"https://me:
 
 
 class Run:
-    """A run that writes its two files and has a W&B sink, as the loop does it."""
+    """A run that writes its two files and has an upload process, as the loop does it."""
 
     def __init__(
-        self, root: Path, mode: str = "offline", deadline_s: float = 20.0, first: int = 0, strict: bool = False
+        self,
+        root: Path,
+        mode: str = "offline",
+        deadline_s: float = 20.0,
+        first: int = 0,
+        strict: bool = False,
+        kind: type[UploadConfig] = WandbConfig,
     ) -> None:
         root.mkdir(exist_ok=True)
         self.folder, self.screen, self.decide = RunFolder(root), io.StringIO(), Decisions(strict)
         self.console = Console(self.folder.log, self.screen)
         self.jsonl = JsonlTracker(self.folder)
-        config = WandbConfig(mode=mode, deadline_s=deadline_s, project="p", tags=("t",))
+        config = kind(mode=mode, deadline_s=deadline_s, project="p", tags=("t",))
         self.tracker = build(
             config,
             folder=self.folder,
@@ -74,7 +80,7 @@ class Run:
         self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
 
     def pid(self) -> int:
-        assert isinstance(self.tracker, WandbTracker) and self.tracker._process is not None
+        assert isinstance(self.tracker, UploadTracker) and self.tracker._process is not None
         return self.tracker._process.pid
 
     def wait_for(self, what: Callable[[], Any], seconds: float = 20.0) -> Any:
@@ -87,7 +93,7 @@ class Run:
         raise AssertionError("it never came\n" + self.screen.getvalue())
 
     def opened(self) -> dict[str, Any]:
-        assert isinstance(self.tracker, WandbTracker)
+        assert isinstance(self.tracker, UploadTracker)
         tracker = self.tracker
         return dict(self.wait_for(lambda: tracker._events.get("open")))
 
@@ -328,7 +334,7 @@ def test_a_sink_that_is_stuck_is_ended_at_the_deadline_and_can_be_replayed(tmp_p
     assert "incomplete" in line and "metrics.jsonl has every number" in line
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
     replay = line.partition("write it again: ")[2].split()
-    assert replay[:3] == ["python", "-m", "runner.tracker.wandb_sink"]
+    assert replay[:3] == ["python", "-m", "runner.tracker.upload_process"]
     time.sleep(1.0)  # wandb names its folder by the second
     subprocess.run([sys.executable, *replay[1:]], cwd=ROOT, check=True, capture_output=True, stdin=subprocess.DEVNULL)
     assert history(records(tmp_path / "run")) == expected(10)
@@ -382,7 +388,7 @@ def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypat
 
 
 def test_the_sink_imports_no_torch() -> None:
-    program = "import runner.tracker.wandb_sink, sys; sys.exit('torch' in sys.modules or 'wandb' in sys.modules)"
+    program = "import runner.tracker.upload_process, sys; sys.exit('torch' in sys.modules or 'wandb' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 

@@ -71,6 +71,17 @@ def test_its_state_survives_a_resume_and_patience_begins_again_after_it_ended_a_
     assert again.state_dict() == stopped | {"without": 0}
 
 
+def test_patience_that_ends_at_the_planned_last_step_ended_nothing_early() -> None:
+    config, said = StopWhenConfig(metric="eval/loss", patience=2), list[str]()
+    stop = StopWhen(config, decide=Decisions(), say=said.append)
+    assert run_loop(job([Give([4, 3, 2, 1, 2, 3], "eval/loss"), stop]), 0) == 6
+    again = StopWhen(config, decide=Decisions(), say=said.append)
+    again.load_state_dict(stop.state_dict())
+    again.on_start(6)
+    [line] = said
+    assert "stopped early" not in line and line.startswith("callbacks.stop_when: eval/loss was best at step 4 (1)")
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

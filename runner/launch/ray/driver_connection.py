@@ -215,8 +215,8 @@ def _recorded_address() -> tuple[str, str]:
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a command that `ray job submit` has started
 # `_` at the end: all that begin so. Those that may hold a secret are passed in memory only.
 FORWARDED = (
-    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "VLLM_", "TORCH_", "PYTORCH_", "GLOO_", "NCCL_",
-    "HCCL_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR", "OMP_NUM_THREADS", "http_proxy",
+    "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "SWANLAB_", "VLLM_", "TORCH_", "PYTORCH_", "GLOO_",
+    "NCCL_", "HCCL_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR", "OMP_NUM_THREADS", "http_proxy",
     "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from runner.core.device_kinds import CORE, ResourceRequest, kind_of
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import OUTPUTS, RunFolder
-from runner.tracker.jsonl_tail import last_lines
+from runner.tracker.jsonl import last_lines
 
 # What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
 FINISHED_STATES = frozenset({

@@ -65,6 +65,7 @@ ANY: tuple[Check, ...] = (
     ("disk", system_info.disk),
     ("shared memory", system_info.shared_memory),
     ("W&B", system_info.wandb),
+    ("SwanLab", system_info.swanlab),
     ("antlr", packages.antlr),
     ("demands", packages.pins),
     ("vLLM", packages.vllm),

@@ -308,3 +308,10 @@ def wandb(machine: SystemInfo) -> CheckResult:
     known = "WANDB_API_KEY" in machine.environment or "api.wandb.ai" in (machine.read(f"{home}/.netrc") or "")
     how = "an API key is set" if known else "no API key: for tracker.mode=online, wandb login"
     return ok(f"{version}, offline by default; {how}")
+
+
+def swanlab(machine: SystemInfo) -> CheckResult:
+    """A tracker that a job may choose."""
+    if (version := machine.version("swanlab")) is None:
+        return skip("not installed: tracker=swanlab needs it: pip install 'posttrain-run[swanlab]'")
+    return ok(f"{version}, offline by default")

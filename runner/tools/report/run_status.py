@@ -25,7 +25,7 @@ from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
 from runner.spec.evaluation import HIGH, LOW
-from runner.tracker.jsonl_tail import last_lines
+from runner.tracker.jsonl import last_lines
 from runner.tracker.text import (
     METRICS,
     count_noun,

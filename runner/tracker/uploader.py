@@ -1,10 +1,10 @@
-"""Weights & Biases, fed by a process of its own (`wandb_sink`) that reads what the run has written.
+"""W&B and SwanLab, each fed by a process of its own (`upload_process`) that reads the run's files.
 
-    run ──▶ metrics.jsonl, samples.jsonl ──▶ sink ──▶ wandb
-     └─ stdin of the sink: "done" and EOF at the end; EOF alone when the run dies
+    run ──▶ metrics.jsonl, samples.jsonl ──▶ upload process ──▶ wandb or swanlab
+     └─ stdin of that process: "done" and EOF at the end; EOF alone when the run dies
      ◀─ report pipe: open (mode, folder), done, failed
 
-The run itself never calls wandb: a step costs one look into a pipe.
+The run itself never imports either library: a step costs one look into a pipe.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +33,45 @@ from runner.tracker.text import labeled_line
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
-    from runner.tracker.config import WandbConfig
+    from runner.tracker.config import UploadConfig
     from runner.tracker.console import Console
 
 RESTARTS = 1
-# Variables that would make wandb do other than the spec says, or talk to another wandb process's service.
-OVERRULED = ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE")
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """What the upload process's environment has for a library.
+
+    key: variable of its API key; said: variables of which the user hears that they have no effect; ignored: all that
+    would make it do other than the spec says, or talk to another process's service; defaults: set unless the user has
+    """
+
+    key: str
+    said: tuple[str, ...]
+    ignored: tuple[str, ...]
+    defaults: Mapping[str, str] = field(default_factory=dict)
+
+
+LIBRARIES = {
+    "wandb": Library(
+        "WANDB_API_KEY",
+        ("WANDB_MODE", "WANDB_DISABLED"),
+        ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE"),
+        # It reports errors to its makers, even offline. Tables wait in its data folder for `wandb sync`: they belong
+        # into the run folder, and the home folder may be read-only.
+        {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": "{folder}/data"},
+    ),
+    "swanlab": Library(
+        "SWANLAB_API_KEY",
+        ("SWANLAB_MODE",),
+        ("SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RUN_DIR", "SWANLAB_PARALLEL"),
+    ),
+}
 
 
 def build(
-    config: WandbConfig,
+    config: UploadConfig,
     *,
     folder: RunFolder,
     spec: Mapping[str, Any],
@@ -50,61 +80,62 @@ def build(
     first_step: int,
     console: Console,
     decide: Decide,
-) -> WandbTracker | NoTracker:
-    """Start the sink; without the wandb package, decide for no tracker."""
-    found = importlib.util.find_spec("wandb")
+) -> UploadTracker | NoTracker:
+    """Start the upload process; without the library, decide for no tracker."""
+    found = importlib.util.find_spec(config.name)
     if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
-        decide("tracker", "wandb", "none", "wandb is not installed: pip install wandb, or type tracker=none")
+        reason = f"{config.name} is not installed: pip install {config.name}, or type tracker=none"
+        decide("tracker", config.name, "none", reason)
         return NoTracker()
-    for variable in ("WANDB_MODE", "WANDB_DISABLED"):
+    for variable in LIBRARIES[config.name].said:
         if (said := os.environ.get(variable, config.mode)) != config.mode:
             decide("tracker.mode", f"{variable}={said}", config.mode, f"the option is used; unset {variable}")
-    place = folder.root / "wandb"
+    place = folder.root / config.name
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
     settings = redact_values({"run_id": run_id, "name": config.display_name or name, **chosen, "config": spec})
     write_json(place / "sink.json", settings)
-    return WandbTracker(folder.root, config.mode, config.deadline_s, console, decide)
+    return UploadTracker(folder.root, config, console, decide)
 
 
-class WandbTracker:
-    """Supervises the sink process: restarts it if it dies, and limits the wait at the end of the run."""
+class UploadTracker:
+    """Supervises the upload process: restarts a dead one, limits the wait at the end of the run."""
 
-    def __init__(self, root: Path, mode: str, deadline_s: float, console: Console, decide: Decide) -> None:
-        self._root, self._mode, self._deadline_s, self._console, self._decide = root, mode, deadline_s, console, decide
-        self._environment = _environment(root, mode)
+    def __init__(self, root: Path, config: UploadConfig, console: Console, decide: Decide) -> None:
+        self._root, self._library, self._console, self._decide = root, config.name, console, decide
+        self._mode, self._deadline_s, self._place = config.mode, config.deadline_s, root / config.name
+        self._environment = _environment(self._library, self._place, config.mode)
         self._restarts = RESTARTS
         self._events: dict[str, dict[str, Any]] = {}  # the last report of each kind
         self._process: ChildProcess | None = None
         self._start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The sink reads metrics.jsonl; here only its reports are read, and its death noticed."""
-        self._check_sink()
+        """Read the reports of the process and notice its end; it reads metrics.jsonl itself."""
+        self._check_process()
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The sink reads samples.jsonl."""
-        self._check_sink()
+        """The same; it reads samples.jsonl itself."""
+        self._check_process()
 
     def finish(self, status: str) -> list[str]:
-        """Let the sink read to the end, for deadline_s seconds at most; returns how to see or upload the run."""
+        """Let the process read to the end, for at most deadline_s; returns how to see or upload the run."""
         end = time.monotonic() + self._deadline_s
-        self._check_sink()
+        self._check_process()
         if self._process is not None:
             self._close_stdin(status)
             if not self._process.ends_within(max(end - time.monotonic(), 0.1)):
                 self._events["failed"] = {"reason": f"the upload did not finish within {self._deadline_s:.0f} s"}
-            self._kill_sink()
+            self._kill_process()
         with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
             self._say_fallback()  # a run that failed has an error of its own to tell
         return [self._ending()]
 
     def _start(self) -> None:
         report, writing = os.pipe()
-        settings = self._root / "wandb" / "sink.json"
-        command = [sys.executable, "-P", "-m", "runner.tracker.wandb_sink", str(settings)]
+        command = [sys.executable, "-P", "-m", "runner.tracker.upload_process", str(self._place / "sink.json")]
         try:
-            with (self._root / "wandb" / "sink.log").open("ab") as log:
+            with (self._place / "sink.log").open("ab") as log:
                 self._process = ChildProcess(
                     [*command, "--report", str(writing), "--parent", str(os.getpid())],
                     stdin=subprocess.PIPE,
@@ -120,8 +151,8 @@ class WandbTracker:
         finally:
             os.close(writing)
 
-    def _check_sink(self) -> None:
-        """Take in reports; start a dead sink again, once."""
+    def _check_process(self) -> None:
+        """Take in reports; restart an ended process, once."""
         if self._process is None:
             return
         self._read()
@@ -129,26 +160,25 @@ class WandbTracker:
         if self._process.is_running():
             return
         code = self._process.returncode
-        self._kill_sink()
+        self._kill_process()
         if "failed" in self._events:
             self._give_up(self._events["failed"]["reason"])
         elif self._restarts:
             self._restarts -= 1
-            self._console.message(
-                f"wandb    the upload process exited with code {code}; restarting it from the first step", "warning"
-            )
+            text = f"the upload process exited with code {code}; restarting it from the first step"
+            self._console.message(f"{self._library:8} {text}", "warning")
             self._start()
         else:
-            self._give_up(f"the upload failed with {code}; see {display_path(self._root / 'wandb' / 'sink.log')}")
+            self._give_up(f"the upload failed with {code}; see {display_path(self._place / 'sink.log')}")
 
     def _read(self) -> None:
         for event in self._reports.receive() or ():
             self._events[event["event"]] = event
 
     def _say_fallback(self) -> None:
-        """Tell once why the sink is offline. Raises EnvironmentProblem in a strict run."""
+        """Say once why the upload process is offline. Raises EnvironmentProblem in a strict run."""
         if why := self._events.get("open", {}).pop("why", ""):
-            self._decide("tracker.mode", self._mode, "offline", f"wandb: {why}")
+            self._decide("tracker.mode", self._mode, "offline", f"{self._library}: {why}")
 
     def _close_stdin(self, status: str) -> None:
         assert self._process is not None and self._process.stdin is not None
@@ -156,8 +186,8 @@ class WandbTracker:
             self._process.stdin.write(status.encode())
             self._process.stdin.close()
 
-    def _kill_sink(self) -> None:
-        """End whatever is left of the sink, wandb-core in its own session included, and close both pipes."""
+    def _kill_process(self) -> None:
+        """End whatever is left of the process, wandb-core in its own session included, and close both pipes."""
         assert self._process is not None and self._process.stdin is not None
         below = processes.descendants(self._process.pid)
         self._process.kill()
@@ -173,30 +203,31 @@ class WandbTracker:
 
     def _give_up(self, reason: str) -> None:
         self._events["failed"] = {"reason": reason}
-        self._console.message(f"wandb    {reason}; the run continues, metrics.jsonl has every number", "warning")
+        text = f"{reason}; the run continues, metrics.jsonl has every number"
+        self._console.message(f"{self._library:8} {text}", "warning")
 
     def _ending(self) -> str:
         opened, done = self._events.get("open"), self._events.get("done")
         if opened and done:
             where = display_path(self._root / opened["folder"])
             if opened["mode"] == "online" and done["whole"]:
-                return labeled_line("wandb", opened["url"])
+                return labeled_line(self._library, opened["url"])
             why = "the upload is incomplete" if opened["mode"] == "online" else opened["mode"]
-            return labeled_line("upload", f"wandb sync {where}  # {why}")
+            return labeled_line("upload", f"{self._library} sync {where}  # {why}")
         reason = self._events.get("failed", {}).get("reason") or "the upload process died"
-        again = f"python -m runner.tracker.wandb_sink --replay {display_path(self._root / 'wandb' / 'sink.json')}"
+        again = f"python -m runner.tracker.upload_process --replay {display_path(self._place / 'sink.json')}"
         text = f"incomplete: {reason}; metrics.jsonl has every number; write it again: {again}"
-        return labeled_line("wandb", text)
+        return labeled_line(self._library, text)
 
 
-def _environment(root: Path, mode: str) -> dict[str, str]:
-    """The sink's environment: this one, without what overrules the spec, and offline without the key."""
-    environment = {k: v for k, v in os.environ.items() if k not in OVERRULED}
+def _environment(name: str, folder: Path, mode: str) -> dict[str, str]:
+    """This environment without what overrules the spec, and offline without the key."""
+    library = LIBRARIES[name]
+    environment = {k: v for k, v in os.environ.items() if k not in library.ignored}
     if mode == "offline":
-        environment.pop("WANDB_API_KEY", None)
-    environment.setdefault("WANDB_ERROR_REPORTING", "false")  # else wandb calls home, even offline
-    # Tables wait here for `wandb sync`: they belong into the run folder, and the home folder may be read-only.
-    environment.setdefault("WANDB_DATA_DIR", str(root / "wandb" / "data"))
+        environment.pop(library.key, None)
+    for variable, value in library.defaults.items():
+        environment.setdefault(variable, value.format(folder=folder))
     here = str(Path(__file__).resolve().parent.parent.parent)
     if here not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # a checkout
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), here]))
