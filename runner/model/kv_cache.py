@@ -188,6 +188,7 @@ class ContinuousBatchDecoder:
 
     def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
         """New rows, each with its prompt in the cache."""
+        self.expect([*(Counter(prompts) - self._uses).elements()])
         while any(prompt not in self._computed for prompt in prompts):
             self._prefill()
         logits = torch.stack([self._computed[prompt][1] for prompt in prompts])

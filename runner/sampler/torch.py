@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +33,18 @@ from runner.sampler.sampling import (
 class PartialRollout:
     """A rollout in the making."""
 
+    prompt_ids: tuple[int, ...]
     stream: Iterator[tuple[int, int]]
     limit: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] | None = None
     finish: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it has its last token."""
+        return self.finish is not None
 
     def to_rollout(self, version: int) -> Rollout:
         """The finished answer."""
@@ -90,10 +95,10 @@ class TorchSampler:
         """
         limits = [answer_limit(request, self.max_new_tokens, self._writer.length_limit) for request in requests]
         answers = [
-            PartialRollout(uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
+            PartialRollout(r.prompt, uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
             for r, limit in zip(requests, limits, strict=True)
         ]
-        self._writer.decode([r.prompt for r in requests], partial(self._sample_next, answers), self._rows)
+        self._writer.decode(answers, self._sample_next, self._rows)
         return [answer.to_rollout(self._version) for answer in answers]
 
     @torch.no_grad()
@@ -114,22 +119,20 @@ class TorchSampler:
     def close(self) -> None:
         """It has started nothing."""
 
-    def _sample_next(self, answers: Sequence[PartialRollout], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
-        """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
-        asked = [answers[row] for row in rows]
-        u = torch.tensor([next(answer.stream) for answer in asked], device=logits.device)
-        drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in asked))
+    def _sample_next(self, logits: Tensor, answers: Sequence[PartialRollout]) -> None:
+        """Draw the next id of each answer from logits [n, V], which may finish it."""
+        u = torch.tensor([next(answer.stream) for answer in answers], device=logits.device)
+        drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in answers))
         ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
         raw = [math.nan] * len(ids) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
-        for answer, token, logprob, raw_logprob in zip(asked, ids, logprobs, raw, strict=True):
+        for answer, token, logprob, raw_logprob in zip(answers, ids, logprobs, raw, strict=True):
             answer.ids.append(token)
             answer.logprobs.append(logprob)
             if answer.raw_logprobs is not None:
                 answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish_reason(answer.ids, answer.limit)
-        return [None if answer.finish else answer.ids[-1] for answer in asked]
 
 
 @torch.no_grad()
