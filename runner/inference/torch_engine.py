@@ -38,7 +38,7 @@ class _RunningRow:
     stops: StopCriteria
     stream: Iterator[tuple[int, int]]
     ids: list[int] = field(default_factory=list)
-    finished: bool = False
+    is_finished: bool = False
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class TorchEngine:
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return sum(not row.finished for batch in self._batches.values() for row in batch.rows)
+        return sum(not row.is_finished for batch in self._batches.values() for row in batch.rows)
 
     @property
     def num_waiting(self) -> int:
@@ -123,7 +123,7 @@ class TorchEngine:
         for batch in self._batches.values():
             batch.waiting = deque(row for row in batch.waiting if row.request.id != id)
             for row in batch.rows:
-                row.finished = row.finished or row.request.id == id
+                row.is_finished = row.is_finished or row.request.id == id
 
     def step(self) -> list[TokenEvent]:
         """One token of each running request, and the first token of those that join now.
@@ -191,7 +191,7 @@ class TorchEngine:
         row.ids.append(token)
         found = row.stops.finish_reason(row.ids, params.max_new_tokens)
         finish: FinishReason | None = "stop" if found == "stop" else "length" if found else None
-        row.finished = finish is not None
+        row.is_finished = finish is not None
         return TokenEvent(
             row.request.id, token, logprob, raw, tuple(top[: params.logprobs]), self.weight_version, finish
         )
@@ -220,11 +220,11 @@ class TorchEngine:
     def pause(self, mode: PauseMode) -> list[str]:
         """Let no request join until `resume`; see `Engine`."""
         self._paused = mode
-        running = [row for batch in self._batches.values() for row in batch.rows if not row.finished]
+        running = [row for batch in self._batches.values() for row in batch.rows if not row.is_finished]
         if mode != "abort":
             return []
         for row in running:
-            row.finished = True
+            row.is_finished = True
         return [row.request.id for row in running]
 
     def resume(self) -> None:

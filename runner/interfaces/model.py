@@ -125,12 +125,18 @@ class DecodingRow(Protocol):
     def ids(self) -> Sequence[int]: ...  # new ones
 
     @property
-    def finished(self) -> bool: ...
+    def is_finished(self) -> bool: ...
 
 
 Row = TypeVar("Row", bound=DecodingRow)
 # logits [R, V], and the R rows after which they come: each gets another id, which may finish it
 ChooseTokens = Callable[[Tensor, Sequence[Row]], None]
+# Called between two tokens: what loads newer weights, outside of generation mode; None = there are none
+NewerWeights = Callable[[], Callable[[], None] | None]
+
+
+def no_newer_weights() -> None:
+    """The weights stay as they are."""
 
 
 class CachedDecoder(Protocol):
@@ -146,6 +152,8 @@ class CachedDecoder(Protocol):
 
     def evict(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
 
+    def recompute_prompts(self) -> None: ...  # those that have not joined yet, as the weights have changed
+
 
 class BatchDecoder(Protocol):
     """Continues many prompts at once.
@@ -159,7 +167,9 @@ class BatchDecoder(Protocol):
 
     generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates
 
-    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int) -> None: ...
+    def decode(
+        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+    ) -> None: ...
 
     def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from runner.interfaces.model import CachedDecoder, ChooseTokens, Row
+from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, Row, no_newer_weights
 from runner.model.batch_layout import max_row_length
 from runner.model.kv_cache import MakeDecoder
 
@@ -46,16 +46,16 @@ class DecodingBatch(Generic[Row]):
 
     def decode(self) -> tuple[Tensor, Sequence[Row]] | None:
         """Continue every row by its newest id; None where all are finished."""
-        if finished := self._finished():
+        if finished := self._finished_rows():
             self.rows = [self.rows[at] for at in self._decoder.evict(finished)]
         return (self._decoder.step([row.ids[-1] for row in self.rows]), self.rows) if self.rows else None
 
-    def _finished(self) -> list[int]:
-        return [at for at, row in enumerate(self.rows) if row.finished]
+    def _finished_rows(self) -> list[int]:
+        return [at for at, row in enumerate(self.rows) if row.is_finished]
 
     def _free_slots(self) -> list[int]:
         """The places that new rows may take now: first those of finished rows."""
-        finished = self._finished()
+        finished = self._finished_rows()
         if not self._decoder.admits_any_time and len(finished) < len(self.rows):
             return []
         return [*finished, *range(len(self.rows), self._max_rows)]
@@ -80,23 +80,31 @@ class CompletionGenerator:
         self.length_limit = max_row_length(causal.config)
         self._causal, self._make_decoder, self.generation_mode = causal, make_decoder, generation_mode
 
-    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int) -> None:
+    def decode(
+        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+    ) -> None:
         """Call `choose` for ids until every row is finished, with at most `max_rows` at a time.
 
-        Equal prompts are computed once. The order in which rows come to `choose` is not theirs. Raises ValueError for
-        an empty prompt.
+        Equal prompts are computed once. The order in which rows come to `choose` is not theirs. Newer weights continue
+        rows with the keys and values of earlier ones. Raises ValueError for an empty prompt.
         """
         if any(len(row.prompt_ids) == 0 for row in rows):
             raise ValueError("a prompt needs at least one token")
         # longest first: little padding, and equal prompts follow one another
         order = sorted(rows, key=lambda row: (-len(row.prompt_ids), row.prompt_ids))
-        with self.generation_mode():
+        with ExitStack() as mode:
+            mode.enter_context(self.generation_mode())
             decoder = self.make_decoder(min(max_rows, len(order)))
             decoder.expect([row.prompt_ids for row in order])
             batch = DecodingBatch[Row](decoder, max_rows)
             batch.waiting.extend(order)
             while found := batch.admit() or batch.decode():
                 choose(*found)
+                if load := newer():
+                    mode.close()
+                    load()
+                    mode.enter_context(self.generation_mode())
+                    decoder.recompute_prompts()
 
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first."""

@@ -226,6 +226,11 @@ class ContinuousBatchDecoder:
         self._update_window(self._cache.span)
         return order
 
+    def recompute_prompts(self) -> None:
+        """Those computed ahead; rows that have joined keep their keys and values."""
+        self._queue.extendleft(reversed(self._computed))
+        self._computed.clear()
+
     def _prefill(self) -> None:
         """Compute the next prompts of the queue, as many as the budget allows and at least one."""
         chunk = [self._queue.popleft()]
@@ -290,6 +295,9 @@ class WaveBatchDecoder:
         self._select(torch.tensor(order, dtype=torch.int64, device=self._forward.device))
         return order
 
+    def recompute_prompts(self) -> None:
+        """Nothing is computed ahead of a wave."""
+
     def _select(self, rows: Tensor) -> None:
         self._cache.reorder_cache(rows)
         self._mask = self._mask[rows]
@@ -322,6 +330,9 @@ class RecomputeBatchDecoder:
         order = sorted(set(range(len(self._rows))) - set(gone))
         self._rows = [self._rows[row] for row in order]
         return order
+
+    def recompute_prompts(self) -> None:
+        """Nothing is computed ahead."""
 
     def _logits(self, rows: Sequence[PromptIds]) -> Tensor:
         found: dict[PromptIds, Tensor] = {}

@@ -112,7 +112,7 @@ def check(logits: Tensor, live: list[tuple[int, ...]]) -> None:
 class GrowingRow:
     prompt_ids: tuple[int, ...]
     ids: list[int] = field(default_factory=list)
-    finished: bool = False
+    is_finished: bool = False
     logits: list[Tensor] = field(default_factory=list)
 
 
@@ -126,7 +126,7 @@ def closed_batch(decoder: CachedDecoder, rows: Sequence[GrowingRow], max_rows: i
         pick([rows[at] for at in numbers], logits, [lengths[at] for at in numbers])
 
     while waiting or live:
-        over = [place for place, at in enumerate(live) if rows[at].finished]
+        over = [place for place, at in enumerate(live) if rows[at].is_finished]
         room = max_rows - len(live) + len(over)
         if waiting and room and (decoder.admits_any_time or not live):
             new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
@@ -145,7 +145,7 @@ def pick(rows: Sequence[GrowingRow], logits: Tensor, lengths: Sequence[int]) -> 
     for row, found, length in zip(rows, logits, lengths, strict=True):
         row.ids.append(int(found.argmax()))
         row.logits.append(found)
-        row.finished = len(row.ids) == length
+        row.is_finished = len(row.ids) == length
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 64])
@@ -172,7 +172,7 @@ def test_likeliest_ids_are_those_of_another_implementation(kind: str) -> None:
     def choose(logits: Tensor, asked: Sequence[GrowingRow]) -> None:
         for row, token in zip(asked, logits.argmax(-1).tolist(), strict=True):
             row.ids.append(token)
-            row.finished = token == SHAPE["eos_token_id"] or len(row.ids) == 20
+            row.is_finished = token == SHAPE["eos_token_id"] or len(row.ids) == 20
 
     model.batch_decoder(decide=Decisions()).decode(answers, choose, max_rows=3)
     got = [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in (row.ids for row in answers)]

@@ -43,12 +43,12 @@ class Scripted:
     def batch_decoder(self, **_: Any) -> Scripted:
         return self
 
-    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int) -> None:
+    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: Any) -> None:
         logits = torch.eye(self.vocab_size)
         for row in rows:
             text = self._says(self.tokenizer.decode(row.prompt_ids))
             ids = iter([*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id])
-            while not row.finished:
+            while not row.is_finished:
                 choose(logits[[next(ids)]], [row])
 
 
