@@ -33,7 +33,8 @@ class Episode:
 
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
-    over the policy's tokens, q the truncated distribution and p the whole one
+    over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
+    turns, version the oldest
     """
 
     prompt: Prompt
@@ -45,6 +46,7 @@ class Episode:
     text: str = ""
     finish: str = ""
     version: int = 0
+    versions: list[int] = field(default_factory=list)
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""
@@ -54,7 +56,9 @@ class Episode:
         self.logprobs += raw
         self.truncation += math.fsum(q - p for q, p in zip(rollout.logprobs, raw, strict=True))
         self.messages.append({"role": "assistant", "content": text})
-        self.text, self.finish, self.version = text, rollout.finish, rollout.version
+        self.text, self.finish = text, rollout.finish
+        self.version = rollout.version if len(self.messages) == 1 else min(self.version, rollout.version)
+        self.versions += rollout.versions
 
     def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
         """What the environment said: context, never trained on."""

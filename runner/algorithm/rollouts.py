@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -39,7 +40,8 @@ class RolloutSample:
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
     logprobs, truncation: see `Episode`; text: of the last turn; history: what was said until then by the policy and its
-    environment, in a conversation of several turns; components: what a reward that is made of others is made of
+    environment, in a conversation of several turns; components: what a reward that is made of others is made of;
+    version, versions: of the policy's own tokens, see `Rollout`
     """
 
     ids: tuple[int, ...]
@@ -52,6 +54,7 @@ class RolloutSample:
     history: tuple[Mapping[str, Any], ...] = ()
     components: RewardComponents = field(default_factory=dict)
     truncation: float = 0.0
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -
     """The finished sample."""
     tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
     said = (episode.text, episode.finish, episode.version)
-    return RolloutSample(*tokens, *said, reward, episode.history, parts, episode.truncation)
+    return RolloutSample(*tokens, *said, reward, episode.history, parts, episode.truncation, tuple(episode.versions))
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
@@ -214,12 +217,14 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     samples = [sample for group in experience.groups for sample in group.samples]
     oldest = min(sample.version for sample in samples)
     truncation = math.fsum(sample.truncation for sample in samples)
+    ages = [experience.step - version for sample in samples for version in sample.versions]
     return {
         "rollout/length": tokens / len(drawn),
         "rollout/truncated_frac": sum(one.finish == "length" for one in drawn) / len(drawn),
         "rollout/tokens": float(tokens),
         "rollout/resample_rounds": float(experience.rounds),
         "rollout/staleness": float(experience.step - oldest),
+        **({"rollout/staleness_mean": sum(ages) / len(ages)} if ages else {}),  # of a sampler that switches weights
         # of a sampler that truncates and reports both distributions; else it is 0, or NaN
         **({"rollout/truncation_kl": truncation / sum(sum(s.mask) for s in samples)} if truncation > 0 else {}),
     }
@@ -238,7 +243,13 @@ def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[s
                     **({"reward": one.reward} if rewarded else {}),
                     "finish": one.finish,
                     "version": one.version,
+                    **({"versions": runs} if len(runs := _runs(one.versions)) > 1 else {}),
                 }
+
+
+def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+    """Each version with the number of tokens that it drew, in their order."""
+    return [(version, len(list(tokens))) for version, tokens in groupby(versions)]
 
 
 def encode_experience(experience: Experience) -> State:
@@ -256,6 +267,7 @@ def encode_experience(experience: Experience) -> State:
             },
             "samples": [
                 [len(s.ids), *said(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
+                + ([list(s.versions)] if s.versions else [])
                 for s in g.samples
             ],
         }
@@ -278,10 +290,19 @@ def decode_experience(state: State) -> Experience:
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
     def sample(
-        size: int, text: str, finish: str, version: int, reward: Any, before: Any, parts: RewardComponents, cut: float
+        size: int,
+        text: str,
+        finish: str,
+        version: int,
+        reward: Any,
+        before: Any,
+        parts: RewardComponents,
+        cut: float,
+        versions: Sequence[int] = (),
     ) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        return RolloutSample(ids, mask, logprobs, text, finish, version, reward, tuple(before), parts, cut)
+        drawn = (ids, mask, logprobs, text, finish, version)
+        return RolloutSample(*drawn, reward, tuple(before), parts, cut, tuple(versions))
 
     groups = []
     for group in state["groups"]:

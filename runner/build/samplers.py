@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,6 +22,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.rank_info import Host
 from runner.core.tolerance import tolerance_of
 from runner.interfaces import Device, GenerativeModel, Learner, Sampler, TrainableModel
+from runner.interfaces.sampling import InterruptibleSampler
 from runner.model.export import meta_tensors
 from runner.model.initial_weights import DTYPES
 from runner.parallelism.parallel_context import ParallelContext
@@ -54,7 +55,7 @@ def build_sampler(
     """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
     sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
     _report_episode_limit(spec, sampler, decide)
-    if spec.sampler.engine:
+    if spec.sampler.engine or spec.sampler.switches_weights:
         sampler = RolloutJournal(sampler, folder.journal, world.rollout_peers, lambda: min(store.steps(), default=0))
     return sampler
 
@@ -143,7 +144,11 @@ def build_publisher(
     if (
         not spec.launch.samplers and not spec.sampler.weights_to_send()
     ):  # the ranks', or of somebody who is sent nothing
-        route: WeightTransport = DeviceCopy(learner.weights) if lag and not spec.sampler.served else SameModel()
+        route: WeightTransport = SameModel()
+        if lag and not spec.sampler.served:
+            route = copies = DeviceCopy(learner.weights)
+            if spec.sampler.switches_weights:
+                cast(InterruptibleSampler, sampler).follow_weights(copies.newest)
         return Publisher(route, sampler, lag, peers=world.rollout_peers)
     route = _weight_route(spec, learner, policy, world, folder)
     return Publisher(

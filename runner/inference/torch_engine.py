@@ -21,7 +21,7 @@ from torch import Tensor
 from runner.core.errors import DataError, TrainingDiverged
 from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
 from runner.interfaces import Decide, GenerativeModel, ModelLimits
-from runner.interfaces.model import CachedDecoder
+from runner.model.generation import DecodingBatch
 from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
 from runner.sampler.torch import copy_weights
 
@@ -38,39 +38,12 @@ class _RunningRow:
     stops: StopCriteria
     stream: Iterator[tuple[int, int]]
     ids: list[int] = field(default_factory=list)
-    finished: bool = False
+    is_finished: bool = False
 
-
-class _Batch:
-    """The rows that one adapter answers, in a cache of their own."""
-
-    def __init__(self, decoder: CachedDecoder) -> None:
-        self.decoder = decoder
-        self.rows: list[_RunningRow] = []
-
-    def slots(self, most: int) -> list[int]:
-        """The places that new rows may take now."""
-        free = [at for at, row in enumerate(self.rows) if row.finished]
-        if not self.decoder.admits_any_time:
-            return list(range(most)) if len(free) == len(self.rows) else []
-        return [*free, *range(len(self.rows), most)]
-
-    def admit(self, rows: Sequence[_RunningRow], slots: Sequence[int]) -> Tensor:
-        """Let rows join at these places; returns the logits [n, V] after their prompts."""
-        if not self.decoder.admits_any_time:
-            self.rows.clear()
-        prompts = [row.request.prompt_ids for row in rows]
-        self.decoder.expect(prompts)
-        logits = self.decoder.admit(prompts, slots)
-        for slot, row in zip(slots, rows, strict=True):
-            self.rows[slot : slot + 1] = [row]
-        return logits
-
-    def decode(self) -> Tensor | None:
-        """The logits [B, V] after the newest token of each row that continues; None where none does."""
-        if over := [at for at, row in enumerate(self.rows) if row.finished]:
-            self.rows = [self.rows[at] for at in self.decoder.evict(over)]
-        return self.decoder.step([row.ids[-1] for row in self.rows]) if self.rows else None
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The request's."""
+        return self.request.prompt_ids
 
 
 class TorchEngine:
@@ -96,8 +69,7 @@ class TorchEngine:
         self._model, self._generator = model, model.batch_decoder(decide=decide, merge=not adapters)
         self._max_num_seqs, self._adapters = max_num_seqs, dict(adapters or {})
         self._limits = model.limits()
-        self._waiting: deque[_RunningRow] = deque()
-        self._batches: dict[str | None, _Batch] = {}
+        self._batches: dict[str | None, DecodingBatch[_RunningRow]] = {}  # of each adapter, in a cache of its own
         self._mode = ExitStack()
         self._is_generating = False
         self._paused: PauseMode | None = None
@@ -113,12 +85,12 @@ class TorchEngine:
     @property
     def num_running(self) -> int:
         """Requests that have a row."""
-        return sum(not row.finished for batch in self._batches.values() for row in batch.rows)
+        return sum(not row.is_finished for batch in self._batches.values() for row in batch.rows)
 
     @property
     def num_waiting(self) -> int:
         """Requests that have none yet."""
-        return len(self._waiting)
+        return sum(len(batch.waiting) for batch in self._batches.values())
 
     @property
     def is_idle(self) -> bool:
@@ -140,14 +112,18 @@ class TorchEngine:
             )
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
         stops = StopCriteria(self._model.tokenizer, ends, params.stop)
-        self._waiting.append(_RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed)))
+        row = _RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed))
+        if (adapter := params.adapter) not in self._batches:
+            decoder = self._generator.make_decoder(self._max_num_seqs)
+            self._batches[adapter] = DecodingBatch(decoder, self._max_num_seqs)
+        self._batches[adapter].waiting.append(row)
 
     def cancel(self, id: str) -> None:
         """Drop a request; its row makes room at the next step."""
-        self._waiting = deque(row for row in self._waiting if row.request.id != id)
         for batch in self._batches.values():
+            batch.waiting = deque(row for row in batch.waiting if row.request.id != id)
             for row in batch.rows:
-                row.finished = row.finished or row.request.id == id
+                row.is_finished = row.is_finished or row.request.id == id
 
     def step(self) -> list[TokenEvent]:
         """One token of each running request, and the first token of those that join now.
@@ -158,33 +134,12 @@ class TorchEngine:
             return []
         self._enter_generation_mode()
         events: list[TokenEvent] = []
-        for adapter in list(self._batches):
-            events += self._decode(adapter)
-        if self._paused is None:
-            for adapter in dict.fromkeys(row.request.params.adapter for row in self._waiting):
-                events += self._admit(adapter)
+        for adapter, batch in self._batches.items():
+            with self._with_adapter(adapter):
+                for advance in (batch.decode, batch.admit) if self._paused is None else (batch.decode,):
+                    if found := advance():
+                        events += self._sample(*found)
         return events
-
-    def _decode(self, adapter: str | None) -> list[TokenEvent]:
-        batch = self._batches[adapter]
-        with self._with_adapter(adapter):
-            logits = batch.decode()
-        return [] if logits is None else self._sample(logits, batch.rows)
-
-    def _admit(self, adapter: str | None) -> list[TokenEvent]:
-        """Let waiting requests of this adapter join, in the order in which they came."""
-        if adapter not in self._batches:
-            self._batches[adapter] = _Batch(self._generator.make_decoder(self._max_num_seqs))
-        batch = self._batches[adapter]
-        slots = batch.slots(self._max_num_seqs)
-        rows = [row for row in self._waiting if row.request.params.adapter == adapter][: len(slots)]
-        if not rows:
-            return []
-        joined = {id(row) for row in rows}
-        self._waiting = deque(row for row in self._waiting if id(row) not in joined)
-        with self._with_adapter(adapter):
-            logits = batch.admit(rows, slots[: len(rows)])
-        return self._sample(logits, rows)
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -236,7 +191,7 @@ class TorchEngine:
         row.ids.append(token)
         found = row.stops.finish_reason(row.ids, params.max_new_tokens)
         finish: FinishReason | None = "stop" if found == "stop" else "length" if found else None
-        row.finished = finish is not None
+        row.is_finished = finish is not None
         return TokenEvent(
             row.request.id, token, logprob, raw, tuple(top[: params.logprobs]), self.weight_version, finish
         )
@@ -265,11 +220,11 @@ class TorchEngine:
     def pause(self, mode: PauseMode) -> list[str]:
         """Let no request join until `resume`; see `Engine`."""
         self._paused = mode
-        running = [row for batch in self._batches.values() for row in batch.rows if not row.finished]
+        running = [row for batch in self._batches.values() for row in batch.rows if not row.is_finished]
         if mode != "abort":
             return []
         for row in running:
-            row.finished = True
+            row.is_finished = True
         return [row.request.id for row in running]
 
     def resume(self) -> None:
@@ -291,7 +246,6 @@ class TorchEngine:
 
     def close(self) -> None:
         """Drop all requests and leave the model as it was, until the next step."""
-        self._waiting.clear()
         self._batches.clear()
         self._leave_generation_mode()
 

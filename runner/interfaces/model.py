@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +113,30 @@ class Decide(Protocol):
 
 ContextParallelStyle = Literal["ulysses", "ring"]
 WeightSubset = Literal["all", "changed", "fixed", "base", "adapter"]  # see `runner.model.hf_state_dict`
-# logits [R, V] of R rows, and which rows these are → the next token of each; None ends the row
-Choose = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
+
+
+class DecodingRow(Protocol):
+    """A prompt and the ids that continue it."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def ids(self) -> Sequence[int]: ...  # new ones
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+Row = TypeVar("Row", bound=DecodingRow)
+# logits [R, V], and the R rows after which they come: each gets another id, which may finish it
+ChooseTokens = Callable[[Tensor, Sequence[Row]], None]
+# Called between two tokens: what loads newer weights, outside of generation mode; None = there are none
+NewerWeights = Callable[[], Callable[[], None] | None]
+
+
+def no_newer_weights() -> None:
+    """The weights stay as they are."""
 
 
 class CachedDecoder(Protocol):
@@ -122,13 +144,15 @@ class CachedDecoder(Protocol):
 
     admits_any_time: ClassVar[bool]  # whether rows may join while others live
 
-    def expect(self, prompts: Sequence[tuple[int, ...]]) -> None: ...  # that will join, in this order; before they do
+    def expect(self, prompts: Sequence[tuple[int, ...]]) -> None: ...  # that will join later, in this order
 
     def admit(self, prompts: Sequence[tuple[int, ...]], slots: Sequence[int]) -> Tensor: ...  # the first logits [n, V]
 
     def step(self, tokens: Sequence[int]) -> Tensor: ...  # one id per live row → the next logits [B, V]
 
     def evict(self, gone: Sequence[int]) -> list[int]: ...  # the old numbers of the rows 0, 1, … that remain
+
+    def recompute_prompts(self) -> None: ...  # those that have not joined yet, as the weights have changed
 
 
 class BatchDecoder(Protocol):
@@ -143,7 +167,9 @@ class BatchDecoder(Protocol):
 
     generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates
 
-    def decode(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None: ...
+    def decode(
+        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+    ) -> None: ...
 
     def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
 

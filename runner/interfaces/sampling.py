@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from runner.run_dir.manifest import PromptStyle
 
@@ -127,7 +127,8 @@ class Rollout:
     only those
     raw_logprobs: at the sampling temperature, before truncation (top_k, top_p, min_p): what a ratio is taken to; None
     unless the request asked for them, and where an engine cannot report them
-    version: of the weights that drew it; finish: "stop" or "length"
+    version: of the weights that drew it, of its first token where they changed; finish: "stop" or "length"
+    versions: of the weights that drew each token, by a sampler that loads newer ones meanwhile; else empty
     """
 
     ids: tuple[int, ...]
@@ -135,6 +136,7 @@ class Rollout:
     raw_logprobs: tuple[float, ...] | None
     version: int
     finish: str
+    versions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +256,16 @@ class Reward(Protocol):
     def close(self) -> None: ...
 
 
+# The newest version of the weights that was published, and its tensors; may be called from any thread
+NewestWeights = Callable[[], tuple[int, Mapping[str, "Tensor"]]]
+
+
+class InterruptibleSampler(Protocol):
+    """A sampler that can load newer weights between two tokens."""
+
+    def follow_weights(self, newest: NewestWeights) -> None: ...
+
+
 class SamplerWrapper:
     """To be narrowed; see `Sampler`."""
 
@@ -278,6 +290,10 @@ class SamplerWrapper:
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Pass a version of the weights to the inner sampler."""
         self._sampler.load_weights(tensors, version)
+
+    def follow_weights(self, newest: NewestWeights) -> None:
+        """Let the inner sampler, which is interruptible, load newer weights between two tokens."""
+        cast(InterruptibleSampler, self._sampler).follow_weights(newest)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order."""

@@ -1,6 +1,6 @@
 """Generate completions of many prompts at once.
 
-    prompts ──admit──▶ live rows ◀──step── logits ──choose──▶ ids; a row that ends makes room for the next prompt
+    waiting ──admit──▶ rows ◀──decode── logits ──choose──▶ one id for each; a finished row makes room for the next
 
 Functions here expect a transformers causal LM in evaluation mode with its own attention (see `causal`).
 """
@@ -9,18 +9,56 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from runner.interfaces.model import CachedDecoder
+from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, Row, no_newer_weights
 from runner.model.batch_layout import max_row_length
-from runner.model.kv_cache import MakeDecoder, PromptIds
+from runner.model.kv_cache import MakeDecoder
 
-# Logits [n, V] after the rows of the prompts with these indices → the next id of each, None where the answer has ended.
-ChooseTokens = Callable[[Tensor, Sequence[int]], Sequence[int | None]]
+
+class DecodingBatch(Generic[Row]):
+    """Rows over one cache: waiting ones join where there is room, finished ones make room.
+
+    `admit` and `decode` return logits [n, V] and the n rows after which they come. The caller then appends an id to
+    each of these rows, or marks it as finished.
+    """
+
+    def __init__(self, decoder: CachedDecoder, max_rows: int) -> None:
+        self.waiting, self.rows = deque[Row](), list[Row]()
+        self._decoder, self._max_rows = decoder, max_rows
+
+    def admit(self) -> tuple[Tensor, Sequence[Row]] | None:
+        """Let waiting rows join, in their order; None where none waits, or there is no room."""
+        slots = self._free_slots()[: len(self.waiting)]
+        if not slots:
+            return None
+        new = [self.waiting.popleft() for _ in slots]
+        if not self._decoder.admits_any_time:  # all rows are finished, and a new wave replaces them
+            self.rows.clear()
+        logits = self._decoder.admit([row.prompt_ids for row in new], slots)
+        for slot, row in zip(slots, new, strict=True):
+            self.rows[slot : slot + 1] = [row]
+        return logits, new
+
+    def decode(self) -> tuple[Tensor, Sequence[Row]] | None:
+        """Continue every row by its newest id; None where all are finished."""
+        if finished := self._finished_rows():
+            self.rows = [self.rows[at] for at in self._decoder.evict(finished)]
+        return (self._decoder.step([row.ids[-1] for row in self.rows]), self.rows) if self.rows else None
+
+    def _finished_rows(self) -> list[int]:
+        return [at for at, row in enumerate(self.rows) if row.is_finished]
+
+    def _free_slots(self) -> list[int]:
+        """The places that new rows may take now: first those of finished rows."""
+        finished = self._finished_rows()
+        if not self._decoder.admits_any_time and len(finished) < len(self.rows):
+            return []
+        return [*finished, *range(len(self.rows), self._max_rows)]
 
 
 class CompletionGenerator:
@@ -42,21 +80,31 @@ class CompletionGenerator:
         self.length_limit = max_row_length(causal.config)
         self._causal, self._make_decoder, self.generation_mode = causal, make_decoder, generation_mode
 
-    def decode(self, prompts: Sequence[Sequence[int]], choose: ChooseTokens, rows: int) -> None:
-        """Call `choose` for ids until every completion has ended, with at most `rows` at a time.
+    def decode(
+        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+    ) -> None:
+        """Call `choose` for ids until every row is finished, with at most `max_rows` at a time.
 
-        Equal prompts are computed once. The order in which prompts come to `choose` is not theirs. Raises ValueError
-        for an empty prompt.
+        Equal prompts are computed once. The order in which rows come to `choose` is not theirs. Newer weights continue
+        rows with the keys and values of earlier ones. Raises ValueError for an empty prompt.
         """
-        if any(len(prompt) == 0 for prompt in prompts):
+        if any(len(row.prompt_ids) == 0 for row in rows):
             raise ValueError("a prompt needs at least one token")
-        asked = [tuple(prompt) for prompt in prompts]
         # longest first: little padding, and equal prompts follow one another
-        order = sorted(range(len(asked)), key=lambda i: (-len(asked[i]), asked[i]))
-        with self.generation_mode():
-            decoder = self.make_decoder(min(rows, len(order)))
-            decoder.expect([asked[i] for i in order])
-            _run_decoder(decoder, asked, deque(order), choose, rows)
+        order = sorted(rows, key=lambda row: (-len(row.prompt_ids), row.prompt_ids))
+        with ExitStack() as mode:
+            mode.enter_context(self.generation_mode())
+            decoder = self.make_decoder(min(max_rows, len(order)))
+            decoder.expect([row.prompt_ids for row in order])
+            batch = DecodingBatch[Row](decoder, max_rows)
+            batch.waiting.extend(order)
+            while found := batch.admit() or batch.decode():
+                choose(*found)
+                if load := newer():
+                    mode.close()
+                    load()
+                    mode.enter_context(self.generation_mode())
+                    decoder.recompute_prompts()
 
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first."""
@@ -70,27 +118,6 @@ class CompletionGenerator:
     def make_decoder(self, rows: int) -> CachedDecoder:
         """An empty cache for at most so many rows, to be used in `generation_mode`."""
         return self._make_decoder(self._causal, rows)
-
-
-def _run_decoder(
-    decoder: CachedDecoder, prompts: Sequence[PromptIds], waiting: deque[int], choose: ChooseTokens, rows: int
-) -> None:
-    live: list[int] = []  # whose row it is
-    tokens: list[int | None] = []  # what it continues; None = it is over
-    while waiting or live:
-        over = [row for row, token in enumerate(tokens) if token is None]
-        room = rows - len(live) + len(over)
-        if waiting and room and (decoder.admits_any_time or not live):
-            new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
-            places = [*over, *range(len(live), rows)][: len(new)]
-            chosen = choose(decoder.admit([prompts[i] for i in new], places), new)
-            for place, index, token in zip(places, new, chosen, strict=True):
-                live[place : place + 1], tokens[place : place + 1] = [index], [token]
-        elif over:
-            left = decoder.evict(over)
-            live, tokens = [live[row] for row in left], [tokens[row] for row in left]
-        else:
-            tokens = [*choose(decoder.step([token for token in tokens if token is not None]), live)]
 
 
 def eos_token_ids(causal: Any, tokenizer: Any) -> frozenset[int]:

@@ -188,6 +188,7 @@ class ContinuousBatchDecoder:
 
     def admit(self, prompts: Sequence[PromptIds], slots: Sequence[int]) -> Tensor:
         """New rows, each with its prompt in the cache."""
+        self.expect([*(Counter(prompts) - self._uses).elements()])
         while any(prompt not in self._computed for prompt in prompts):
             self._prefill()
         logits = torch.stack([self._computed[prompt][1] for prompt in prompts])
@@ -224,6 +225,11 @@ class ContinuousBatchDecoder:
         self._starts = [self._starts[row] for row in order]
         self._update_window(self._cache.span)
         return order
+
+    def recompute_prompts(self) -> None:
+        """Those computed ahead; rows that have joined keep their keys and values."""
+        self._queue.extendleft(reversed(self._computed))
+        self._computed.clear()
 
     def _prefill(self) -> None:
         """Compute the next prompts of the queue, as many as the budget allows and at least one."""
@@ -289,6 +295,9 @@ class WaveBatchDecoder:
         self._select(torch.tensor(order, dtype=torch.int64, device=self._forward.device))
         return order
 
+    def recompute_prompts(self) -> None:
+        """Nothing is computed ahead of a wave."""
+
     def _select(self, rows: Tensor) -> None:
         self._cache.reorder_cache(rows)
         self._mask = self._mask[rows]
@@ -321,6 +330,9 @@ class RecomputeBatchDecoder:
         order = sorted(set(range(len(self._rows))) - set(gone))
         self._rows = [self._rows[row] for row in order]
         return order
+
+    def recompute_prompts(self) -> None:
+        """Nothing is computed ahead."""
 
     def _logits(self, rows: Sequence[PromptIds]) -> Tensor:
         found: dict[PromptIds, Tensor] = {}

@@ -26,6 +26,11 @@ class SamplerConfig(ComponentConfig):
         return self.engine and not self.served
 
     @property
+    def switches_weights(self) -> bool:
+        """Whether it loads newer weights between two tokens, so that its rollouts do not repeat."""
+        return False
+
+    @property
     def memory_share(self) -> float | None:
         """The share of a card that its engine takes; None = the usual one."""
         return None

@@ -271,13 +271,36 @@ class NoSamplerConfig(SamplerConfig):
 
 
 class TorchSamplerConfig(SamplingConfig):
-    """The model itself, in plain PyTorch: rollouts are equal bit for bit in every run on one machine."""
+    """The model itself, in plain PyTorch; rollouts repeat bit for bit, unless interruptible."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
     shares_model: ClassVar[bool] = True
     name: Literal["torch"] = "torch"
+    interruptible: bool = Field(
+        default=False,
+        description="Load newer weights between two tokens, while a batch is sampled; needs algorithm.lag. Which token "
+        "is the first of newer weights does not repeat; resuming reads completions from a journal.",
+    )
+
+    @property
+    def switches_weights(self) -> bool:
+        return self.interruptible
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
+        return [*self._problems_of_switching(job), *self._problems_of_place(job)]
+
+    def _problems_of_switching(self, job: Any) -> list[tuple[str, str]]:
+        if not self.interruptible:
+            return []
+        if job.launch.samplers:
+            text = "rollout servers load weights only between steps; type launch.samplers=0, or leave it out"
+            return [("sampler.interruptible", text)]
+        if not job.algorithm.steps_ahead():
+            text = "there are no newer weights while a step is sampled; type algorithm.lag=1, or leave it out"
+            return [("sampler.interruptible", text)]
+        return []
+
+    def _problems_of_place(self, job: Any) -> list[tuple[str, str]]:
         if job.launch.samplers:
             return []
         text = "is used only with launch.samplers, but here the ranks sample; leave it out, or set launch.samplers"

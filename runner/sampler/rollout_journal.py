@@ -142,13 +142,14 @@ def _to_json(rollout: Rollout) -> dict[str, Any]:
         "raw_logprobs": None if raw is None else list(raw),
         "version": rollout.version,
         "finish": rollout.finish,
+        **({"versions": list(rollout.versions)} if rollout.versions else {}),
     }
 
 
 def _rollout(line: Mapping[str, Any]) -> Rollout:
     raw = line["raw_logprobs"]
-    ids, logprobs = tuple(line["ids"]), tuple(line["logprobs"])
-    return Rollout(ids, logprobs, None if raw is None else tuple(raw), line["version"], line["finish"])
+    ids, logprobs, versions = tuple(line["ids"]), tuple(line["logprobs"]), tuple(line.get("versions", ()))
+    return Rollout(ids, logprobs, None if raw is None else tuple(raw), line["version"], line["finish"], versions)
 
 
 def _read(path: Path) -> dict[str, deque[Rollout]]:

@@ -9,7 +9,7 @@ and a token with them only where its uniform number falls between two such sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from runner.core.batch import pack
 from runner.core.errors import TrainingDiverged
 from runner.interfaces import Decide, GenerativeModel, Request, Rollout
+from runner.interfaces.sampling import NewestWeights
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.sampling import (
     SamplingRule,
@@ -34,18 +35,26 @@ from runner.sampler.sampling import (
 class PartialRollout:
     """A rollout in the making."""
 
+    prompt_ids: tuple[int, ...]
     stream: Iterator[tuple[int, int]]
     limit: int
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] | None = None
+    versions: list[int] = field(default_factory=list)
     finish: str | None = None
 
-    def to_rollout(self, version: int) -> Rollout:
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has its last token."""
+        return self.finish is not None
+
+    def to_rollout(self, *, with_versions: bool) -> Rollout:
         """The finished answer."""
         assert self.finish is not None
         raw = None if self.raw_logprobs is None else tuple(self.raw_logprobs)
-        return Rollout(tuple(self.ids), tuple(self.logprobs), raw, version, self.finish)
+        versions = tuple(self.versions) if with_versions else ()
+        return Rollout(tuple(self.ids), tuple(self.logprobs), raw, self.versions[0], self.finish, versions)
 
 
 class TorchSampler:
@@ -62,6 +71,7 @@ class TorchSampler:
         )
         self._rows, self.max_new_tokens = config.max_num_seqs, config.max_new_tokens
         self._version = 0
+        self._newest: NewestWeights | None = None
 
     @property
     def temperature(self) -> float:
@@ -76,11 +86,18 @@ class TorchSampler:
     def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None:
         """Copy `tensors`, named as the model's trainable parameters, and call these weights `version`.
 
-        None: the weights are the trainer's own. Raises ValueError unless names and shapes are the model's.
+        None: the weights are the trainer's own. Newer ones that it has loaded by itself stay. Raises ValueError unless
+        names and shapes are the model's.
         """
+        if self._newest is not None and version < self._version:
+            return
         if tensors is not None:
             copy_weights(self._model.trainable(), tensors)
         self._version = version
+
+    def follow_weights(self, newest: NewestWeights) -> None:
+        """Load the newest weights from now on as soon as they are there, between two tokens."""
+        self._newest = newest
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
@@ -90,11 +107,13 @@ class TorchSampler:
         """
         limits = [answer_limit(request, self.max_new_tokens, self._writer.length_limit) for request in requests]
         answers = [
-            PartialRollout(uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
+            PartialRollout(r.prompt, uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
             for r, limit in zip(requests, limits, strict=True)
         ]
-        self._writer.decode([r.prompt for r in requests], partial(self._sample_next, answers), self._rows)
-        return [answer.to_rollout(self._version) for answer in answers]
+        if load := self._newer_weights():
+            load()
+        self._writer.decode(answers, self._sample_next, self._rows, self._newer_weights)
+        return [answer.to_rollout(with_versions=self._newest is not None) for answer in answers]
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
@@ -114,22 +133,27 @@ class TorchSampler:
     def close(self) -> None:
         """It has started nothing."""
 
-    def _sample_next(self, answers: Sequence[PartialRollout], logits: Tensor, rows: Sequence[int]) -> list[int | None]:
-        """Draw the next id of the answers with these indices from logits [n, V]; None for those that it ends."""
-        asked = [answers[row] for row in rows]
-        u = torch.tensor([next(answer.stream) for answer in asked], device=logits.device)
-        drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in asked))
+    def _newer_weights(self) -> Callable[[], None] | None:
+        """What loads weights that are newer than its own, where it follows them and there are some."""
+        if self._newest is None or (found := self._newest())[0] <= self._version:
+            return None
+        return partial(self.load_weights, found[1], found[0])
+
+    def _sample_next(self, logits: Tensor, answers: Sequence[PartialRollout]) -> None:
+        """Draw the next id of each answer from logits [n, V], which may finish it."""
+        u = torch.tensor([next(answer.stream) for answer in answers], device=logits.device)
+        drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in answers))
         ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
         raw = [math.nan] * len(ids) if drawn.raw_logprobs is None else drawn.raw_logprobs.tolist()
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
-        for answer, token, logprob, raw_logprob in zip(asked, ids, logprobs, raw, strict=True):
+        for answer, token, logprob, raw_logprob in zip(answers, ids, logprobs, raw, strict=True):
             answer.ids.append(token)
             answer.logprobs.append(logprob)
+            answer.versions.append(self._version)
             if answer.raw_logprobs is not None:
                 answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish_reason(answer.ids, answer.limit)
-        return [None if answer.finish else answer.ids[-1] for answer in asked]
 
 
 @torch.no_grad()

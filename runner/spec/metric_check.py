@@ -12,7 +12,7 @@ from runner.spec.suggest import nearest_word
 
 MEASURED = {  # by prefix; those of reward/ and eval/ depend on the job, those of device/ and sampler/ on the machine
     "train": "loss grad_norm lr tokens",
-    "rollout": "length truncated_frac tokens resample_rounds staleness truncation_kl",
+    "rollout": "length truncated_frac tokens resample_rounds staleness staleness_mean truncation_kl",
     "mismatch": "logprob_diff prob_diff kl",
     "correction": "effective_sample_size clip_frac",
     "weight_sync": "bytes logprob_error send_s gb_per_s load_s",

@@ -4,7 +4,7 @@
     (feed)     (trainer)   (per mini-batch and role)
 
     step s is collected with exactly the weights published after step s - 1 - lag
-    (the first ones for the first lag + 1 steps)
+    (the first ones for the first lag + 1 steps; an interruptible sampler then loads newer ones)
 
 With lag = 0 collection runs in the caller, strictly on-policy; with lag = k it runs in one thread, k steps ahead. The
 loop knows no algorithm, no device and no file.

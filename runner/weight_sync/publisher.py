@@ -1,6 +1,7 @@
 """Sends the policy's weights to the sampler, by one of the transports (`transports`).
 
 version v = the weights after v steps;  step s is sampled with version max(s - lag, the first one of this attempt)
+An interruptible sampler then loads newer versions by itself; the step's version stays that of its journal.
 """
 
 from __future__ import annotations

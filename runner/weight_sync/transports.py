@@ -58,7 +58,7 @@ class DeviceCopy:
         self._kept: dict[int, dict[str, Tensor]] = {}
 
     def publish(self, version: int) -> int:
-        """See `WeightTransport`."""
+        """See `WeightTransport`. Collectors find a version once it is whole."""
         found = {name: tensor.detach() for name, tensor in self._weights()}
         self._kept[version] = found if self._by_reference else {name: tensor.clone() for name, tensor in found.items()}
         return 0 if self._by_reference else sum(tensor.nbytes for tensor in found.values())
@@ -66,6 +66,10 @@ class DeviceCopy:
     def get(self, version: int) -> Mapping[str, Tensor]:
         """See `WeightTransport`."""
         return self._kept[version]
+
+    def newest(self) -> tuple[int, Mapping[str, Tensor]]:
+        """The newest version and its weights, which live as long as they are used. For collectors."""
+        return list(self._kept.items())[-1]
 
     def drop_below(self, version: int) -> None:
         """See `WeightTransport`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,7 +82,7 @@ def test_a_model_without_adapters_is_left_alone() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_writer_folds_unless_products_are_coarse(dtype: str) -> None:
     model = adapted(causal("qwen2", dtype=dtype))
-    writer = model.batch_decoder(decide=Decisions())
+    writer, row = model.batch_decoder(decide=Decisions()), SimpleNamespace(prompt_ids=(1, 2, 3), is_finished=False)
     calls = calls_of_adapters(model)
-    writer.decode([(1, 2, 3)], lambda logits, rows: [None] * len(rows), rows=1)
+    writer.decode([row], lambda logits, rows: setattr(row, "is_finished", True), max_rows=1)
     assert bool(calls) == (dtype == "bfloat16")

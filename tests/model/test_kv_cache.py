@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from transformers.models.mamba import MambaConfig, MambaForCausalLM
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
+from runner.interfaces.model import CachedDecoder
 from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.kv_cache import ContinuousBatchDecoder, WaveBatchDecoder
+from runner.model.generation import CompletionGenerator
+from runner.model.kv_cache import ContinuousBatchDecoder, RecomputeBatchDecoder, WaveBatchDecoder
 from runner.model.tiny import byte_tokenizer
 from tests.model.zoo import SHAPE, VOCAB, ZOO, causal, greedy, module, rows
 
@@ -104,20 +108,74 @@ def check(logits: Tensor, live: list[tuple[int, ...]]) -> None:
     torch.testing.assert_close(logits, wanted, atol=1e-9, rtol=1e-9)
 
 
+@dataclass
+class GrowingRow:
+    prompt_ids: tuple[int, ...]
+    ids: list[int] = field(default_factory=list)
+    is_finished: bool = False
+    logits: list[Tensor] = field(default_factory=list)
+
+
+def closed_batch(decoder: CachedDecoder, rows: Sequence[GrowingRow], max_rows: int, lengths: Sequence[int]) -> None:
+    """Reference of a closed batch: written down as one loop, with the places of rows kept by hand."""
+    waiting = deque(sorted(range(len(rows)), key=lambda i: (-len(rows[i].prompt_ids), rows[i].prompt_ids)))
+    decoder.expect([rows[at].prompt_ids for at in waiting])
+    live: list[int] = []
+
+    def choose(logits: Tensor, numbers: Sequence[int]) -> None:
+        pick([rows[at] for at in numbers], logits, [lengths[at] for at in numbers])
+
+    while waiting or live:
+        over = [place for place, at in enumerate(live) if rows[at].is_finished]
+        room = max_rows - len(live) + len(over)
+        if waiting and room and (decoder.admits_any_time or not live):
+            new = [waiting.popleft() for _ in range(min(room, len(waiting)))]
+            places = [*over, *range(len(live), max_rows)][: len(new)]
+            logits = decoder.admit([rows[at].prompt_ids for at in new], places)
+            for place, at in zip(places, new, strict=True):
+                live[place : place + 1] = [at]
+            choose(logits, new)
+        elif over:
+            live = [live[place] for place in decoder.evict(over)]
+        else:
+            choose(decoder.step([rows[at].ids[-1] for at in live]), live)
+
+
+def pick(rows: Sequence[GrowingRow], logits: Tensor, lengths: Sequence[int]) -> None:
+    for row, found, length in zip(rows, logits, lengths, strict=True):
+        row.ids.append(int(found.argmax()))
+        row.logits.append(found)
+        row.is_finished = len(row.ids) == length
+
+
+@pytest.mark.parametrize("max_rows", [1, 3, 64])
+@pytest.mark.parametrize("way", [ContinuousBatchDecoder, WaveBatchDecoder, RecomputeBatchDecoder])
+def test_a_closed_batch_has_the_bytes_of_the_reference(way: Any, max_rows: int) -> None:
+    plain = module("qwen3")
+    prompts = [tuple(row) for row in rows((3, 9, 1, 17, 40, 9))] * 2
+    lengths = [1 + 5 * at % 13 for at in range(len(prompts))]
+    wanted, got = ([GrowingRow(prompt) for prompt in prompts] for _ in range(2))
+    with torch.no_grad():
+        closed_batch(way(plain, max_rows), wanted, max_rows, lengths)
+    length_of = {id(row): length for row, length in zip(got, lengths, strict=True)}
+    writer = CompletionGenerator(plain, frozenset(), way, torch.no_grad)
+    writer.decode(got, lambda logits, rows: pick(rows, logits, [length_of[id(row)] for row in rows]), max_rows)
+    for row, other in zip(wanted, got, strict=True):
+        assert row.ids == other.ids and all(map(torch.equal, row.logits, other.logits))
+
+
 @pytest.mark.parametrize("kind", ["mistral", "gemma2", "llama4", "bloom"])
 def test_likeliest_ids_are_those_of_another_implementation(kind: str) -> None:
     model, prompts = causal(kind), rows((3, 12, 1, 12))
-    answers: list[list[int]] = [[] for _ in prompts]
+    answers = [GrowingRow(tuple(prompt)) for prompt in prompts]
 
-    def choose(logits: Tensor, asked: Sequence[int]) -> list[int | None]:
-        tokens = logits.argmax(-1).tolist()
-        for row, token in zip(asked, tokens, strict=True):
-            answers[row].append(token)
-        over = [t == SHAPE["eos_token_id"] or len(answers[row]) == 20 for row, t in zip(asked, tokens, strict=True)]
-        return [None if ended else token for ended, token in zip(over, tokens, strict=True)]
+    def choose(logits: Tensor, asked: Sequence[GrowingRow]) -> None:
+        for row, token in zip(asked, logits.argmax(-1).tolist(), strict=True):
+            row.ids.append(token)
+            row.is_finished = token == SHAPE["eos_token_id"] or len(row.ids) == 20
 
-    model.batch_decoder(decide=Decisions()).decode(prompts, choose, rows=3)
-    got = [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in answers]
+    model.batch_decoder(decide=Decisions()).decode(answers, choose, max_rows=3)
+    got = [[i for i in ids if i != SHAPE["eos_token_id"]] for ids in (row.ids for row in answers)]
     assert got == greedy(model, prompts, 20) == [_generated(kind, prompt, 20) for prompt in prompts]
 
 

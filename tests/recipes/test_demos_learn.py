@@ -45,6 +45,7 @@ DEMOS: dict[str, Claim] = {
     "dpo_demo": Claim("train/accuracy", 0.0, 0.75, "eval/accuracy", 0.9),
     "grpo_demo": climbs(0.65),
     "grpo_demo algorithm.lag=2 algorithm.correction=decoupled": climbs(0.5),
+    "grpo_demo algorithm.lag=1 sampler.interruptible=true": climbs(0.6),
     "ppo_demo": climbs(0.55),
     "tool_demo": climbs(0.55, most_at_first=0.55),
     "distill_demo": Claim("distill/reverse_kl", 0.6, 1.5, "eval/exact_match", 0.85, most=0.45),

@@ -18,7 +18,7 @@ from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.interfaces.model import Choose
+from runner.interfaces.model import ChooseTokens, Row
 from runner.model.tiny import byte_tokenizer
 from runner.spec.registry import default_registry
 from runner.trainer.evaluator import Report
@@ -43,13 +43,13 @@ class Scripted:
     def batch_decoder(self, **_: Any) -> Scripted:
         return self
 
-    def decode(self, prompts: Sequence[Sequence[int]], choose: Choose, rows: int) -> None:
+    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: Any) -> None:
         logits = torch.eye(self.vocab_size)
-        for at, prompt in enumerate(prompts):
-            said = self.tokenizer(self._says(self.tokenizer.decode(prompt)), add_special_tokens=False)["input_ids"]
-            ids = iter([*said, self.tokenizer.eos_token_id])
-            while choose(logits[[next(ids)]], [at]) != [None]:
-                pass
+        for row in rows:
+            text = self._says(self.tokenizer.decode(row.prompt_ids))
+            ids = iter([*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id])
+            while not row.is_finished:
+                choose(logits[[next(ids)]], [row])
 
 
 def asks_a_calculator(prompt: str) -> str:
