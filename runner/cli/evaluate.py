@@ -16,7 +16,7 @@ from runner.spec.evaluation import EvaluationSet
 from runner.spec.job import JobSpec
 
 # The sections whose options can be set; a model brings everything else.
-SECTIONS = ("evaluation", "device", "seed", "chat")
+SECTIONS = ("evaluation", "device", "seed")
 NO_JOB = ("model=tiny", "data=demo", "algorithm=sft", "tracker=none")  # what the sets of no run are composed in
 
 
@@ -44,7 +44,7 @@ def run(args: Namespace) -> int:
     sets = [_with_options(one, args) for one in resolved.decoded_sets()]
     base = spec
     if not sets:
-        base, sets = _of_first_run(sources, spec, args)
+        base, sets = _of_first_run(sources, spec, args, words)
     from runner.tools import evaluate
 
     try:
@@ -68,7 +68,11 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
         raise UsageError(f"run eval: type suite={'|'.join(SUITES)} and tasks=TASK,TASK")
     suite = SUITES[typed["suite"]]
     if args.samples or args.suite_python is None:
-        wrong = "--samples is of our own sets; leave it out" if args.samples else "--suite-python PYTHON is missing"
+        wrong = (
+            "--samples applies only to '+evaluation=[…]' sets; leave it out"
+            if args.samples
+            else "--suite-python PYTHON is missing"
+        )
         raise UsageError(
             f"run eval suite={typed['suite']}: {wrong}\n  an environment of its own: {suite.install_line()}"
         )
@@ -80,8 +84,13 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
     return 0
 
 
-def _of_first_run(sources: Sequence[Any], spec: JobSpec, args: Namespace) -> tuple[JobSpec, list[EvaluationSet]]:
-    """What the first run among the sources evaluates, and how. Raises UsageError where none is a run."""
+def _of_first_run(
+    sources: Sequence[Any], spec: JobSpec, args: Namespace, words: Sequence[str]
+) -> tuple[JobSpec, list[EvaluationSet]]:
+    """The evaluation sets and options of the first run among the sources; typed options replace its own.
+
+    Raises UsageError where no source is a run.
+    """
     from runner.tools.evaluate import run_spec, sets_of_run
 
     source = next((one for one in sources if one.kind == "run"), None)
@@ -90,8 +99,18 @@ def _of_first_run(sources: Sequence[Any], spec: JobSpec, args: Namespace) -> tup
             "run eval: no model is a run, which would have held-out rows; name sets: '+evaluation=[gsm8k]'"
         )
     own = run_spec(source)
-    update = {name: getattr(own, name) for name in ("data", "reward", "environment", "evaluation", "chat", "algorithm")}
-    return spec.model_copy(update=update | {"seed": own.seed}), [_with_options(one, args) for one in sets_of_run(own)]
+    typed = {word.lstrip("+").partition("=")[0] for word in words}
+    options = {name: value for name, value in spec.evaluation if f"evaluation.{name}" in typed}
+    changed = {
+        "evaluation": own.evaluation.model_copy(update=options),
+        "seed": spec.seed if "seed" in typed else own.seed,
+    }
+    own = own.model_copy(update=changed)
+    update = {
+        name: getattr(own, name)
+        for name in ("data", "reward", "environment", "evaluation", "chat", "algorithm", "seed")
+    }
+    return spec.model_copy(update=update), [_with_options(one, args) for one in sets_of_run(own)]
 
 
 def _with_options(one: EvaluationSet, args: Namespace) -> EvaluationSet:

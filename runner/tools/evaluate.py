@@ -240,7 +240,7 @@ COUNTS = ("reward/num_failed",)  # of which 0 is not shown
 def _difference(first: SetResult, other: SetResult) -> str:
     difference = paired_difference(first.scores, other.scores)
     if not (text := interval_text("difference", difference)):
-        return "– (other questions)"
+        return "– (no questions in common)"
     most = max(len(first.scores), len(other.scores))
     return text if difference["questions"] == most else f"{text} ({difference['questions']:.0f} of {most} questions)"
 

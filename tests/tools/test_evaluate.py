@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -165,6 +166,10 @@ def test_eval_and_infer_of_a_run_stop_where_its_sampler_did(tmp_path: Path) -> N
     answers = [one["text"] for path in tmp_path.glob("outputs/eval/answers/*") for one in read_lines(path)]
     assert answers and not any(digit in text[:-1] for text in answers for digit in "36")
     assert said in command.run("infer", "latest", "sort 312", cwd=tmp_path)
+    shutil.rmtree(tmp_path / "outputs" / "eval")
+    command.run("eval", "latest", "evaluation.max_new_tokens=1", cwd=tmp_path)  # typed options replace the run's
+    found = [one["ids"] for path in tmp_path.glob("outputs/eval/answers/*") for one in read_lines(path)]
+    assert found and all(len(ids) == 1 for ids in found)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
