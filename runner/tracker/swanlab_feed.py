@@ -3,7 +3,7 @@
     7, {"train/loss": 0.5}                ─▶ run.log({"train/loss": 0.5}, step=7)
     7, [{"prompt": ..., "answer": ...}]   ─▶ run.log({"samples": [Text, …]}, step=7)
 
-Of its own collectors none runs: they would describe this process, and name the remote of the folder's git.
+SwanLab's system collectors are off: they would describe this process and record the git remote.
 """
 
 from __future__ import annotations
@@ -62,6 +62,9 @@ class SwanlabFeed:
         self._run.log({"samples": [swanlab.Text(block) for block in blocks]}, step=step)
 
     def finish(self, exit_code: int) -> bool:
-        """End the run, in a state that says whether it failed."""
+        """End the run, in a state that says whether it failed.
+
+        SwanLab prints what it could not upload to stderr, and reports it nowhere else.
+        """
         self._run.finish("crashed" if exit_code else "success", error="the run failed" if exit_code else None)
         return True

@@ -49,9 +49,7 @@ class TensorboardTracker:
             return
         try:
             write()
-        except (
-            Exception
-        ) as error:  # a full or lost disk, and whatever else its writer thread passes on: no run ends by it
+        except Exception as error:  # whatever its writer thread passes on (a full disk): no run ends by it
             self._lost = f"{type(error).__name__}: {error}"
             self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl continues", "warning")
 

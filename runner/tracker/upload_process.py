@@ -88,16 +88,21 @@ class FeedLines:
         self._feed = feed
         self._metrics, self._samples = JsonlTail(folder / "metrics.jsonl"), JsonlTail(folder / "samples.jsonl")
         self.written = 0
+        self._held: list[dict[str, Any]] = []  # samples of the newest step, which may go on: a step is logged once
 
-    def feed_new_lines(self) -> int:
-        """Feed what has come; returns the number of lines read."""
+    def feed_new_lines(self, *, at_end: bool = False) -> int:
+        """Feed what has come; returns the number of lines read. at_end: the run has ended."""
         metrics, samples = self._metrics.lines(), self._samples.lines()
         for line in metrics:
             if line["step"] > self._feed.after:
                 values = {k: v for k, v in line.items() if k != "step" and v is not None}
                 self._feed.log(line["step"], with_health_panel(values))
             self.written += 1
-        for step, rows in groupby(samples, key=lambda line: int(line["step"])):
+        steps = [
+            (step, list(rows)) for step, rows in groupby([*self._held, *samples], key=lambda one: int(one["step"]))
+        ]
+        self._held = [] if (at_end and not samples) or not steps else steps.pop()[1]
+        for step, rows in steps:
             if step > self._feed.after:
                 self._feed.log_samples(step, [{k: v for k, v in row.items() if k != "step"} for row in rows])
         return len(metrics) + len(samples)
@@ -178,7 +183,7 @@ class UploadProcess:
         while True:
             closing = self._closing.is_set()  # checked before reading: what the run wrote before its end is then there
             with self._limit_call("log", CALL_S):
-                lines = lines_of_run.feed_new_lines()
+                lines = lines_of_run.feed_new_lines(at_end=closing)
             if closing and not lines:
                 break
             if not lines:

@@ -40,21 +40,24 @@ RESTARTS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Library:
-    """What the upload process's environment has for a library.
+class UploadLibrary:
+    """How a library is installed, and what the upload process's environment has for it.
 
-    key: variable of its API key; said: variables of which the user hears that they have no effect; ignored: all that
-    would make it do other than the spec says, or talk to another process's service; defaults: set unless the user has
+    package: what pip installs; api_key_variable: name of its API key; reported_variables: the user is told that they
+    have no effect; removed_variables: not passed on, because they would override the spec; defaults: set unless the
+    user has
     """
 
-    key: str
-    said: tuple[str, ...]
-    ignored: tuple[str, ...]
+    package: str
+    api_key_variable: str
+    reported_variables: tuple[str, ...]
+    removed_variables: tuple[str, ...]
     defaults: Mapping[str, str] = field(default_factory=dict)
 
 
 LIBRARIES = {
-    "wandb": Library(
+    "wandb": UploadLibrary(
+        "wandb",
         "WANDB_API_KEY",
         ("WANDB_MODE", "WANDB_DISABLED"),
         ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE"),
@@ -62,7 +65,8 @@ LIBRARIES = {
         # into the run folder, and the home folder may be read-only.
         {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": "{folder}/data"},
     ),
-    "swanlab": Library(
+    "swanlab": UploadLibrary(
+        "'posttrain-run[swanlab]'",
         "SWANLAB_API_KEY",
         ("SWANLAB_MODE",),
         ("SWANLAB_MODE", "SWANLAB_LOG_DIR", "SWANLAB_RESUME", "SWANLAB_RUN_ID", "SWANLAB_RUN_DIR", "SWANLAB_PARALLEL"),
@@ -84,10 +88,10 @@ def build(
     """Start the upload process; without the library, decide for no tracker."""
     found = importlib.util.find_spec(config.name)
     if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
-        reason = f"{config.name} is not installed: pip install {config.name}, or type tracker=none"
+        reason = f"{config.name} is not installed: pip install {LIBRARIES[config.name].package}, or type tracker=none"
         decide("tracker", config.name, "none", reason)
         return NoTracker()
-    for variable in LIBRARIES[config.name].said:
+    for variable in LIBRARIES[config.name].reported_variables:
         if (said := os.environ.get(variable, config.mode)) != config.mode:
             decide("tracker.mode", f"{variable}={said}", config.mode, f"the option is used; unset {variable}")
     place = folder.root / config.name
@@ -223,9 +227,9 @@ class UploadTracker:
 def _environment(name: str, folder: Path, mode: str) -> dict[str, str]:
     """This environment without what overrules the spec, and offline without the key."""
     library = LIBRARIES[name]
-    environment = {k: v for k, v in os.environ.items() if k not in library.ignored}
+    environment = {k: v for k, v in os.environ.items() if k not in library.removed_variables}
     if mode == "offline":
-        environment.pop(library.key, None)
+        environment.pop(library.api_key_variable, None)
     for variable, value in library.defaults.items():
         environment.setdefault(variable, value.format(folder=folder))
     here = str(Path(__file__).resolve().parent.parent.parent)

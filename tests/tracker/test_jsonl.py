@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from runner.core.errors import RunnerError
 from runner.run_dir.folder import RunFolder
 from runner.tracker.jsonl import JsonlTail, JsonlTracker, missing_steps, truncate_after
+from runner.tracker.upload_process import Feed, FeedLines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -270,3 +271,25 @@ def test_tail_returns_whole_lines_once(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write(json.dumps(long) + "\n" + '{"a": 3}\n')
     assert [*tail.lines(), *tail.lines()] == [long, {"a": 3}]
+
+
+def test_the_samples_of_a_step_are_logged_once_however_they_arrive(tmp_path: Path) -> None:
+    logged: list[tuple[int, int]] = []
+
+    class Recording:
+        after = 0
+
+        def log(self, step: int, values: Any) -> None: ...
+
+        def log_samples(self, step: int, rows: Any) -> None:
+            logged.append((step, len(rows)))
+
+    file = tmp_path / "samples.jsonl"
+    lines = FeedLines(cast(Feed, Recording()), tmp_path)
+    for step, count in ((1, 2), (1, 1), (2, 3)):
+        with file.open("a") as out:
+            out.write((json.dumps({"step": step, "answer": "x"}) + "\n") * count)
+        lines.feed_new_lines()
+    assert logged == [(1, 3)]
+    lines.feed_new_lines(at_end=True)
+    assert logged == [(1, 3), (2, 3)]
