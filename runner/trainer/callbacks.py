@@ -220,7 +220,7 @@ class StopWhen(BaseCallback):
     def load_state_dict(self, state: State) -> None:
         self._best = float(state["best"])
         self._best_step, self._without = state["best_step"], state["without"]
-        self._ended_early = state["ended_early"]
+        self._ended_early = state.get("ended_early", False)  # older checkpoints have none
 
 
 Sink = Callable[[int, Mapping[str, float]], None]

@@ -69,6 +69,7 @@ def test_its_state_survives_a_resume_and_patience_begins_again_after_it_ended_a_
     again.on_start(4)
     assert "best at step 1 (1); 3 measurements without improvement since" in said[0] and "again after step 4" in said[0]
     assert again.state_dict() == stopped | {"without": 0}
+    again.load_state_dict({name: value for name, value in stopped.items() if name != "ended_early"})  # an older one
 
 
 def test_patience_that_ends_at_the_planned_last_step_ended_nothing_early() -> None:
