@@ -17,6 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
@@ -100,6 +101,10 @@ def tokenize_batches(batches: Iterator[Sequence[Example]], options: TokenizerOpt
         yield here.tokenize(batch)
         if time.monotonic() - begin >= ALONE_S:
             break
+    first = next(batches, None)
+    if first is None:
+        return
+    batches = chain([first], batches)
     is_foreign = type(options.tokenizer).__module__.startswith("transformers_modules")  # not known to other processes
     if options.processes > 1 and not is_foreign:
         yield from tokenize_in_processes(batches, options, here)
