@@ -267,7 +267,7 @@ def encode_experience(experience: Experience) -> State:
             },
             "samples": [
                 [len(s.ids), *said(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
-                + ([list(s.versions)] if s.versions else [])
+                + ([_runs(s.versions)] if s.versions else [])
                 for s in g.samples
             ],
         }
@@ -298,11 +298,12 @@ def decode_experience(state: State) -> Experience:
         before: Any,
         parts: RewardComponents,
         cut: float,
-        versions: Sequence[int] = (),
+        versions: Sequence[tuple[int, int]] = (),
     ) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
         drawn = (ids, mask, logprobs, text, finish, version)
-        return RolloutSample(*drawn, reward, tuple(before), parts, cut, tuple(versions))
+        tokens = tuple(version for version, count in versions for _ in range(count))
+        return RolloutSample(*drawn, reward, tuple(before), parts, cut, tokens)
 
     groups = []
     for group in state["groups"]:

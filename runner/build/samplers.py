@@ -55,7 +55,7 @@ def build_sampler(
     """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
     sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
     _report_episode_limit(spec, sampler, decide)
-    if spec.sampler.engine or spec.sampler.switches_weights:
+    if spec.sampler.engine or spec.sampler.is_interruptible:
         sampler = RolloutJournal(sampler, folder.journal, world.rollout_peers, lambda: min(store.steps(), default=0))
     return sampler
 
@@ -147,8 +147,8 @@ def build_publisher(
         route: WeightTransport = SameModel()
         if lag and not spec.sampler.served:
             route = copies = DeviceCopy(learner.weights)
-            if spec.sampler.switches_weights:
-                cast(InterruptibleSampler, sampler).follow_weights(copies.newest)
+            if spec.sampler.is_interruptible:
+                cast(InterruptibleSampler, sampler).set_weight_source(copies.newest)
         return Publisher(route, sampler, lag, peers=world.rollout_peers)
     route = _weight_route(spec, learner, policy, world, folder)
     return Publisher(

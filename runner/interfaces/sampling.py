@@ -263,7 +263,7 @@ NewestWeights = Callable[[], tuple[int, Mapping[str, "Tensor"]]]
 class InterruptibleSampler(Protocol):
     """A sampler that can load newer weights between two tokens."""
 
-    def follow_weights(self, newest: NewestWeights) -> None: ...
+    def set_weight_source(self, newest: NewestWeights) -> None: ...
 
 
 class SamplerWrapper:
@@ -291,9 +291,9 @@ class SamplerWrapper:
         """Pass a version of the weights to the inner sampler."""
         self._sampler.load_weights(tensors, version)
 
-    def follow_weights(self, newest: NewestWeights) -> None:
+    def set_weight_source(self, newest: NewestWeights) -> None:
         """Let the inner sampler, which is interruptible, load newer weights between two tokens."""
-        cast(InterruptibleSampler, self._sampler).follow_weights(newest)
+        cast(InterruptibleSampler, self._sampler).set_weight_source(newest)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order."""

@@ -26,7 +26,7 @@ class SamplerConfig(ComponentConfig):
         return self.engine and not self.served
 
     @property
-    def switches_weights(self) -> bool:
+    def is_interruptible(self) -> bool:
         """Whether it loads newer weights between two tokens, so that its rollouts do not repeat."""
         return False
 

@@ -271,32 +271,32 @@ class NoSamplerConfig(SamplerConfig):
 
 
 class TorchSamplerConfig(SamplingConfig):
-    """The model itself, in plain PyTorch; rollouts repeat bit for bit, unless interruptible."""
+    """The model itself, in plain PyTorch; rollouts repeat bit for bit, except with interruptible=true."""
 
     factory: ClassVar[str] = "runner.sampler.torch:build"
     shares_model: ClassVar[bool] = True
     name: Literal["torch"] = "torch"
     interruptible: bool = Field(
         default=False,
-        description="Load newer weights between two tokens, while a batch is sampled; needs algorithm.lag. Which token "
-        "is the first of newer weights does not repeat; resuming reads completions from a journal.",
+        description="Load newer weights during generation, between two tokens; requires algorithm.lag above 0. Not "
+        "reproducible, because it depends on timing; a resume reads completions from the rollout log.",
     )
 
     @property
-    def switches_weights(self) -> bool:
+    def is_interruptible(self) -> bool:
         return self.interruptible
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return [*self._problems_of_switching(job), *self._problems_of_place(job)]
+        return [*self._interruptible_problems(job), *self._problems_of_place(job)]
 
-    def _problems_of_switching(self, job: Any) -> list[tuple[str, str]]:
+    def _interruptible_problems(self, job: Any) -> list[tuple[str, str]]:
         if not self.interruptible:
             return []
         if job.launch.samplers:
-            text = "rollout servers load weights only between steps; type launch.samplers=0, or leave it out"
+            text = "rollout servers cannot load weights during generation; type launch.samplers=0"
             return [("sampler.interruptible", text)]
         if not job.algorithm.steps_ahead():
-            text = "there are no newer weights while a step is sampled; type algorithm.lag=1, or leave it out"
+            text = "lag 0 has no newer weights during generation; type algorithm.lag=1"
             return [("sampler.interruptible", text)]
         return []
 

@@ -32,7 +32,7 @@ from runner.sampler.sampling import (
 
 
 @dataclass(slots=True)
-class PartialRollout:
+class RunningSequence:
     """A rollout in the making."""
 
     prompt_ids: tuple[int, ...]
@@ -95,7 +95,7 @@ class TorchSampler:
             copy_weights(self._model.trainable(), tensors)
         self._version = version
 
-    def follow_weights(self, newest: NewestWeights) -> None:
+    def set_weight_source(self, newest: NewestWeights) -> None:
         """Load the newest weights from now on as soon as they are there, between two tokens."""
         self._newest = newest
 
@@ -107,7 +107,7 @@ class TorchSampler:
         """
         limits = [answer_limit(request, self.max_new_tokens, self._writer.length_limit) for request in requests]
         answers = [
-            PartialRollout(r.prompt, uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
+            RunningSequence(r.prompt, uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
             for r, limit in zip(requests, limits, strict=True)
         ]
         if load := self._newer_weights():
@@ -139,7 +139,7 @@ class TorchSampler:
             return None
         return partial(self.load_weights, found[1], found[0])
 
-    def _sample_next(self, logits: Tensor, answers: Sequence[PartialRollout]) -> None:
+    def _sample_next(self, logits: Tensor, answers: Sequence[RunningSequence]) -> None:
         """Draw the next id of each answer from logits [n, V], which may finish it."""
         u = torch.tensor([next(answer.stream) for answer in answers], device=logits.device)
         drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in answers))

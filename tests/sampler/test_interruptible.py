@@ -48,7 +48,7 @@ class Training:
         self.route = DeviceCopy(lambda: iter(self.model.trainable().items()))
         self.sampler = TorchSampler(TorchSamplerConfig(**options), self.copy, decide=Decisions())
         self.publisher = Publisher(self.route, self.sampler, lag)
-        self.sampler.follow_weights(self.route.newest)
+        self.sampler.set_weight_source(self.route.newest)
         self.versions: dict[int, CausalLM] = {}
         self.publish()
         self.publisher.load_for(0)

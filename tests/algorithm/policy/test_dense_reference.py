@@ -184,8 +184,9 @@ def check(got: dict[str, Tensor], wanted: dict[str, Tensor], said: str) -> bool:
     assert got.keys() == wanted.keys()
     a, b = (torch.cat([one[name].double().flatten() for name in wanted]) for one in (got, wanted))
     far, size = float((a - b).norm()), float(b.norm())
-    assert far <= TOLERANCE * size + 1e-7, f"{far:.3g} off a gradient of norm {size:.3g}; {said}"
-    return size > 1e-6
+    # Advantages and sampled log-probabilities are float32: where samples of norm 1 cancel, 1e-6 of them is left.
+    assert far <= TOLERANCE * size + 2e-6, f"{far:.3g} off a gradient of norm {size:.3g}; {said}"
+    return size > 1e-5
 
 
 @pytest.mark.parametrize(
