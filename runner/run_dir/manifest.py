@@ -332,8 +332,8 @@ def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """
     if now["data"] != saved["data"]:
         raise DataError(
-            "the data (or its tokenizer) changed since the checkpoint was written; "
-            "restore it, or start a new run from the export of this one"
+            "the data (or its tokenizer) changed since the checkpoint was written (of streamed files above 1 GiB "
+            "their modification time counts, too); restore it, or start a new run from the export of this one"
         )
     check_model_unchanged(now["model"], saved)
     for role, origin in now.get("frozen", {}).items():
