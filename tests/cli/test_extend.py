@@ -233,6 +233,7 @@ def test_a_job_uses_all_of_it_and_is_resumed(site: Path, workdir: Path) -> None:
     assert numbers.returncode == 0 and re.search(r"^step +3$", numbers.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_a_sweep_varies_it(site: Path, workdir: Path) -> None:
     result = run(site, workdir, "-m", *DEMO, "steps=1", "callbacks.notify.below=-1,3")
     assert result.returncode == 0, result.stderr

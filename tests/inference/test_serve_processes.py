@@ -84,6 +84,7 @@ def test_sigterm_finishes_what_is_in_flight(server: Server, tmp_path: Path) -> N
     assert "SIGTERM: finishing 4 requests within 30 s" in server.printed.read_text()
 
 
+@pytest.mark.slow
 def test_sigterm_while_the_model_is_loaded_leaves_nothing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     for until_tokenizer in (False, True):  # while weights are read; while the tokenizer is

@@ -34,6 +34,7 @@ def run(cwd: Path, *words: str, code: int = 0) -> str:
     return command.run(*words, cwd=cwd, code=code)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_run_first_on_this_jobs_model(tmp_path: Path) -> None:
     said = run(
         tmp_path,

@@ -39,6 +39,7 @@ def saved(rank: int, root: Path, adapter: bool, grid: Grid | None, start: bool, 
     assert kept.save(first + steps, {"policy": one.state_dict()}, {"train/loss": 1.0}).is_dir()
 
 
+@pytest.mark.slow
 @LORA
 def test_any_layout_goes_on_from_any_other(tmp_path: Path, adapter: bool) -> None:
     saved(0, tmp_path / "alone", adapter, None, True, 5)
@@ -69,6 +70,7 @@ def test_what_many_ranks_write_is_what_one_would(tmp_path: Path, grid: Grid) -> 
     assert one.read_bytes() == other.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     ranks(2, saved, tmp_path / "through", True, (1, 1, 2), True, 4)
     ranks(2, saved, tmp_path / "cut", True, (1, 1, 2), True, 2)

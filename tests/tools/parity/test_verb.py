@@ -151,6 +151,7 @@ def test_a_number_that_is_not_finite_is_traced_to_its_module(
     assert "first in the forward pass: policy/model.layers.0.post_attention_layernorm" in said
 
 
+@pytest.mark.slow
 def test_samples_are_learnt_again_and_not_drawn_again(
     workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
