@@ -29,6 +29,7 @@ def job(tmp_path: Path) -> Job:
     return Job(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_process_per_device_which_leave_one_run_that_goes_on_in_one(job: Job) -> None:
     out = job.run(*TWO, "steps=4", "checkpoint.every=2")
     assert out.count("done      4 steps") == 1 and out.count("folder   ") == 1

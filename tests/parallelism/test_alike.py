@@ -72,6 +72,7 @@ def test_other_data_on_one_rank(workdir: Path) -> None:
         assert kind == "DataError" and said.startswith("rank 1 has other data than rank 0")
 
 
+@pytest.mark.slow
 def test_a_teacher_of_another_layout_in_pieces(workdir: Path) -> None:
     model(1).save(workdir / "model")
     zoo.causal("bloom").save(workdir / "teacher")  # which falls back to padded rows

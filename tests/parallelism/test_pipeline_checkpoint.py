@@ -73,6 +73,7 @@ def test_any_layout_goes_on_from_any_other(tmp_path: Path, adapter: bool) -> Non
     close(files(root, 5), files(tmp_path / "alone", 5))
 
 
+@pytest.mark.slow
 def test_the_same_layout_goes_on_bit_for_bit(tmp_path: Path) -> None:
     ranks(2, saved, tmp_path / "through", True, TWO, True, 3)
     ranks(2, saved, tmp_path / "cut", True, TWO, True, 2)

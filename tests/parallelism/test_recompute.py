@@ -16,6 +16,7 @@ WAYS = ["selective", pytest.param(2, marks=SLOW)]
 BOTH = pytest.mark.parametrize("adapter", [pytest.param(False, marks=SLOW), True], ids=["full", "lora"])
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("way", WAYS)
 def test_in_pieces(way: int | str, adapter: bool) -> None:

@@ -34,6 +34,7 @@ def test_kernels_agree_with_the_reference(here: SystemInfo) -> None:
     assert found.verdict is CheckStatus.OK and "of float64" in found.evidence
 
 
+@pytest.mark.slow
 def test_two_processes_sum(here: SystemInfo) -> None:
     found = tried(here, "all-reduce")
     assert (found.verdict, found.evidence) == (CheckStatus.OK, "gloo sums over 2 processes")
