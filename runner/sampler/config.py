@@ -20,7 +20,7 @@ CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that it
 class VllmSamplerConfig(SamplingConfig):
     """vLLM in each rank, asleep during updates, or in its own processes (launch.samplers).
 
-    Rollouts are not bit-reproducible; resuming reads them from a journal.
+    Rollouts are not bit-reproducible; a resume reads them from the rollout log.
     """
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
