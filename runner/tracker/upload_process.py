@@ -28,6 +28,8 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any, ClassVar, NoReturn, Protocol
 
+import psutil
+
 from runner.core import subprocess as processes
 from runner.run_dir.manifest import redact
 from runner.tracker.jsonl import JsonlTail
@@ -146,6 +148,7 @@ class UploadProcess:
         self._end = math.inf  # monotonic time by which we have, too
         self._status = options.status
         self._call: tuple[str, float] | None = None  # the call to the library under way, and when it is overdue
+        self._services: list[processes.Identity] = []  # what the library has started, which runs until `finish`
         self._leaving = Lock()
         self._environment = dict(os.environ)  # before wandb writes the address of its service into it
 
@@ -179,6 +182,8 @@ class UploadProcess:
         below = [processes.process_identity(process.pid) for process in processes.descendants(os.getpid())]
         ours = [identity for identity in below if identity is not None]
         self._report("open", mode=mode, why=why, folder=where, url=feed.url if mode == "online" else "", processes=ours)
+        children = {child.pid for child in psutil.Process().children()}
+        self._services = [identity for identity in ours if identity[0] in children]
         lines_of_run = FeedLines(feed, self._folder)
         while True:
             closing = self._closing.is_set()  # checked before reading: what the run wrote before its end is then there
@@ -188,6 +193,7 @@ class UploadProcess:
                 break
             if not lines:
                 self._closing.wait(POLL_S)
+        self._services = []
         with self._limit_call("finish", math.inf):
             whole = feed.finish(0 if self._status == "done" or self._options.replay else 1)
         self._report("done", steps=lines_of_run.written, whole=whole)
@@ -213,6 +219,8 @@ class UploadProcess:
             reserve = 0.0 if self._options.offline else min(RESTART_S, 0.4 * self._deadline_s)
             if call and now > min(call[1], self._end - reserve):
                 self._restart(f"{call[0]} does not return")
+            if any(processes.process_identity(service[0]) != service for service in self._services):
+                self._restart(f"a process of {self._library} ended early")
             if now > self._end:
                 self._fail(f"not finished {self._deadline_s:.0f} s after the end of the run")
 

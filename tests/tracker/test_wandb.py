@@ -83,7 +83,7 @@ class Run:
         assert isinstance(self.tracker, UploadTracker) and self.tracker._process is not None
         return self.tracker._process.pid
 
-    def wait_for(self, what: Callable[[], Any], seconds: float = 20.0) -> Any:
+    def wait_for(self, what: Callable[[], Any], seconds: float = 60.0) -> Any:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             self.tracker.log(0, {})
@@ -282,8 +282,8 @@ def test_a_killed_wandb_core_is_replaced_and_everything_is_written_again(tmp_pat
     run.steps(1, 10)
     before = run.opened()
     os.kill(core_of(run), signal.SIGKILL)
+    run.wait_for(lambda: run.opened()["processes"] != before["processes"])  # though nothing is logged meanwhile
     run.steps(11, 20)
-    run.wait_for(lambda: run.opened()["processes"] != before["processes"])
     run.steps(21, 30)
     line = run.finish()
     assert "wandb sync" in line
