@@ -332,23 +332,6 @@ class JsonLines:
             raise self._fault
         return None if self._is_closed and not messages else messages
 
-    def receive_one(self, within_s: float) -> Any:
-        """The next message, where each answers one. Raises TimeoutError, EOFError at the end.
-
-        Also EOFError where what came is not one message.
-        """
-        end = time.monotonic() + within_s
-        try:
-            while (messages := self.receive(max(end - time.monotonic(), 0.0))) is not None:
-                if messages:
-                    [message] = messages
-                    return message
-                if time.monotonic() >= end:
-                    raise TimeoutError(f"no message within {within_s:g} s")
-        except ValueError as error:
-            raise EOFError(str(error)) from error
-        raise EOFError
-
     def parse(self, content: bytes) -> list[Any]:
         """The messages that these bytes complete.
 

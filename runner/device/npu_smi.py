@@ -5,7 +5,6 @@
     npu-smi info -m            ─▶ parse_mapping   a table: card, chip, logical and physical number
     npu-smi info -t topo       ─▶ parse_topology  a matrix
     npu-smi info -t board -i N ─▶ parse_records
-    npu-smi info -t usages -i N ─▶ parse_usages   key : value; a line `Chip ID` closes the chip's record
 
 Nothing here imports torch or starts a process. A text that is none of these raises ValueError.
 """
@@ -99,18 +98,6 @@ def parse_records(text: str) -> list[dict[str, str]]:
             records.append({})
         records[-1][key] = value
     return [record for record in records if record]
-
-
-def parse_usages(text: str) -> dict[int, dict[str, int]]:
-    """Chip → numbers of `-t usages` (MB and %), keys in lower case without the unit's brackets."""
-    found: dict[int, dict[str, int]] = {}
-    current: dict[str, int] = {}
-    for key, value in _pairs(text):
-        if key == "chip id":
-            found[int(value)], current = current, {}
-        elif key not in ("npu id", "chip count") and value.isdecimal():
-            current[key.partition("(")[0].strip()] = int(value)
-    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,11 +73,6 @@ def max_row_length(config: Any) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def new_tokens_that_fit(prompt: int, wanted: int, limit: tuple[int, str] | None) -> int:
-    """How many of `wanted` new tokens fit behind a prompt of `prompt` tokens, by `longest_row`."""
-    return wanted if limit is None else max(0, min(wanted, limit[0] - prompt))
-
-
 def check_row_length(longest: int, limit: tuple[int, str] | None) -> None:
     """Raise SpecError if rows of `longest` tokens are more than `longest_row` allows."""
     if limit is not None and longest > limit[0]:

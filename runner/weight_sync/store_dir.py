@@ -51,14 +51,6 @@ def store_dirs(root: Path, memory: Path = MEMORY) -> tuple[Path, ...]:
     return memory / f"{PREFIX}{name}", root.absolute() / BESIDE
 
 
-def remove_store_dirs(root: Path, memory: Path = MEMORY) -> bool:
-    """Remove what a run has left, whose processes are all dead; whether there was anything."""
-    found = [place for place in store_dirs(root, memory) if place.exists()]
-    for place in found:
-        shutil.rmtree(place, ignore_errors=True)
-    return bool(found)
-
-
 def reserve_dir(root: Path, need: int, memory: Path = MEMORY) -> ReservedDir:
     """A new, empty folder in `root` for weights of up to `need` bytes, readable for this user only.
 

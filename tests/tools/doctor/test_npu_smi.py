@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runner.device.ascend import generation, soc_name
-from runner.device.npu_smi import NpuChip, parse_info, parse_mapping, parse_records, parse_topology, parse_usages
+from runner.device.npu_smi import NpuChip, parse_info, parse_mapping, parse_records, parse_topology
 
 FIXTURES = Path(__file__).with_name("fixtures")
 
@@ -107,13 +107,10 @@ def test_the_topology_is_a_whole_matrix(name: str) -> None:
     assert set(links.values()) == expected[name], "CPU affinity and the legend are no links"
 
 
-def test_records_and_usages() -> None:
+def test_records() -> None:
     records = parse_records(text("a2", "info_-l"))
     assert [record.get("npu id") for record in records] == ["0", "1", "2", "3"]
     assert records[0]["total count"] == "4"
-    usages = parse_usages(text("a3", "info_-t_usages_-i_0"))
-    assert [usages[chip]["aicore usage rate"] for chip in (0, 1)] == [63, 61]
-    assert parse_usages(text("a2", "info_-t_usages_-i_0"))[0]["hbm capacity"] == 65536
 
 
 @pytest.mark.parametrize(
