@@ -1,7 +1,7 @@
 """Automatic choices (kernel, dtype, fallback) and facts: printed, and written to the manifest.
 
-decide(feature, wanted, got, reason)   something else is done than was asked for; refused under strict=true
-decide.state(feature, value, reason)   a fact worth knowing, e.g. how many rows were skipped as asked; never refused
+decide(feature, wanted, got, reason)         something other than the request is done; an error under strict=true
+decide.record_fact(feature, value, reason)   a fact, e.g. how many rows were skipped as requested; never an error
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger("runner")
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was wanted, what was done instead, and why; a fact is what was wanted."""
+    """What was requested, what was done, and why; for a fact both are equal."""
 
     feature: str
     wanted: str
@@ -25,7 +25,7 @@ class Decision:
 
     @property
     def is_fact(self) -> bool:
-        """Whether nothing but what was wanted was done."""
+        """Whether it is a fact: what was done is what was requested."""
         return self.wanted == self.got
 
     def __str__(self) -> str:
@@ -49,10 +49,10 @@ class Decisions:
             log.info("%s %s", "found   " if decision.is_fact else "decided ", decision)
 
     def record_fact(self, feature: str, value: str, reason: str) -> None:
-        """Say a fact, which strict=true allows."""
+        """Record a fact, which strict=true allows."""
         self(feature, value, value, reason)
 
     def records(self) -> dict[str, list[dict[str, str]]]:
-        """Plain records for the manifest: `decisions`, and `facts` apart from them."""
+        """Plain records for the manifest: `decisions` and `facts`."""
         facts = [{"feature": d.feature, "value": d.got, "reason": d.reason} for d in self.entries if d.is_fact]
         return {"decisions": [asdict(d) for d in self.entries if not d.is_fact], "facts": facts}

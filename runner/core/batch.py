@@ -23,8 +23,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-TOTALS = ("tokens", "rows", "units")
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -86,9 +84,7 @@ class Batch:
 
 
 def pack(
-    ids: Sequence[Sequence[int]],
-    weights: Sequence[Sequence[float]],
-    branches: Sequence[Sequence[int]] | None = None,
+    ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]], branches: Sequence[Sequence[int]] | None = None
 ) -> Batch:
     """Lay rows end to end, each its own unit; the weight of each unit's first token is set to 0.
 

@@ -1,13 +1,13 @@
 """Durable files, fault injection points, and folders for temporary files. Nothing here imports torch.
 
-A file is on the disk, and not only in its cache, once a function returns.
+When a function returns, the file is on the disk and not only in the page cache.
 
     RUNNER_FAILPOINT=checkpoint.before_rename:kill              SIGKILL there; free when the variable is unset
     RUNNER_FAILPOINT=checkpoint.write:ENOSPC                    OSError there, with any name of `errno`
     <temporary files>/run-engine-<hash of the folder's path>    files by which workers meet, sockets
 
-vLLM leaves the last ones there where it is killed, and some wherever it ends. On the processor its workers share memory
-as well, under the names of those files, which outlasts them.
+vLLM leaves these files if it is killed, and some of them always. On the CPU its workers also use shared memory with the
+names of these files, which remains too.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 STAGED = ".staging-"
-STALE = timedelta(hours=1)  # another process may be writing what is younger
-OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # how safetensors passes an errno on
+STALE = timedelta(hours=1)  # a younger file may be in use by another process
+OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # the form of an errno in safetensors' errors
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk. Raises OSError where that fails."""
+    """Flush a file, or a folder's entries, to the disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -51,7 +51,7 @@ def write_new(path: Path, content: bytes) -> None:
 def atomic_write(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically: a reader, or a crash, sees the old file or the new one.
 
-    Raises OSError where that fails; the old file is then untouched and nothing is left beside it.
+    Raises OSError; the old file is then unchanged and no other file remains.
     """
     staged = path.with_name(f"{STAGED}{path.name}.{secrets.token_hex(4)}")
     try:
@@ -63,9 +63,9 @@ def atomic_write(path: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what `atomic_write` left in a folder where its process was killed. Raises OSError."""
+    """Remove files that a killed `atomic_write` left in a folder. Raises OSError."""
     for path in folder.glob(f"{STAGED}*"):
-        with suppress(FileNotFoundError):  # another process was faster
+        with suppress(FileNotFoundError):  # another process has removed it
             if datetime.now() - datetime.fromtimestamp(path.stat().st_mtime) > STALE:
                 path.unlink()
 
@@ -77,18 +77,18 @@ def sha256(path: Path) -> str:
 
 
 def free_bytes(folder: Path) -> int:
-    """What this user may still write to the disk that `folder` is, or would be, on."""
+    """Free bytes for this user on the disk of `folder`, which need not exist yet."""
     return shutil.disk_usage(_nearest_existing(folder)).free
 
 
 def has_free_inodes(folder: Path) -> bool:
-    """Whether another few files can be made, where the file system counts them."""
+    """Whether a few more files can be created, if the file system limits their number."""
     status = os.statvfs(_nearest_existing(folder))
     return status.f_files == 0 or status.f_favail > 4
 
 
 def error_reason(error: Exception) -> str:
-    """Why an operation failed, in words."""
+    """The reason of an error as text."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (said := OS_ERROR.search(str(error))):
         number = int(said[1])
@@ -96,7 +96,7 @@ def error_reason(error: Exception) -> str:
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size as people read it, e.g. 3.2 MiB."""
+    """A readable size, e.g. 3.2 MiB."""
     size = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if size < 1024:
@@ -106,12 +106,12 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def _nearest_existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """The folder, or its nearest parent that exists."""
     return folder if folder.exists() else _nearest_existing(folder.parent)
 
 
 def failpoint(name: str) -> None:
-    """Inject the fault of RUNNER_FAILPOINT at `name`; nothing, unless it names this point."""
+    """Inject the fault of RUNNER_FAILPOINT if it names this point."""
     where, _, action = os.environ.get("RUNNER_FAILPOINT", "").partition(":")
     if where != name:
         return
@@ -122,7 +122,7 @@ def failpoint(name: str) -> None:
 
 
 MEMORY = Path("/dev/shm")
-RENDEZVOUS_FILES = "vllm_dist_*"  # vLLM's files by which its workers meet
+RENDEZVOUS_FILES = "vllm_dist_*"  # rendezvous files of vLLM's workers
 KEPT = ".kept"
 
 
@@ -133,13 +133,13 @@ def temporary_folder(folder: Path) -> Path:
 
 
 def keep_rendezvous_names(folder: Path) -> None:
-    """Once workers have met: how the files by which they met are called is known even when these are gone."""
+    """Record the names of rendezvous files, which vLLM removes; called after its workers are connected."""
     for file in [*folder.glob(RENDEZVOUS_FILES)]:
         file.with_suffix(KEPT).touch()
 
 
 def remove_temporary_folder(folder: Path, memory: Path = MEMORY) -> None:
-    """Remove such a folder, where there is one, and the memory that is called after files in it."""
+    """Remove such a folder, if it exists, and the shared memory that is named after its files."""
     for file in folder.glob(RENDEZVOUS_FILES):
         for shared in memory.glob(f"{glob.escape(file.stem)}*"):
             shared.unlink(missing_ok=True)

@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -25,32 +26,24 @@ from aiohttp import (
 from aiohttp import ClientError as ClientError
 from yarl import URL
 
+from runner.core.threads import run_in_daemon_thread
+
 P = ParamSpec("P")
 T = TypeVar("T")
 CONNECT_S = 5.0  # for a connection, where silence has a deadline
-PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")  # what lies behind one is not seen from here
-UPLOAD_BYTES = 1 << 20  # of a file, between two looks at the clock
+PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+UPLOAD_BYTES = 1 << 20  # block size of an upload; the deadline is checked for each block
 
 
 class AnswerTooLargeError(ClientPayloadError):
-    """The body is larger than the caller takes."""
+    """The body is larger than the caller's limit."""
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """A daemon thread for each call; ThreadPoolExecutor's own threads are joined when the program ends."""
+    """Runs each call in a daemon thread, unlike ThreadPoolExecutor's threads, which delay the exit."""
 
     def submit(self, call: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-        future: Future[T] = Future()
-
-        def work() -> None:
-            try:
-                future.set_result(call(*args, **kwargs))
-            except BaseException as error:  # whatever it is, the caller gets it
-                future.set_exception(error)
-
-        if future.set_running_or_notify_cancel():
-            threading.Thread(target=work, name="name lookup", daemon=True).start()
-        return future
+        return run_in_daemon_thread(partial(call, *args, **kwargs), "name lookup")
 
 
 class _Loop(asyncio.SelectorEventLoop):
@@ -68,10 +61,7 @@ def run_coroutine(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class CancellableRunner:
-    """Runs coroutines to their end in any threads, until `cancel`.
-
-    After it those under way, and every later one, raise CancelledError.
-    """
+    """Runs coroutines in any threads until `cancel`; running and later ones then raise CancelledError."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -82,7 +72,7 @@ class CancellableRunner:
         return run_coroutine(self._run_task(coroutine))
 
     def cancel(self) -> None:
-        """Cancel what is under way, from any thread."""
+        """Cancel running coroutines, from any thread."""
         with self._lock:  # an event loop ends after its task has left the set
             self.cancelled = True
             for task in self._tasks:
@@ -116,14 +106,14 @@ async def request(
 ) -> tuple[int, bytes]:
     """Status and body of the response; redirects are not followed.
 
-    body: JSON, unless the headers say otherwise, or a file to send; headers: beside its type; proxies: whether those of
-    the environment (HTTPS_PROXY, …) are used; silence_s: most seconds in which no byte moves, None = no such limit.
-    Raises TimeoutError after timeout_s, wherever the request is by then, AnswerTooLargeError, and OSError or
-    ClientError where there is no whole answer.
+    body: JSON, unless the headers have another type, or a file to send; headers: in addition to the content type;
+    proxies: whether to use those of the environment (HTTPS_PROXY, …); silence_s: maximum seconds without a transferred
+    byte, None = no limit. Raises TimeoutError after timeout_s in any phase of the request, AnswerTooLargeError, and
+    OSError or ClientError for an incomplete response.
     """
     sent = {"Content-Type": "application/json", **headers}
     if isinstance(body, Path):
-        sent["Content-Length"] = str(body.stat().st_size)  # else it is sent in chunks, which cost more to read
+        sent["Content-Length"] = str(body.stat().st_size)  # otherwise it is sent in chunks, which are slower to read
     connect_s = None if silence_s is None else min(CONNECT_S, silence_s)
     async with (
         asyncio.timeout(silence_s) as silence,
@@ -154,25 +144,30 @@ async def _file_blocks(path: Path, silence: asyncio.Timeout, silence_s: float | 
 
 
 def _extend(silence: asyncio.Timeout, silence_s: float | None) -> None:
-    """A byte has moved: the deadline of silence begins again."""
+    """Restart the silence timeout after a transferred byte."""
     if silence_s is not None:
         silence.reschedule(asyncio.get_running_loop().time() + silence_s)
 
 
 def failure_reason(error: BaseException) -> str:
-    """Why there is no answer, in words."""
+    """Why a request failed, as text."""
     if isinstance(error, ClientConnectorError) and not isinstance(error, ClientConnectorDNSError | ClientSSLError):
         number = error.os_error.errno or 0
         return os.strerror(number) if number > 0 else str(error)
     return str(error) or type(error).__name__
 
 
-def site_fault(url: str, timeout_s: float, environment: Mapping[str, str]) -> str | None:
-    """Why a site cannot be reached within so many seconds; None = nothing is known against it."""
+def site_fault(
+    url: str, timeout_s: float, environment: Mapping[str, str] = MappingProxyType({}), *, proxies: bool = False
+) -> str | None:
+    """Why a site cannot be reached within so many seconds; None = it answered.
+
+    environment: with a proxy in it, nothing is tried; proxies: see `request`
+    """
     if any(map(environment.get, PROXIES)):
         return None
     try:
-        run_coroutine(request("HEAD", url, timeout_s=timeout_s, largest_bytes=1 << 20))
+        run_coroutine(request("HEAD", url, timeout_s=timeout_s, largest_bytes=1 << 20, proxies=proxies))
     except TimeoutError:
         return f"{url} does not respond within {timeout_s:g} s"
     except (OSError, ClientError, ValueError) as error:

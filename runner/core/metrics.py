@@ -1,4 +1,4 @@
-"""Metrics that add up: (sum, count) pairs and maxima, so that micro-batches and ranks make one number."""
+"""Metrics as (sum, count) pairs and maxima, which can be added over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Metrics:
             self.maxima[name] = value
 
     def merge(self, other: Metrics) -> None:
-        """Take in another record of the same step."""
+        """Add another record of the same step."""
         for name, (total, count) in other.sums.items():
             self.add(name, total, count)
         for name, value in other.maxima.items():
             self.peak(name, value)
 
     def plain(self) -> Metrics:
-        """The same in plain numbers, read from the device."""
+        """A copy with plain numbers, read from the device."""
         sums: dict[str, tuple[Scalar, Scalar]] = {
             name: (_number(total), _number(count)) for name, (total, count) in self.sums.items()
         }
         return Metrics(sums, {name: _number(value) for name, value in self.maxima.items()})
 
     def result(self) -> dict[str, float]:
-        """Plain numbers: means, without those of which nothing was counted, and maxima."""
+        """Plain numbers: means with a count above 0, and maxima."""
         means = {n: float(t) / float(c) for n, (t, c) in self.sums.items() if float(c)}
         return means | {n: float(v) for n, v in self.maxima.items()}
 

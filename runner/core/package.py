@@ -1,6 +1,6 @@
 """The installed packages: ours with conf/, recipes/ and lazy imports; plug-ins by entry points.
 
-An entry point that cannot be used is left out, and the command line says so once.
+An entry point that fails is left out, with one warning on the command line.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ T = TypeVar("T")
 def import_frozen(name: str) -> ModuleType:
     """Import a module with garbage collection off, and exempt all objects that exist then (`gc.freeze`).
 
-    Modules live as long as the process. The collector would search their hundreds of thousands of objects again and
-    again, and twice more at the end: a quarter of the processor time of a first step. A module that is there already
-    is returned as it is.
+    Modules live as long as the process. Otherwise the collector repeatedly scans their hundreds of thousands of
+    objects, which takes a quarter of the CPU time of a first step. An imported module is returned unchanged.
     """
     if name in sys.modules:
         return sys.modules[name]
@@ -69,7 +68,7 @@ def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
     for point in sorted(entry_points(group=group), key=lambda one: (_distribution_name(one), one.name)):
         try:
             made = use(point)
-        except (Exception, SystemExit) as error:  # a foreign package may fail in any way
+        except (Exception, SystemExit) as error:  # a plug-in may fail in any way
             why = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
             LEFT_OUT[group, point.name] = f"the one of plug-in {_distribution_name(point)} is not loaded: {why}"
             _FAILED.setdefault(_distribution_name(point), {}).setdefault(why, []).append(point.name)
@@ -78,22 +77,13 @@ def load_plugins(group: str, use: Callable[[EntryPoint], T]) -> Iterator[T]:
 
 
 def plugin_warnings() -> list[str]:
-    """For each package of which something was left out: what, why, and what to type."""
-    return [
-        "\n  ".join(
-            [
-                f"the plug-in {owner} is only partly loaded",
-                *map(_line, failed.items()),
-                f"fix it, or type: pip uninstall {owner}",
-            ]
-        )
-        for owner, failed in _FAILED.items()
-    ]
-
-
-def _line(failed: tuple[str, list[str]]) -> str:
-    why, names = failed
-    return f"not loaded: {', '.join(names)} ({why})"
+    """A warning for each plug-in with failed entry points: which, why, and what to type."""
+    found = []
+    for owner, failed in _FAILED.items():
+        lines = [f"not loaded: {', '.join(names)} ({why})" for why, names in failed.items()]
+        advice = f"fix it, or type: pip uninstall {owner}"
+        found.append("\n  ".join([f"the plug-in {owner} is only partly loaded", *lines, advice]))
+    return found
 
 
 def _distribution_name(point: EntryPoint) -> str:
@@ -107,7 +97,7 @@ PACKAGE = Path(__file__).resolve().parent.parent
 def read_table(module_file: str, name: str) -> Any:
     """The contents of a YAML file beside a module (its `__file__`).
 
-    libyaml reads it, where PyYAML has that: ten times as fast, and several tables are read at every start.
+    Uses libyaml if PyYAML has it, which is ten times as fast: several tables are read at every start.
     """
     text = Path(module_file).with_name(name).read_text(encoding="utf-8")
     return getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text).get_single_data()
@@ -130,6 +120,6 @@ def cache_folder() -> Path:
 
 
 def _shipped_dir(name: str) -> Path:
-    # The wheel's copy comes first: site-packages may hold somebody else's conf/ beside our package.
+    # The wheel's copy comes first: site-packages may have another package's conf/ folder.
     installed = PACKAGE / f"_{name}"
     return installed if installed.is_dir() else PACKAGE.parent / name

@@ -1,4 +1,4 @@
-"""Keeps transformers' progress bars and load reports off the screen, which shows the run."""
+"""Disables transformers' progress bars and load reports, which would disturb the screen of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def no_progress_bar() -> Iterator[None]:
 
 @contextmanager
 def no_load_report() -> Iterator[None]:
-    """Without transformers' tables of keys that did not fit: each of them is an error or a decision here."""
+    """No transformers' tables of mismatched keys, which are errors or automatic choices here."""
     library = logging.getLogger("transformers")
     before = library.level
     library.setLevel(logging.ERROR)

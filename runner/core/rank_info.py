@@ -1,4 +1,4 @@
-"""The rank of a process: on which machine, among all processes of the job, and among those there."""
+"""The rank of a process among all ranks of the job and among those on its machine; and the machine."""
 
 from __future__ import annotations
 
@@ -9,25 +9,30 @@ from pathlib import Path
 
 from runner.core.errors import EnvironmentProblem
 
-ELASTIC = "TORCHELASTIC_"  # how the names begin that torchrun sets beside them
-RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # where the processes of a job find one another
-# What gloo, NCCL, HCCL and torch's store say where another process of the job is gone.
+ELASTIC = "TORCHELASTIC_"  # prefix of torchrun's other variables
+RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")  # the address of the rendezvous store
+# Parts of error messages of gloo, NCCL, HCCL and torch's store after the loss of another process
 GONE = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited", "remote error", "Connection refused")
-LATE = ("Timed out waiting", "timed out", "timeout")  # where it does not answer
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # torchrun's names, in the order of Place's fields
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # drawn by the kernel as the machine starts
+LATE = ("Timed out waiting", "timed out", "timeout")  # if another process does not respond
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+)  # torchrun's names, in the order of RankInfo's fields
+BOOT = Path("/proc/sys/kernel/random/boot_id")  # random, from the kernel, at each boot
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine, told apart from all others: also from one with the same name, and from containers on it."""
+    """A machine's name and boot id, which distinguishes machines with the same name."""
 
     host: str
     boot_id: str
 
     @classmethod
     def current(cls) -> Host:
-        """This one; without a boot id where the system has none."""
+        """This machine; the boot id is empty if the system has none."""
         return cls(socket.gethostname(), BOOT.read_text().strip() if BOOT.exists() else "")
 
 
@@ -46,9 +51,9 @@ class RankInfo:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RankInfo:
-        """The place that torchrun's variables name; alone where none of them is set, or WORLD_SIZE is 1.
+        """The rank by torchrun's variables; the only rank if none is set, or WORLD_SIZE is 1.
 
-        Raises EnvironmentProblem where some are missing, or they contradict one another.
+        Raises EnvironmentProblem if some are missing or contradict each other.
         """
         found = {name: environment[name] for name in VARIABLES if name in environment}
         if not found or found.get("WORLD_SIZE") == "1":
@@ -72,11 +77,11 @@ class RankInfo:
 
     @property
     def node_rank(self) -> int:
-        """The machine's number, where every machine has as many processes as this one."""
+        """The machine's number, if all machines have the same number of processes."""
         return self.rank // self.local_size
 
     def to_environment(self) -> dict[str, str]:
-        """The environment that `of` reads this place from."""
+        """The variables from which `from_environment` reads this rank."""
         values = (self.rank, self.size, self.local_rank, self.local_size)
         return {name: str(value) for name, value in zip(VARIABLES, values, strict=True)}
 
@@ -91,16 +96,16 @@ def is_launched_rank(environment: Mapping[str, str]) -> bool:
 
 
 def is_connection_loss(message: str) -> bool:
-    """Whether a library's error says that another process is gone, and not that it is late."""
+    """Whether a library's error message reports the loss of another process."""
     return any(words in message for words in GONE)
 
 
 def is_timeout(message: str) -> bool:
-    """Whether it says that another process did not answer in time."""
+    """Whether a library's error message reports that another process did not respond in time."""
     return any(words in message for words in LATE)
 
 
 def without_rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that a rank starts and that is none."""
+    """The environment for a child process of a rank that is not a rank itself."""
     own = {*VARIABLES, *RENDEZVOUS_VARIABLES}
     return {name: value for name, value in environment.items() if name not in own and not name.startswith(ELASTIC)}

@@ -13,7 +13,7 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,24 +21,25 @@ from runner.core.errors import Interrupted
 
 log = logging.getLogger("runner")
 STOPS, SAVE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), signal.SIGUSR1
+Handler = Callable[[int, FrameType | None], None]
 
 
 class StopNow(BaseException):
-    """Ends what runs at once; no `except Exception` catches it.
+    """Ends the running block immediately; no `except Exception` catches it.
 
-    Not KeyboardInterrupt: one that passes through the execution of a string (namedtuple, dataclass) makes CPython end
-    by SIGINT, whatever exit code the program gives.
+    Not KeyboardInterrupt: if it passes through executed source text (namedtuple, dataclass), CPython ends by SIGINT
+    whatever the program's exit code is.
     """
 
 
 class StopSignal:
-    """Remembers the first signal; the loop checks it between steps."""
+    """Stores the first signal; the loop checks it between steps."""
 
     def __init__(self) -> None:
         self.number: int | None = None
         self._agreed: int | None = None
         self._at_once = self._wants_checkpoint = False
-        self.checkpoint_requested = False  # SIGUSR1: whether this step is to be saved, as all ranks agreed
+        self.checkpoint_requested = False  # SIGUSR1: whether to save this step, as all ranks agreed
 
     @property
     def is_requested(self) -> bool:
@@ -46,9 +47,9 @@ class StopSignal:
         return self._agreed is not None
 
     def agree_across_ranks(self, gather: Callable[[int | None], Sequence[int | None]]) -> None:
-        """Take the first signal that any rank has received, so that all end, or save, after the same step.
+        """Use the first signal that any rank has received, so that all end, or save, after the same step.
 
-        gather: what every rank has received, this one among them; all ranks call it
+        gather: the signals that all ranks have received; all ranks call it
         """
         wants_checkpoint, self._wants_checkpoint = self._wants_checkpoint, False
         received = gather(self.number or (SAVE if wants_checkpoint else None))
@@ -59,16 +60,14 @@ class StopSignal:
         """Install the handlers, except where the parent ignores a signal (nohup) or SIGUSR1 has a handler."""
         _install_handler(self._receive, (*STOPS, SAVE))
 
-    @contextmanager
-    def handle_signals(self) -> Iterator[None]:
-        """The same for the time of the block."""
-        with _restore_handlers(_install_handler(self._receive, (*STOPS, SAVE))):
-            yield
+    def handle_signals(self) -> AbstractContextManager[None]:
+        """Install the handlers for the block."""
+        return _handlers(self._receive, (*STOPS, SAVE))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == SAVE:
             self._wants_checkpoint = True
-            _write_to_stderr(f"\n{_name(number)}: saving a checkpoint after this step; the run continues\n")
+            _write_to_stderr(f"\n{signal_name(number)}: saving a checkpoint after this step; the run continues\n")
             return
         if number == signal.SIGHUP:
             if self.number is not None:
@@ -80,11 +79,12 @@ class StopSignal:
         self.number = number
         if self._at_once:
             raise StopNow
-        _write_to_stderr(f"\n{_name(number)}: finishing this step, then saving; send it again to stop immediately\n")
+        name = signal_name(number)
+        _write_to_stderr(f"\n{name}: finishing this step, then saving; send it again to stop immediately\n")
 
     @contextmanager
     def interrupt_immediately(self) -> Iterator[None]:
-        """A block that a signal ends without delay, because there is nothing to save yet. Raises Interrupted."""
+        """A block that a signal ends immediately, because there is nothing to save yet. Raises Interrupted."""
         self._at_once = True
         try:
             yield
@@ -92,40 +92,40 @@ class StopSignal:
             assert self.number is not None
         finally:
             self._at_once = False
-        if self.number is not None:  # also one that came before the block, or that a library swallowed
-            raise Interrupted(
-                self.number, f"{_name(self.number)} before the first step ended; no checkpoint was written"
-            )
+        if self.number is not None:  # also a signal before the block, or one that a library caught
+            name = signal_name(self.number)
+            raise Interrupted(self.number, f"{name} before the first step ended; no checkpoint was written")
 
     def raise_if_requested(self, step: int, steps: int) -> None:
-        """Raise Interrupted if a signal arrived and there is still something left to do."""
+        """Raise Interrupted if a signal arrived and steps are left."""
         if self._agreed is not None and step < steps:
-            name = _name(self._agreed)
+            name = signal_name(self._agreed)
             log.warning("%s: step %d is finished and saved", name, step)
             raise Interrupted(self._agreed, f"{name} after step {step} of {steps}; a checkpoint was written")
 
 
-def _name(number: int) -> str:
-    return signal.Signals(number).name
+def signal_name(number: int) -> str:
+    """SIGTERM for 15; `signal 99` for a number without a name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _write_to_stderr(text: str) -> None:
-    """Without logging and without a stream: what the signal interrupted may hold their locks."""
-    with suppress(OSError):  # the reader may be gone
+    """Write without logging and streams, whose locks the interrupted code may hold."""
+    with suppress(OSError):  # the reader may have ended
         os.write(2, text.encode())
 
 
-def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: Sequence[int]) -> dict[int, Any]:
+def _install_handler(receive: Handler, numbers: Sequence[int]) -> dict[int, Any]:
     """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
-    free = [
-        n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))
-    ]
-    return {number: signal.signal(number, receive) for number in free}
+    ignored = [n for n, handler in before.items() if handler is signal.SIG_IGN or (n == SAVE and callable(handler))]
+    return {number: signal.signal(number, receive) for number in numbers if number not in ignored}
 
 
 @contextmanager
-def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
+def _handlers(receive: Handler, numbers: Sequence[int]) -> Iterator[None]:
+    """A block in which these signals go to `receive`."""
+    before = _install_handler(receive, numbers)
     try:
         yield
     finally:
@@ -134,9 +134,9 @@ def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
 
 
 class SignalRecorder:
-    """Signals, noted in their order by a process that passes them on to those which it has started.
+    """Received signals in their order, in a process that forwards them to its children.
 
-    saves: whether SIGUSR1 is noted, too; the others request the end, SIGHUP as SIGTERM does
+    saves: whether to record SIGUSR1, too; the others request the end, SIGHUP like SIGTERM
     """
 
     def __init__(self, saves: bool = False) -> None:
@@ -145,14 +145,12 @@ class SignalRecorder:
 
     @property
     def stop_signals(self) -> list[int]:
-        """Those that request the end."""
+        """The signals that request the end."""
         return [number for number in self.noted_signals if number != SAVE]
 
-    @contextmanager
-    def record_signals(self) -> Iterator[None]:
-        """Note signals inside the block. One that the parent ignores stays ignored (nohup)."""
-        with _restore_handlers(_install_handler(self._receive, self._numbers)):
-            yield
+    def record_signals(self) -> AbstractContextManager[None]:
+        """Record signals inside the block. A signal that the parent ignores stays ignored (nohup)."""
+        return _handlers(self._receive, self._numbers)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if number != signal.SIGHUP:

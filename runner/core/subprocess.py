@@ -4,7 +4,7 @@
     JsonLines (parent) ◀── one JSON text per line, over pipes or a socket ──▶ JsonLines (child)
 
 The kernel sends the signal however the parent ends. The program starts without site-packages, so psutil is imported
-where it is needed.
+only inside of functions.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import psutil
 
 PR_SET_PDEATHSIG = 1
-# Programs that remove what other processes leave, as soon as these are dead; then they end by themselves
+# Programs that clean up after other processes have ended, and then exit
 CLEANERS = ("multiprocessing.resource_tracker", "runner.launch.cleanup_process")
-SETTLE_S = 2.0  # for them to do so
+SETTLE_S = 2.0  # for them to clean up
 POLL_S = 0.05
 READ_BYTES = 2**16
 LONGEST_POLL_S = 2e6  # of one call of poll, which takes milliseconds as a C int
 LONGEST_BYTES = 2**30  # of a message that is read
 
-Identity = tuple[int, int]  # number and start time, in clock ticks since boot: no later process has both
+Identity = tuple[int, int]  # pid and start time in clock ticks since boot, which together are unique
 
 
 # --- start -----------------------------------------------------------------------------------------------------------
@@ -54,19 +54,19 @@ def with_pdeathsig(command: Sequence[str], cores: Sequence[str] = (), end_signal
 
 
 def end_with_parent(number: int) -> None:
-    """Have the kernel send this process a signal when the thread that started it ends. Raises OSError."""
+    """Let the kernel send this process a signal when the thread that started it ends. Raises OSError."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
 def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
-    """Replace this process by the program; ends at once if the parent has ended by now."""
+    """Replace this process by the command; exit if the parent has already ended."""
     end_with_parent(int(end_signal))
     if os.getppid() != int(parent):
         sys.exit(128 + int(end_signal))
     if cores != "-":
         os.sched_setaffinity(0, map(int, cores.split(",")))
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in all that it starts, which inherits that
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray blocks SIGINT in its children, which inherit that
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -76,8 +76,9 @@ def main(parent: str, end_signal: str, cores: str, *command: str) -> None:
 class ChildProcess(subprocess.Popen[bytes]):
     """A child in its own session: Ctrl-C reaches only the parent, and its children end with the child.
 
-    Raises OSError where there is no such program. end_signal: what the kernel sends it when the thread that started it
-    ends (None: nothing; then `command` is started directly); own_session=False: it stays in this process's group
+    Raises OSError if the program does not exist. end_signal: the signal from the kernel when the thread that started it
+    ends (None: no signal, and `command` is started directly); own_session=False: it stays in this process's group;
+    options: of Popen
     """
 
     def __init__(
@@ -87,32 +88,20 @@ class ChildProcess(subprocess.Popen[bytes]):
         end_signal: int | None = None,
         own_session: bool = True,
         stdin: int | None = subprocess.DEVNULL,
-        stdout: int | IO[bytes] | None = None,
-        stderr: int | IO[bytes] | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
-        pass_fds: Sequence[int] = (),
+        **options: Any,
     ) -> None:
         self._own_session, self._reaping = own_session, threading.RLock()
-        program = command[0] if cwd is None or os.sep not in command[0] else os.path.join(cwd, command[0])
-        if (
-            end_signal is not None
-            and shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None
-        ):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
-        super().__init__(
-            list(command) if end_signal is None else with_pdeathsig(command, end_signal=end_signal),
-            stdin=stdin,
-            stdout=stdout,
-            stderr=stderr,
-            env=env,
-            cwd=cwd,
-            pass_fds=pass_fds,
-            start_new_session=own_session,
-        )
+        if end_signal is not None:
+            program = os.path.join(cwd or "", command[0]) if os.sep in command[0] else command[0]
+            if shutil.which(program, path=(os.environ if env is None else env).get("PATH")) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+            command = with_pdeathsig(command, end_signal=end_signal)
+        super().__init__(list(command), stdin=stdin, env=env, cwd=cwd, start_new_session=own_session, **options)
 
     def is_running(self) -> bool:
-        """Whether it still runs. When it has ended, the rest of its session is killed and `returncode` is set.
+        """Whether it still runs. After its end the rest of its session is killed and `returncode` is set.
 
         Any thread may call this.
         """
@@ -121,7 +110,7 @@ class ChildProcess(subprocess.Popen[bytes]):
                 return False
             if os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return True
-            self._kill_session()  # before it is reaped: until then no other process can have its number
+            self._kill_session()  # before it is reaped: until then no other process can have its pid
             self.wait()
             return False
 
@@ -135,7 +124,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return True
 
     def wait_and_forward(self, received: Sequence[int]) -> int:
-        """Its exit code; each signal that this process adds to `received` meanwhile is sent to it once."""
+        """Wait for its end; returns its exit code. Signals that are added to `received` are sent to it once."""
         sent = 0
         while self.is_running():
             for number in received[sent:]:
@@ -145,7 +134,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return int(self.returncode)
 
     def stop(self, grace_s: float, number: int = signal.SIGTERM) -> int:
-        """Send it a signal, and kill it if it runs on for `grace_s` seconds; its exit code."""
+        """Send it a signal, and kill it after `grace_s` seconds; returns its exit code."""
         self.send_signal(number)
         if not self.ends_within(grace_s):
             self.kill()
@@ -153,7 +142,7 @@ class ChildProcess(subprocess.Popen[bytes]):
         return int(self.returncode)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process alone. Any thread may call this; unlike Popen's it does not reap."""
+        """Send a signal to the process alone, from any thread; unlike Popen's method it does not reap."""
         with self._reaping:
             if self.returncode is None:
                 os.kill(self.pid, number)
@@ -174,9 +163,9 @@ class ChildProcess(subprocess.Popen[bytes]):
 
 
 def process_identity(pid: int) -> Identity | None:
-    """Tells a living process from a later one with the same number; None for one that has ended.
+    """Identifies a running process among later ones with the same pid; None if it has ended.
 
-    Readable by other processes. Not psutil's create_time, which moves when the clock is set.
+    Not psutil's create_time, which changes when the clock is set.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -186,7 +175,7 @@ def process_identity(pid: int) -> Identity | None:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether a process still runs; a zombie does not, and a later process with its number is another."""
+    """Whether a process still runs; a zombie does not, and a later process with its pid does not count."""
     import psutil
 
     try:
@@ -206,7 +195,7 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL each that is still the process it was; a stopped one dies too."""
+    """Send SIGKILL to each process, unless its pid now belongs to another one."""
     import psutil
 
     for process in processes:
@@ -217,7 +206,7 @@ def kill(processes: Iterable[psutil.Process]) -> None:
 def kill_session(leader: int) -> None:
     """Send SIGKILL to all processes of a session, whatever their group.
 
-    Processes that clean up after the others are killed last, if they have not ended by then.
+    Processes that clean up after others are killed last, if they still run.
     """
     import psutil
 
@@ -228,12 +217,12 @@ def kill_session(leader: int) -> None:
     psutil.wait_procs(cleaners, timeout=SETTLE_S)
     with suppress(psutil.AccessDenied):
         kill(cleaners)
-    with suppress(ProcessLookupError, PermissionError):  # what has been started meanwhile; nobody is left in it
+    with suppress(ProcessLookupError, PermissionError):  # processes that were started meanwhile, if any
         os.killpg(leader, signal.SIGKILL)
 
 
 def is_cleaner(process: psutil.Process) -> bool:
-    """Whether it only removes what others leave."""
+    """Whether the process only cleans up after others."""
     import psutil
 
     try:
@@ -244,7 +233,7 @@ def is_cleaner(process: psutil.Process) -> bool:
 
 
 def _session(pid: int) -> int | None:
-    """The number of a process's session; None where it has ended."""
+    """The session id of a process; None if it has ended."""
     try:
         return os.getsid(pid)
     except ProcessLookupError:
@@ -257,8 +246,8 @@ def _session(pid: int) -> int | None:
 class JsonLines:
     """One end of a connection that carries one JSON text per line. Several threads may write.
 
-    reading, writing: descriptors of pipes or of a socket, which no longer block and stay open; None: the other
-    direction alone, or bytes that come by other means (`feed`); longest_bytes: of a message that is read
+    reading, writing: descriptors of pipes or of a socket, which become non-blocking and stay open; None: not used, or
+    bytes come by other means (`parse`); longest_bytes: of a received message
     """
 
     def __init__(
@@ -266,30 +255,30 @@ class JsonLines:
     ) -> None:
         self._reading, self._writing, self._lock = reading, writing, threading.Lock()
         self._rest, self._longest_bytes, self._is_closed, self._is_torn = bytearray(), longest_bytes, False, False
-        self._fault: ValueError | None = None  # of a line behind messages that were returned first
+        self._fault: ValueError | None = None  # of a line after messages that were returned first
         for descriptor in (reading, writing):
             if descriptor is not None:
                 os.set_blocking(descriptor, False)
 
     @classmethod
     def to_parent(cls) -> JsonLines:
-        """Take stdin and stdout for messages; what is printed from now on goes to stderr."""
+        """Use stdin and stdout for messages; later prints go to stderr."""
         writing = os.dup(1)
         os.dup2(2, 1)
         return cls(0, writing)
 
     def send(self, message: object, within_s: float = math.inf) -> bool:
-        """Send a message; False where the other end is closed. Raises TimeoutError where it does not read.
+        """Send a message; False if the other end is closed. Raises TimeoutError if it does not read.
 
-        If a part was sent by then, the connection is closed: no later message may continue a torn line.
+        If a part was sent by then, the connection is closed: no later message may continue an incomplete line.
         """
         return self.write(json.dumps(message).encode() + b"\n", within_s)
 
     def write(self, line: bytes, within_s: float = math.inf) -> bool:
-        """The same for a message that is JSON by now, with its newline."""
+        """Send an encoded message with its newline; see `send`."""
         assert self._writing is not None
         end = time.monotonic() + within_s
-        rest = memoryview(line)  # a pipe takes 64 KiB at a time: copies of the rest would be quadratic
+        rest = memoryview(line)  # a pipe accepts 64 KiB at a time: copies would take quadratic time
         with self._lock, suppress(ConnectionError):
             while rest and not self._is_torn:
                 try:
@@ -302,7 +291,7 @@ class JsonLines:
         return not rest
 
     def _close(self) -> None:
-        """Close the other end's connection. The descriptors stay valid: they are the caller's to close."""
+        """Close the connection. The descriptors stay valid; the caller closes them."""
         with open(os.devnull, "r+b", buffering=0) as nothing:
             for descriptor in (self._reading, self._writing):
                 if descriptor is None:
@@ -311,9 +300,9 @@ class JsonLines:
         self._is_closed = self._is_torn = True
 
     def receive(self, wait_s: float = 0.0) -> list[Any] | None:
-        """The messages that have come, once there is something to read or `wait_s` is over; None at the end.
+        """The messages that have arrived, after at most `wait_s` seconds; None at the end of the stream.
 
-        Raises ValueError where something is no JSON, or longer than any message.
+        Raises ValueError for invalid JSON and for a message that is too long.
         """
         assert self._reading is not None
         if wait_s and not self._is_closed:
@@ -324,7 +313,7 @@ class JsonLines:
                 content = os.read(self._reading, READ_BYTES)
             except BlockingIOError:
                 break
-            except OSError:  # the other machine has reset the connection, or is unreachable
+            except OSError:  # the connection was reset, or the other machine is unreachable
                 content = b""
             self._is_closed = not content
             messages += self.parse(content)
@@ -335,7 +324,7 @@ class JsonLines:
     def parse(self, content: bytes) -> list[Any]:
         """The messages that these bytes complete.
 
-        Raises ValueError where a line is no message: at once, or, if messages came before it, at the next call.
+        Raises ValueError for an invalid line: immediately or, if messages came before it, at the next call.
         """
         if self._fault is not None:
             raise self._fault
@@ -358,7 +347,7 @@ class JsonLines:
 
 
 def _is_ready(descriptor: int, event: int, seconds: float) -> bool:
-    """Whether reading or writing does not block, after at most so many seconds."""
+    """Whether reading or writing does not block; waits at most `seconds`."""
     waiting = select.poll()
     waiting.register(descriptor, event)
     return bool(waiting.poll(None if seconds > LONGEST_POLL_S else max(seconds, 0.0) * 1000))

@@ -1,6 +1,6 @@
-"""What this project uses of torch that releases since 2.7.1 lack: found by trying, and replaced.
+"""Replacements for features of the newest torch that supported releases since 2.7.1 lack.
 
-In every other file torch is as the newest. What no means stands in for is refused, with the version and what to type.
+All other files assume the newest torch. A feature without a replacement is an error with the version and a remedy.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from runner.core.errors import EnvironmentProblem
 
-library: Any = distributed  # of which much that is used here has no types
-collectives: Any = _fsdp_collectives  # another one in each release
+library: Any = distributed  # many of its functions have no types
+collectives: Any = _fsdp_collectives  # differs between releases
 cpu: Any = torch.cpu
 
 
 def aten_operators(*names: str) -> list[Any]:
-    """Those of torch's own operators by these names that there are."""
+    """The operators of torch with these names, as far as they exist."""
     return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
 
 
@@ -35,7 +35,7 @@ def aten_operators(*names: str) -> list[Any]:
 
 
 def varlen_attention() -> Callable[..., Any] | None:
-    """`varlen_attn` of torch.nn.attention as torch 2.13 calls it; None where it has no scale or window."""
+    """torch's `varlen_attn` with the signature of torch 2.13; None if it has no scale or window."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:  # torch 2.9 and older
         return None
     function: Callable[..., Any] = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -55,11 +55,11 @@ def _repeat_kv_heads(
     return function(query, key, value, *rest, **named)
 
 
-# --- the store at which ranks meet -----------------------------------------------------------------------------------
+# --- the rendezvous store --------------------------------------------------------------------------------------------
 
 
 def serve_tcp_store(host: str, port: int, listener: int, **options: Any) -> Any:
-    """The store of a job, served by this process.
+    """Serve the rendezvous store of a job in this process.
 
     listener: descriptor of a socket that listens on `port`, owned by the store from now on; options: those of TCPStore
     """
@@ -73,7 +73,7 @@ def serve_tcp_store(host: str, port: int, listener: int, **options: Any) -> Any:
 
 @contextmanager
 def _silence_cpp_stderr() -> Iterator[None]:
-    """Nothing that torch's C++ writes to stderr inside the block, where it logs what it raises."""
+    """Suppress stderr inside the block: torch's C++ code also logs the errors that it raises."""
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
@@ -88,11 +88,11 @@ def _silence_cpp_stderr() -> Iterator[None]:
 
 
 def set_gradient_sum_reduction(part: FSDPModule) -> None:
-    """Let `part`, sharded, sum gradients over the ranks instead of averaging them.
+    """Let a sharded module sum gradients over the ranks instead of averaging them.
 
-    Plain sums, because gloo and HCCL have no sum that multiplies. Parameters without gradient on a rank count as zeros.
-    Tensors of several data types are gathered as signed bytes, since HCCL knows no others. Raises EnvironmentProblem
-    for a torch whose fully_shard is built otherwise.
+    Plain sums, because gloo and HCCL have no scaled sum. Parameters without gradient on a rank count as zeros. Tensors
+    of several data types are gathered as signed bytes, the only bytes that HCCL supports. Raises EnvironmentProblem for
+    a torch with an unsupported fully_shard.
     """
     if hasattr(part, "set_force_sum_reduction_for_comms"):
         part.set_gradient_divide_factor(1.0)
@@ -113,11 +113,11 @@ def set_gradient_sum_reduction(part: FSDPModule) -> None:
 
 
 def _patch_gradient_division() -> None:
-    """For torch 2.7, whose reduction is a mean, which gloo lacks, and which needs events that a CPU lacks."""
+    """For torch 2.7, whose reduction needs a mean, which gloo lacks, and events, which a CPU lacks."""
     if not hasattr(collectives, "_get_gradient_divide_factors"):
         text = f"torch {torch.__version__}: the FSDP gradient reduction of this release is not supported"
         raise EnvironmentProblem(f"{text}; install torch 2.7.1 or 2.10 to 2.13, or type parallelism=ddp")
-    collectives._get_gradient_divide_factors = lambda *_: (1.0, 1.0)  # what divides before the sum, and after it
+    collectives._get_gradient_divide_factors = lambda *_: (1.0, 1.0)  # factors before and after the sum
     if cpu.Stream().record_event() is None:
         cpu.Stream.record_event = lambda _: cpu.Event()
 
@@ -133,7 +133,7 @@ def _gather() -> Any:
 
 
 class _SignedBytes(ModuleType):
-    """torch.distributed, the same but for that."""
+    """torch.distributed with an all-gather that sends signed bytes."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(distributed, name)
@@ -147,14 +147,14 @@ def _as_signed_bytes(*tensors: Tensor) -> list[Tensor]:
 
 
 def _param_groups(part: FSDPModule) -> list[Any]:
-    """What is gathered at once, as fully_shard keeps it."""
+    """The internal parameter groups of fully_shard, each of which is gathered at once."""
     state: Any = part._get_fsdp_state()
     found = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [one for one in found if one is not None]
 
 
 def _fill_missing_gradients(group: Any, post_backward: Any, *unused: Any) -> None:
-    """Before gradients are added: zeros where this rank has found none."""
+    """Fill missing gradients of this rank with zeros before they are summed."""
     for one in group.fsdp_params if group.reduce_grads else ():
         full = getattr(one, "_unsharded_param", None)
         if full is not None and full.requires_grad and full.grad is None and one.unsharded_accumulated_grad is None:
@@ -163,7 +163,7 @@ def _fill_missing_gradients(group: Any, post_backward: Any, *unused: Any) -> Non
 
 
 def _init_trainable_dtypes(group: Any, init: Any) -> None:
-    """Demand one data type of the parameters that learn, not of frozen ones beside them."""
+    """Require one data type only of trainable parameters, not of frozen ones."""
     every = group.fsdp_params
     try:
         init()
@@ -178,7 +178,7 @@ def _init_trainable_dtypes(group: Any, init: Any) -> None:
 
 
 def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
-    """Whether `part` alone, not what is in it, is freed after its forward pass, from the next one on."""
+    """Set whether `part` alone, without its submodules, is freed after its next forward passes."""
     if hasattr(part, "set_reshard_after_forward"):
         part.set_reshard_after_forward(reshard, recurse=False)
         return
@@ -187,9 +187,9 @@ def reshard_after_forward(part: FSDPModule, reshard: bool) -> None:
 
 
 def reset_iteration_state(root: FSDPModule) -> None:
-    """Free gathered parameters and forget the order of layers, which backward prefetching uses.
+    """Free gathered parameters and reset the order of layers for backward prefetching.
 
-    That order has to be the same on all ranks.
+    That order must be the same on all ranks.
     """
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()

@@ -13,12 +13,12 @@ import re
 from fractions import Fraction
 from typing import Any
 
-DEEPEST = 100  # mappings and lists inside one another, in YAML
-MOST_NODES = 100_000  # of a YAML text that is written out without aliases
+DEEPEST = 100  # nesting of mappings and lists in YAML
+MOST_NODES = 100_000  # of a YAML text with expanded aliases
 
 
 def parse_json(content: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError where it is none, or nested too deeply."""
+    """The value of a JSON text. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError:
@@ -26,9 +26,9 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def check_yaml(text: str) -> None:
-    """Raise ValueError where a YAML text is nested too deeply, or too large once aliases are expanded.
+    """Raise ValueError if a YAML text is nested too deeply, or too large with expanded aliases.
 
-    A text that is no YAML passes: whoever parses it names the place.
+    Invalid YAML passes: its parser reports the position.
     """
     if "*" not in text and sum(map(text.count, "[{-:")) < DEEPEST:
         return
@@ -67,7 +67,7 @@ OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mu
 
 
 class NotArithmetic(ValueError):
-    """The text is no arithmetic expression, or has no value; says why."""
+    """The text is not an arithmetic expression, or has no value; the message says why."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
