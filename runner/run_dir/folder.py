@@ -1,4 +1,4 @@
-"""The folder that a run leaves: its paths, its birth under concurrent starts, `latest`, and its lock.
+"""The folder of a run: its paths, its creation, `latest`, and its lock.
 
     outputs/<date>/<time>-<name>-<4 hex>/     outputs/latest → the newest run
 
@@ -28,13 +28,40 @@ OUTPUTS = Path("outputs")
 LOCK = ".lock"
 
 
+class SubPath:
+    """An attribute of a folder's class: the path of this name below the folder's `root`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
+        return folder.root / self._name
+
+
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """The paths of one run, as rank 0, which leads it, sees them; the other ranks have a log of their own."""
+    """The paths of one run. Each rank, and each process that serves ranks, has its own log."""
 
     root: Path
     rank: int = 0
     service: str = ""  # samplers/0: of a process that serves the ranks
+
+    ranks = SubPath("ranks")  # ranks/N.log and ranks/N.stacks of the ranks from 1
+    samplers = SubPath("samplers")  # samplers/N.json: where sampler N is reached; samplers/N.log: its output
+    members = SubPath("members")  # members/N.json: the processes on machine N, written every few seconds
+    journal = SubPath("journal")  # vN.jsonl: rollouts with the weights after N steps, if sampling is not repeatable
+    spec = SubPath("spec.yaml")  # the resolved job spec, which runs again by itself
+    overrides = SubPath("overrides.yaml")  # what was typed, and who set each value
+    manifest = SubPath("manifest.json")  # code, versions, device, decisions, environment
+    status = SubPath("status.json")  # state, attempt, process, exit code, last error
+    metrics = SubPath("metrics.jsonl")  # one line per step
+    evaluations = SubPath("evaluations.jsonl")  # what `run eval` measured of the run: a line each time
+    samples = SubPath("samples.jsonl")  # some answers of each evaluation
+    report = SubPath("report.html")  # the run as one HTML page
+    checkpoints = SubPath("checkpoints")  # step-00000100/ and similar folders
+    export = SubPath("export")  # a Hugging Face folder or a PEFT adapter
+    attempts = SubPath("attempts")  # attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced
+    slurm = SubPath("slurm")  # job.sh, job.json and <job>.log of a run that was submitted to Slurm
 
     def for_rank(self, rank: int) -> RunFolder:
         """The same folder for another rank of the job."""
@@ -45,84 +72,14 @@ class RunFolder:
         return RunFolder(self.root, service=f"samplers/{index}")
 
     @property
-    def ranks(self) -> Path:
-        """ranks/N.log and ranks/N.stacks of the ranks from 1."""
-        return self.root / "ranks"
-
-    @property
-    def samplers(self) -> Path:
-        """samplers/N.json: where sampler N is reached; samplers/N.log: all that it said."""
-        return self.root / "samplers"
-
-    @property
-    def members(self) -> Path:
-        """members/N.json: who takes part on machine N, written every few seconds."""
-        return self.root / "members"
-
-    @property
     def engine(self) -> Path:
         """What an engine in this process reads from the disk; it goes with the process."""
         return self.root / f"{self.service or f'ranks/{self.rank}'}.engine"
 
     @property
-    def journal(self) -> Path:
-        """vN.jsonl: answers drawn with the weights after N steps, by a sampler that would not draw them again."""
-        return self.root / "journal"
-
-    @property
-    def spec(self) -> Path:
-        """The resolved job spec, which runs again by itself."""
-        return self.root / "spec.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        """What was typed, and who set each value."""
-        return self.root / "overrides.yaml"
-
-    @property
-    def manifest(self) -> Path:
-        """Code, versions, device, decisions, environment."""
-        return self.root / "manifest.json"
-
-    @property
-    def status(self) -> Path:
-        """State, attempt, process, exit code, last error."""
-        return self.root / "status.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per step."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """What `run eval` measured of the run: a line each time."""
-        return self.root / "evaluations.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Some answers of each evaluation."""
-        return self.root / "samples.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The run as one HTML page."""
-        return self.root / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        """step-00000100/ and similar folders."""
-        return self.root / "checkpoints"
-
-    @property
     def has_checkpoint(self) -> bool:
         """Whether a checkpoint was committed; it may be damaged."""
         return any(self.checkpoints.glob("step-*/MANIFEST.json"))
-
-    @property
-    def export(self) -> Path:
-        """A Hugging Face folder or a PEFT adapter."""
-        return self.root / "export"
 
     def export_of(self, step: int) -> Path:
         """The export of a checkpoint that was requested by name."""
@@ -136,51 +93,38 @@ class RunFolder:
         return self.ranks / f"{self.rank}.log" if self.rank else self.root / "run.log"
 
     @property
-    def attempts(self) -> Path:
-        """attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced."""
-        return self.root / "attempts"
-
-    @property
-    def slurm(self) -> Path:
-        """job.sh, job.json and <job>.log of a run that was submitted to Slurm."""
-        return self.root / "slurm"
-
-    @property
     def stacks(self) -> Path:
         """Every thread's stack, of steps that took too long."""
         return self.ranks / f"{self.rank}.stacks" if self.rank else self.root / "stacks.log"
 
 
 def create_run_folder(name: str, outputs: Path = OUTPUTS) -> RunFolder:
-    """Make a new run's folder. Raises StorageError where it cannot."""
+    """Create a new run's folder. Raises StorageError if it cannot."""
     now = datetime.now()
     return RunFolder(make_unique(outputs / now.strftime("%Y-%m-%d"), f"{now.strftime('%H%M%S')}-{name}", "run folder"))
 
 
 def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
-    """Make a folder `parent`/`name`-<4 hex> with a folder `inside`; returns its absolute path.
+    """Create a unique folder `parent`/`name`-<4 hex> with a folder `inside`; returns its absolute path.
 
-    Unique under concurrent starts.
-
-    what: what the error calls it. Raises StorageError where it cannot.
+    what: its name in an error message. Raises StorageError if it cannot be created.
     """
     root = parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
         while True:
             root = parent / f"{name}-{secrets.token_hex(2)}"
-            with suppress(FileExistsError):  # another start drew the same name in the same second: draw again
+            with suppress(FileExistsError):  # a concurrent start has the same name: try another
                 root.mkdir()
                 (root / inside).mkdir(exist_ok=True)
                 return root.absolute()
     except OSError as error:
-        raise StorageError(
-            f"cannot make the {what} {root}: {error.strerror}; run in a folder that you can write to"
-        ) from error
+        text = f"cannot make the {what} {root}: {error.strerror}"
+        raise StorageError(f"{text}; run in a folder that you can write to") from error
 
 
 def claim_folder(where: Path) -> RunFolder:
-    """The folder `where` for a new run; a folder with other content is refused and not changed.
+    """The folder `where` for a new run; a folder with other content is an error and not changed.
 
     Raises EnvironmentProblem for one that is not empty, StorageError if it cannot be made.
     """
@@ -188,10 +132,10 @@ def claim_folder(where: Path) -> RunFolder:
     if folder.spec.exists():
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
-        # a run that died before it had a spec leaves its lock, and a file that it was about to rename
+        # a run that was killed before it wrote its spec leaves its lock and a staged file
         others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
     except OSError:
-        others = []  # it is not there, or mkdir says what is wrong with it
+        others = []  # it does not exist, or mkdir reports the error
     if others:
         text = f"{where} is not empty ({', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''})"
         raise EnvironmentProblem(f"{text}, but a run needs its own folder; choose another --folder")
@@ -203,17 +147,16 @@ def claim_folder(where: Path) -> RunFolder:
 
 
 def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
-    """Make outputs/latest point to `folder`, atomically. Raises StorageError where it cannot."""
+    """Let outputs/latest point to `folder`, atomically. Raises StorageError if it cannot."""
     latest, staged = outputs / "latest", outputs / f".latest-{secrets.token_hex(4)}"
     try:
-        # Both resolved: the kernel reads a relative link from where outputs really is, not from where it is linked.
+        # Both resolved: a relative link starts at the real folder, not at a link to it.
         staged.symlink_to(os.path.relpath(folder.root.resolve(), outputs.resolve()))
         os.replace(staged, latest)
     except OSError as error:
         staged.unlink(missing_ok=True)
-        raise StorageError(
-            f"cannot make {latest} a link to the run: {error.strerror}; does another file exist there?"
-        ) from error
+        text = f"cannot make {latest} a link to the run: {error.strerror}"
+        raise StorageError(f"{text}; does another file exist there?") from error
 
 
 def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
@@ -222,25 +165,25 @@ def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
 
 
 def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
-    """The run called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is no run."""
+    """The run named by `where`: `latest` or a folder. Raises EnvironmentProblem if it is not a run."""
     root = outputs / "latest" if where == "latest" else Path(where)
     try:
         known = (root / "spec.yaml").is_file()
-    except (OSError, ValueError) as error:  # a name no file can have, or a folder that may not be entered
+    except (OSError, ValueError) as error:  # an invalid file name, or a folder without permission
         raise EnvironmentProblem(f"{root}: cannot be read ({error})") from error
     if not known:
         is_export = (root.parent / "spec.yaml").is_file()
         whose = f"; it is an export of the run {root.parent}: use the run" if is_export else ""
-        raise EnvironmentProblem(
-            f"{root} is not a run: it has no spec.yaml; expected `latest` or the folder of a run{whose}"
-        )
+        text = f"{root} is not a run: it has no spec.yaml"
+        raise EnvironmentProblem(f"{text}; expected `latest` or the folder of a run{whose}")
     return RunFolder(root.resolve())
 
 
 def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, RunFolder | None]:
-    """The run called `where`, and the newest run if it was passed over because it has no checkpoint yet.
+    """The run named by `where`; for `latest`, the newest run with a checkpoint.
 
-    `latest` then means the newest run that has one. Raises EnvironmentProblem when there is no run.
+    Also returns the newest run if it was skipped because it has no checkpoint. Raises EnvironmentProblem if there is no
+    run.
     """
     named = find_run(where, outputs)
     if where != "latest" or named.has_checkpoint:
@@ -251,9 +194,9 @@ def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, Ru
 
 
 def acquire_lock(folder: RunFolder) -> int:
-    """Hold the run's folder for this process until it ends; the kernel frees it however that happens.
+    """Lock the run's folder for this process; the kernel releases the lock when the process ends.
 
-    Returns the open descriptor. Raises EnvironmentProblem if another process holds it, StorageError if it cannot.
+    Returns the open descriptor. Raises EnvironmentProblem if another process has the lock, StorageError.
     """
     try:
         handle = os.open(folder.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -266,9 +209,8 @@ def acquire_lock(folder: RunFolder) -> int:
     except BlockingIOError:
         owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
         os.close(handle)
-        raise EnvironmentProblem(
-            f"{folder.root}: process {owner} is running this job; wait for it or stop it"
-        ) from None
+        text = f"{folder.root}: process {owner} is running this job; wait for it or stop it"
+        raise EnvironmentProblem(text) from None
     except OSError as error:
         os.close(handle)
         raise StorageError(f"cannot lock {folder.root}: {error.strerror}") from error
@@ -276,17 +218,16 @@ def acquire_lock(folder: RunFolder) -> int:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a living process holds the run's folder. Raises EnvironmentProblem if that is unknown."""
+    """Whether a running process has locked the run's folder. Raises EnvironmentProblem if that is unknown."""
     try:
-        handle = os.open(folder.root / ".lock", os.O_RDONLY)
+        handle = os.open(folder.root / LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise EnvironmentProblem(f"{folder.root / '.lock'} cannot be read: {error.strerror}") from error
+        raise EnvironmentProblem(f"{folder.root / LOCK} cannot be read: {error.strerror}") from error
     try:
-        fcntl.flock(
-            handle, fcntl.LOCK_SH | fcntl.LOCK_NB
-        )  # shared: another process that only checks does not look like an owner
+        # a shared lock, so that concurrent checks do not see each other as owners
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
@@ -296,7 +237,7 @@ def is_locked(folder: RunFolder) -> bool:
 
 @contextmanager
 def hold_lock(folder: RunFolder) -> Iterator[None]:
-    """`lock` for the length of a block. Raises EnvironmentProblem if another process holds it."""
+    """Lock the run's folder for the block. Raises EnvironmentProblem if another process has the lock."""
     handle = acquire_lock(folder)
     try:
         yield
@@ -305,9 +246,9 @@ def hold_lock(folder: RunFolder) -> Iterator[None]:
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Replace `path` by `text` so that a reader, or a crash, sees the old or the new and nothing else.
+    """Replace a file by `text` atomically: readers, also after a crash, see the old or the new file.
 
-    Raises StorageError where it cannot; the old file is then untouched and nothing is left beside it.
+    Raises StorageError if it cannot be written; the old file is then unchanged.
     """
     try:
         fsync_io.atomic_write(path, text.encode("utf-8"))
@@ -318,14 +259,14 @@ def write_atomic(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """`write_atomic` of readable JSON; NaN or infinity is a ValueError."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False, default=str) + "\n"
-    # A file name that is not UTF-8 holds lone surrogates; as \udcXX they are legal JSON.
+    # A file name that is not UTF-8 has lone surrogates, which are valid JSON as \udcXX.
     write_atomic(path, text.encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; empty where there is no file, unless there must be one.
+    """The mapping in a JSON or YAML file; empty if the file does not exist, unless it must.
 
-    Raises EnvironmentProblem where it cannot be read.
+    Raises EnvironmentProblem if it cannot be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -340,7 +281,7 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
 
 
 def display_path(path: Path) -> str:
-    """The path as the user would type it: relative to the current folder if it lies below."""
+    """The path for messages: relative if it is below the current folder."""
     try:
         return str(path.relative_to(Path.cwd()))
     except ValueError:

@@ -1,11 +1,11 @@
 """The manifest of a run: code, versions, device, automatic choices, environment; secrets are masked.
 
-Nothing here imports torch. `redact` is called by everything that writes what a user, a model or a library said.
+Nothing here imports torch. Everything that writes text of a user, a model or a library calls `redact` first.
 
-What must be equal to resume from a checkpoint, and what must be equal to get the same bits:
+What must be equal to resume from a checkpoint, and what must be equal for the same bits:
 
-spec (all that may not change), data, model   differ ─▶ refused
-versions, device                              differ ─▶ reported: the curve continues, but not bit for bit
+spec (its immutable options), data, model     differ ─▶ error
+versions, device                              differ ─▶ warning: the run continues, but not bit for bit
 prompt_style                                  how `run infer` formats prompts
 """
 
@@ -33,11 +33,11 @@ from runner.spec.base import iter_leaves
 from runner.spec.job import JobSpec
 
 MASK = "***"
-STOPPED_EARLY = "stopped early"  # the fact of the manifest that says after which step, and why
+STOPPED_EARLY = "stopped early"  # the manifest's fact with the last step and the reason
 DIFF_BYTES = 1_000_000
 GIT_DEADLINE_S = 10.0
 
-# Environment variables that change what is computed or where it goes; nothing else of the environment is kept.
+# Environment variables that affect results or outputs; only these are recorded.
 # fmt: off
 PREFIXES = (
     "ACL_", "ASCEND_", "ATB_", "ATEN_", "CUBLAS_", "CUDA_", "GOMP_", "HCCL_", "KMP_", "LCCL_", "MKL_", "NCCL_",
@@ -59,8 +59,8 @@ PUBLIC_FIELD = re.compile(r"^(?:commit|revision|fingerprint|spec_sha256)$")
 SHORTEST_SECRET = 8
 
 _ASSIGNED = r"(?:api[_-]?key|access[_-]?key(?:[_-]id)?|token|secret|password|passwd)"
-# Known shapes of secrets. Nothing here backtracks over more than a few hundred characters: what a model says may be
-# hostile, and long.
+# Known shapes of secrets. No pattern backtracks over more than a few hundred characters, because a model's output may
+# be long and hostile.
 SHAPES = re.compile(
     "|".join(
         (
@@ -78,7 +78,7 @@ SHAPES = re.compile(
     ),
     re.DOTALL,
 )
-# Secrets known by what stands in front of them, which is kept.
+# Secrets that are recognized by the text before them, which is kept.
 KEPT_PREFIX = re.compile(
     r"(?P<keep>(?<![a-z0-9+.-])[a-z][a-z0-9+.-]{0,30}://)[^\s/@'\"]+(?=@)"  # user-info of a URL
     r"|(?P<bearer>\b(?:Bearer|Basic)\s+)[A-Za-z0-9._~+/=-]{16,}"
@@ -88,13 +88,13 @@ KEPT_PREFIX = re.compile(
 
 
 def early_stop(manifest: Mapping[str, Any]) -> str | None:
-    """After which step, and why, a run ended before its last one; None for every other run."""
+    """The last step of a run that stopped early, and why; None for other runs."""
     found = (fact for fact in manifest.get("facts", ()) if fact["feature"] == STOPPED_EARLY)
     return next((f"{STOPPED_EARLY} {fact['value']}: {fact['reason']}" for fact in found), None)
 
 
 def redact(text: str) -> str:
-    """The text without what looks like a secret, and without values of secret environment variables."""
+    """The text with possible secrets, and values of secret environment variables, masked."""
     for value in _secret_values():
         text = text.replace(value, MASK)
     text = SHAPES.sub(MASK, text)
@@ -122,20 +122,20 @@ def _redacted_field(name: str, value: Any) -> Any:
 
 
 def _secret_values() -> list[str]:
-    """Values of the environment's secrets, longest first, so that no part of one is left over."""
+    """Values of secret environment variables, longest first, so that no part of one remains."""
     values = {v for k, v in os.environ.items() if is_secret_name(k) and len(v) >= SHORTEST_SECRET}
     return sorted(values, key=len, reverse=True)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether an environment variable of this name is taken to hold a secret."""
+    """Whether an environment variable of this name counts as a secret."""
     return bool(SECRET_NAME.search(name)) and not NO_SECRET_NAME.search(name)
 
 
 def collect_manifest(spec: Mapping[str, Any], device: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of this process as JSON-able data; what could not be found out says why.
+    """The manifest of this process as JSON-able data; missing facts have a reason.
 
-    What was decided and found (`Decisions.records`) is not in it: it grows while the run continues.
+    Automatic choices and facts (`Decisions.records`) are added later, because the run still records some.
     """
     code = code_state(Path(__file__).resolve().parents[2], below="runner")
     here = code_state(Path.cwd())
@@ -169,7 +169,7 @@ def fingerprint(spec: Mapping[str, Any]) -> str:
 
 
 def allowed_environment() -> dict[str, str]:
-    """The variables of the allow-list, never one that is named like a secret."""
+    """The variables of the allow-list without those that are named like a secret."""
     kept = (k for k in sorted(os.environ) if (k.startswith(PREFIXES) or k in NAMES) and not is_secret_name(k))
     return {k: redact(os.environ[k]) for k in kept}
 
@@ -183,15 +183,17 @@ def installed_packages() -> dict[str, str]:
 def code_state(folder: Path, below: str = "") -> dict[str, Any]:
     """Commit, branch and uncommitted changes of the git checkout that `folder` lies in.
 
-    `below` names a sub-folder that must be tracked for the checkout to count: a package installed
-    inside somebody's repository is not that repository's code. Without a checkout: {"reason": ...}.
+    below: a subfolder that the checkout must track; a package that is installed inside another repository is not that
+    repository's code. Without a checkout: {"reason": ...}.
     """
     try:
         top = _git(folder, "rev-parse", "--show-toplevel").strip()
         if below and not _git(folder, "ls-files", "--", below).strip():
             return {"reason": f"{folder}: {below}/ is not tracked by git"}
         status = _git(folder, "status", "--porcelain")
-        return {"root": top, "commit": _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD")} | {
+        return {
+            "root": top,
+            "commit": _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD"),
             "branch": _git_optional(folder, "symbolic-ref", "--quiet", "--short", "HEAD"),
             "dirty": bool(status),
             "changed_files": redact(status[:DIFF_BYTES]).splitlines(),
@@ -205,7 +207,7 @@ def _diff(folder: Path) -> str:
     """Changes against the last commit (against nothing, before the first), at most DIFF_BYTES of them."""
     base = "HEAD" if _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD") else "--cached"
     command = _command(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base)
-    # Read a little more than is kept: a secret that the cut would halve is then still recognised.
+    # Read more than is kept, so that a secret at the cut is still recognized.
     limit = DIFF_BYTES + 4096
     with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_git_options()) as git:
         assert git.stdout is not None
@@ -216,7 +218,7 @@ def _diff(folder: Path) -> str:
 
 
 def _command(folder: Path, *command: str) -> list[str]:
-    """A git command that runs no program named by the repository's own configuration."""
+    """A git command that runs no program of the repository's own configuration."""
     return ["git", "-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null", "-C", str(folder), *command]
 
 
@@ -227,14 +229,12 @@ def _git_options() -> dict[str, Any]:
 
 def _git(folder: Path, *command: str) -> str:
     """What a git query prints. Raises OSError or SubprocessError."""
-    done = subprocess.run(
-        _command(folder, *command), capture_output=True, check=True, timeout=GIT_DEADLINE_S, **_git_options()
-    )
-    return str(done.stdout.decode(errors="replace"))
+    options = {"capture_output": True, "check": True, "timeout": GIT_DEADLINE_S, **_git_options()}
+    return str(subprocess.run(_command(folder, *command), **options).stdout.decode(errors="replace"))
 
 
 def _git_optional(folder: Path, *command: str) -> str | None:
-    """The first line of a git query that answers by failing, or None."""
+    """The output of a git query, None if it fails."""
     try:
         return _git(folder, *command).strip() or None
     except subprocess.CalledProcessError:
@@ -253,9 +253,8 @@ def _git_failure(error: OSError | subprocess.SubprocessError) -> str:
 log = logging.getLogger("runner")
 
 PromptStyle = Literal["chat", "text"]
-# What may change when a run continues: how long, on how many devices, how it is watched and kept; nothing that
-# the curve so far depends on. Of the sampler: its place, weight transport,
-# deadlines and tolerances.
+# Options that may change when a run is resumed: duration, devices, tracking, checkpoints; no option on which earlier
+# steps depend. Of the sampler: its address, timeouts and tolerances.
 RESUMABLE = (
     "steps", "epochs", "strict", "launch", "parallelism", "evaluation", "watch", "callbacks", "tracker", "checkpoint",
     "sampler.timeout_s", "sampler.sync_logprob_tolerance", "sampler.url",
@@ -269,22 +268,15 @@ def run_identity(
 ) -> dict[str, Any]:
     """The identity of a run, JSON-able.
 
-    data: the fingerprint of the data; model: where the weights come from that no checkpoint holds (`origin`);
-    device: what the device says of itself
+    data: the fingerprint of the data; model: the source of weights that are not in the checkpoint (`origin`);
+    device: the device's description
     """
-    versions = {"runner": __version__} | {name: version(name) for name in LIBRARIES}
-    return {
-        "spec": immutable_fields(spec),
-        "data": data,
-        "model": dict(model),
-        "prompt_style": style,
-        **versions,
-        **device,
-    }
+    fixed = {"spec": immutable_fields(spec), "data": data, "model": dict(model), "prompt_style": style}
+    return fixed | {"runner": __version__} | {name: version(name) for name in LIBRARIES} | dict(device)
 
 
 def immutable_fields(spec: JobSpec) -> dict[str, Any]:
-    """The part of a spec that is fixed once a run has begun."""
+    """The part of a spec that cannot change after a run has started."""
     found = spec.model_dump(mode="json", exclude=set(RESUMABLE))
     for group, name in (key.split(".") for key in RESUMABLE if "." in key):
         found[group].pop(name, None)
@@ -292,9 +284,9 @@ def immutable_fields(spec: JobSpec) -> dict[str, Any]:
 
 
 def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collection[str] = ()) -> None:
-    """Raise SpecError naming each fixed option that is not what it was when the checkpoint was written.
+    """Raise SpecError naming each immutable option that differs from that of the checkpoint.
 
-    saved: the identity in a checkpoint; free: dotted keys, or groups, that the use at hand may change
+    saved: the identity in a checkpoint; free: dotted keys, or groups, that the caller may change
     """
     now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(saved["spec"]))
     problems = [
@@ -328,7 +320,7 @@ def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], r
 def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raise DataError for other data, CheckpointError for another model.
 
-    Other differences are printed, because the run then continues with other bits.
+    Other differences are a warning, because the run then continues with other bits.
     """
     if now["data"] != saved["data"]:
         raise DataError(
@@ -338,11 +330,7 @@ def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     check_model_unchanged(now["model"], saved)
     for role, origin in now.get("frozen", {}).items():
         check_model_unchanged(origin, {"model": saved["frozen"][role]}, role)
-    differing = {
-        k: (saved.get(k), v) for k, v in now.items() if k not in ("spec", "model", "frozen") and saved.get(k) != v
-    }
+    compared = now.keys() - {"spec", "model", "frozen"}
+    differing = [f"{k} was {saved.get(k)}, now {v}" for k, v in now.items() if k in compared and saved.get(k) != v]
     if differing:
-        log.warning(
-            "resumed, but not bit for bit: %s",
-            ", ".join(f"{k} was {a}, now {b}" for k, (a, b) in differing.items()),
-        )
+        log.warning("resumed, but not bit for bit: %s", ", ".join(differing))
