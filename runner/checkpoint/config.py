@@ -1,4 +1,4 @@
-"""When state is saved and how much of it is kept."""
+"""When checkpoints are written and how many are kept."""
 
 from typing import Any, ClassVar, Literal
 
@@ -8,7 +8,7 @@ from runner.spec.base import ComponentConfig
 
 
 class CheckpointConfig(ComponentConfig):
-    """Resumable state on disk, and what the run leaves for others."""
+    """Checkpoints, from which a run resumes, and the export at its end."""
 
     group: ClassVar[str] = "checkpoint"
     every: int = Field(

@@ -5,20 +5,20 @@
         ▼                        ▼
     state.json            policy.safetensors
 
-The tensors of a section are one safetensors file, written by all who hold pieces of them, none of whom holds the whole.
+The tensors of a section are one safetensors file, which all ranks with shards of them write together.
 
-    first rank   ──▶ header (names, shapes, places), and room for the tensors
-    every rank   ──▶ its pieces, each where it belongs
+    first rank   ──▶ header (names, shapes, offsets), and space for the tensors
+    every rank   ──▶ its shards at their positions
 
-Pieces are ranges of rows, whose bytes lie side by side in the file, or of columns, whose bytes do row by row: the file
-is the same whatever the layout was.
+A shard is a range of rows, which is contiguous in the file, or of columns, which is contiguous in each row: the file
+does not depend on the layout.
 
-MANIFEST.json lists the files. It is written last, so that an unfinished one has none.
+MANIFEST.json lists the files. It is written last, so an incomplete checkpoint has none.
 
     {"schema": 1, "step": 100, "written": "...Z", "metrics": {...},
      "files": {"policy.safetensors": {"bytes": ..., "sha256": ...}, ...}, "digest": sha256 of all the above}
 
-`schema` and `digest` keep their meaning in every later schema: a newer manifest differs from a damaged one.
+`schema` and `digest` keep their meaning in every later schema, so that a newer manifest does not look damaged.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint is not what was written; the message names the file and the reason."""
+    """A checkpoint's files have changed; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +87,22 @@ _BODY: TypeAdapter[Manifest] = TypeAdapter(Manifest)
 
 
 def build_manifest(folder: Path, step: int, metrics: Mapping[str, float]) -> Manifest:
-    """The manifest of the files that lie in `folder` now."""
+    """The manifest of the files in `folder`."""
     files = {p.name: FileRecord(p.stat().st_size, fsync_io.sha256(p)) for p in sorted(folder.iterdir())}
     written = datetime.now(UTC).isoformat(timespec="seconds")
     return Manifest(step, written, {k: float(v) for k, v in metrics.items()}, files)
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest's file, with its own digest."""
+    """The content of MANIFEST.json, with its digest."""
     body = asdict(manifest)
-    # JSON has no NaN or infinity; as text they come back exactly.
+    # JSON has no NaN or infinity; they are stored as text.
     body["metrics"] = {k: v if abs(v) < float("inf") else str(v) for k, v in manifest.metrics.items()}
     return json.dumps(body | {"digest": _manifest_digest(body)}, indent=2, allow_nan=False).encode() + b"\n"
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises Damaged, or CheckpointError when a newer runner wrote it."""
+    """The manifest in `folder`. Raises DamagedCheckpoint, or CheckpointError if a newer runner wrote it."""
     try:
         body = parse_json((folder / MANIFEST_FILE).read_bytes())
     except OSError as error:
@@ -149,7 +149,7 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """The part of a tensor that one rank writes: values, on any device, and their position in `shape`."""
+    """The shard of a tensor that one rank writes: values, on any device, and their position in `shape`."""
 
     values: Tensor
     where: tuple[slice, ...]
@@ -157,14 +157,14 @@ class TensorPiece:
 
     @classmethod
     def of_tensor(cls, tensor: Tensor) -> TensorPiece:
-        """What this rank holds of it, in the tensor's own memory."""
+        """This rank's shard of a tensor, in the tensor's own memory."""
         return cls(local_tensor(tensor), local_slice(tensor), tuple(tensor.shape))
 
     def contiguous_runs(self) -> Iterator[tuple[int, int]]:
-        """Where in the whole tensor the values lie, in their order: first number, and how many."""
+        """The contiguous runs of the values in the full tensor: index of the first number, and count."""
         where, shape = self.where, self.shape
         cut = [dim for dim, part in enumerate(where) if part != slice(0, shape[dim])]
-        last = cut[-1] if cut else 0  # whatever comes after this dimension lies side by side
+        last = cut[-1] if cut else 0  # dimensions after this one are contiguous
         strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
         count = prod(part.stop - part.start for part in where[last:])
         for index in product(*(range(part.start, part.stop) for part in where[:last])):
@@ -173,23 +173,23 @@ class TensorPiece:
 
 
 def tensor_entries(tensors: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """What the file has to know of these tensors, of which this rank may hold pieces."""
+    """The file's entries for these tensors, of which this rank may have shards."""
     tied = _tied_names(tensors)
     return {name: TensorEntry(TYPES[t.dtype], tuple(t.shape), tied.get(name)) for name, t in tensors.items()}
 
 
 def file_layout(entries: Mapping[str, TensorEntry]) -> FileLayout:
-    """The file of these tensors, tied ones once, the same for any order of them."""
+    """The layout of these tensors' file, tied ones once, independent of their order."""
     own = {name: (entry.kind, entry.shape) for name, entry in entries.items() if entry.tied is None}
     aliases = {name: entries[name].tied for name in sorted(entries.keys() - own.keys())}
     return compute_layout(own, {ALIASES: json.dumps(aliases)})
 
 
 def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiece]) -> None:
-    """Write this rank's part into the file that `create` made, and flush it. Raises OSError.
+    """Write this rank's shards into the file of `create_file`, and flush it. Raises OSError.
 
-    Nothing of the file is read: NFS writes all of a page that was read, and with it what the page held before another
-    machine wrote into it.
+    The file is only written, never read: NFS would write back whole pages that it has read, and overwrite what another
+    machine has written meanwhile.
     """
     with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
         for name, piece in pieces.items():
@@ -204,7 +204,7 @@ def write_pieces(path: Path, layout: FileLayout, pieces: Mapping[str, TensorPiec
 
 
 def is_written_here(tensor: Tensor) -> bool:
-    """Whether this rank writes its part: of replicas the first one does, and empty parts are skipped."""
+    """Whether this rank writes its shard: only the first replica does, and empty shards are skipped."""
     if not isinstance(tensor, DTensor):
         return True
     placed = zip(tensor.placements, tensor.device_mesh.get_coordinate() or (), strict=True)
@@ -213,11 +213,11 @@ def is_written_here(tensor: Tensor) -> bool:
 
 
 def _tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Those that are the very same memory as an earlier one, and as which."""
+    """Tensors that share their memory with an earlier one → the earlier one's name."""
     tied: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor) or not tensor.numel():  # of which a rank may hold nothing
+        if isinstance(tensor, DTensor) or not tensor.numel():  # a rank may have no part of it
             continue
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if (first := seen.setdefault(key, name)) != name:
@@ -231,16 +231,16 @@ SUFFIX = ".safetensors"
 
 @dataclass(frozen=True, slots=True)
 class SplitState:
-    """The state of one rank: plain values of each section, and tensors of those that have any."""
+    """The state of one rank: the plain values and the tensors of each section."""
 
     values: Mapping[str, Any]
     tensors: Mapping[str, Mapping[str, Tensor]]
 
 
 def split_state(state: Mapping[str, State]) -> SplitState:
-    """Check `state` and split it into values and tensors; nothing is copied or read.
+    """Check `state` and split it into values and tensors, without copies.
 
-    Raises RunnerError when a value has no JSON form, or a tensor none in safetensors.
+    Raises RunnerError for a value that JSON cannot store, or a tensor that safetensors cannot store.
     """
     values: dict[str, Any] = {}
     tensors: dict[str, Mapping[str, Tensor]] = {}
@@ -255,12 +255,12 @@ def split_state(state: Mapping[str, State]) -> SplitState:
 
 
 def encode_values(values: Mapping[str, Any]) -> bytes:
-    """The text of state.json."""
+    """The content of state.json."""
     return json.dumps(values, indent=1, allow_nan=False).encode() + b"\n"
 
 
 def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
-    """Raise TrainingDiverged when a number is not finite."""
+    """Raise TrainingDiverged if a number is not finite."""
     for name, piece in pieces.items():
         if not _is_finite(piece.values):
             raise TrainingDiverged(
@@ -270,9 +270,9 @@ def refuse_infinite(section: str, pieces: Mapping[str, TensorPiece]) -> None:
 
 
 def read_state(folder: Path, files: Mapping[str, Any], *, mapped: bool = False) -> dict[str, State]:
-    """The state in `folder`, tensors on the CPU. The files must have been verified. Raises Damaged.
+    """The state in `folder`, tensors on the CPU. The files must be verified. Raises DamagedCheckpoint.
 
-    mapped: tensors are read when and as far as they are used; they live as the files do, so copy what has to stay.
+    mapped: tensors are memory-mapped and read on use; they are valid only as long as the files exist.
     """
     try:
         state: dict[str, State] = json.loads((folder / VALUES).read_bytes())
@@ -288,7 +288,7 @@ def _read_tensors(path: Path, mapped: bool) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-            if not mapped:  # a file that is replaced later would change, or kill, who uses its tensors
+            if not mapped:  # if the file changed later, mapped tensors would change or crash the process
                 tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             aliases = json.loads((file.metadata() or {}).get(ALIASES, "{}"))
     except (OSError, ValueError, SafetensorError) as error:
@@ -310,7 +310,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _to_json_value(value: Any, where: str) -> Any:
-    """`value` as JSON keeps it; tuples become lists, everything else that would change is refused."""
+    """`value` for JSON; tuples become lists, everything else that JSON would change is an error."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float) and math.isfinite(value):

@@ -1,10 +1,10 @@
-"""What a checkpoint contains when each rank holds part of the state: each part is written once.
+"""The content of a checkpoint if each rank has a part of the state: each part is written once.
 
     rank 0: a, b ─┐
                   ├─▶ file: a, b, c;   rank 0 writes a and b, rank 1 writes c
     rank 1: b, c ─┘
 
-Ranks whose tensors have the same names, shapes and types tell one another so by a digest, and nothing else.
+Ranks first exchange a digest of the names, shapes and types of their tensors; if it is equal, nothing else is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from runner.core.safetensors_layout import FileLayout
 from runner.distributed.work_partition import run_partitioned
 from runner.interfaces import RankCollectives
 
-PER_RANK_KEY = "optimizer"  # what a section's plain values call those of which a rank has its own tensors' only
+PER_RANK_KEY = "optimizer"  # the entry of a section's values that has only those of the rank's own tensors
 NONE_WRITTEN = "no checkpoint was written; earlier ones are unchanged"
 
 
@@ -46,16 +46,16 @@ class SavePlan:
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk, but for the headers; tied tensors count once."""
+        """Size on disk without headers; tied tensors count once."""
         return len(self.values) + sum(one.num_bytes for one in self.layouts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What a rank tells of its part of the state.
+    """The description of a rank's part of the state.
 
-    listings: of each section's tensors; holders: the ranks between which a tensor lies in pieces, where it does
-    apart: of each section, the values that ranks have apart
+    listings: each section's tensors; holders: the ranks with shards of a sharded tensor
+    apart: each section's values that differ between ranks
     """
 
     listings: Mapping[str, Mapping[str, TensorEntry]]
@@ -63,17 +63,17 @@ class RankState:
     apart: Mapping[str, Any]
 
     def digest(self) -> str:
-        """Equal on ranks that have the same tensors, in whatever pieces, and the same values."""
+        """Equal on ranks with the same tensors, however sharded, and the same values."""
         told = {s: {n: (e.kind, e.shape, e.tied) for n, e in one.items()} for s, one in self.listings.items()}
         return hashlib.sha256(json.dumps([told, self.apart]).encode()).hexdigest()
 
 
 def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> SavePlan:
-    """Bring together what the ranks have; all of them call it, and `read` gives what this one has.
+    """Merge the state of all ranks; collective. read: returns this rank's state.
 
-    Values are those of the first rank but for a section's `optimizer`, which is put together. Raises RunnerError where
-    ranks have different tensors or values under one name, or where a piece is missing; and, on all ranks, what `read`
-    raises on one.
+    Values are those of the first rank, except for a section's `optimizer`, which is merged. Raises RunnerError if ranks
+    have different tensors or values of the same name, or if a shard is missing; an error of `read` on one rank is
+    raised on all.
     """
     own: list[tuple[SplitState, RankState]] = []
 
@@ -88,9 +88,8 @@ def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> Sa
     listings = {name: _merge_entries(name, parts) for name in _sections(parts)}
     values = {name: dict(one) for name, one in contents.values.items()}
     for name in part.apart:
-        values[name][PER_RANK_KEY] = _merge_values(
-            {rank: one.apart[name] for rank, one in enumerate(parts)}, f"{name}.{PER_RANK_KEY}"
-        )
+        by_rank = {rank: one.apart[name] for rank, one in enumerate(parts)}
+        values[name][PER_RANK_KEY] = _merge_values(by_rank, f"{name}.{PER_RANK_KEY}")
     homes = {name: _writer_ranks(name, parts) for name in listings}
     pieces = {
         name: _pieces_to_write(held, part.listings[name], homes[name], peers.rank)
@@ -112,12 +111,12 @@ def _holders(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def _mesh_ranks(tensor: DTensor) -> tuple[int, ...]:
-    """The ranks over which a tensor lies in pieces or copies."""
+    """The ranks with shards or replicas of a tensor."""
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist()))
 
 
 def _sections(parts: Sequence[RankState]) -> list[str]:
-    """The sections that have tensors. Raises RunnerError where they differ between ranks."""
+    """The sections with tensors. Raises RunnerError if they differ between ranks."""
     for rank, part in enumerate(parts):
         for own, first in ((part.listings, parts[0].listings), (part.apart, parts[0].apart)):
             if unlike := sorted(own.keys() ^ first.keys()):
@@ -126,7 +125,7 @@ def _sections(parts: Sequence[RankState]) -> list[str]:
 
 
 def _merge_entries(section: str, parts: Sequence[RankState]) -> dict[str, TensorEntry]:
-    """The tensors that any rank has. Raises RunnerError where two ranks do not mean the same by a name."""
+    """The tensors of all ranks. Raises RunnerError if two ranks have different tensors of the same name."""
     found: dict[str, tuple[int, TensorEntry]] = {}
     for rank, part in enumerate(parts):
         for name, entry in part.listings[section].items():
@@ -144,9 +143,9 @@ def _entry_text(entry: TensorEntry) -> str:
 
 
 def _writer_ranks(section: str, parts: Sequence[RankState]) -> dict[str, int]:
-    """The first rank that holds each tensor: it and the holders of the other shards write it.
+    """The first rank that has each tensor: this rank and those with the other shards write it.
 
-    Raises RunnerError where one of them does not have it.
+    Raises RunnerError if one of them does not have it.
     """
     homes: dict[str, int] = {}
     for rank, part in enumerate(parts):
@@ -162,7 +161,7 @@ def _writer_ranks(section: str, parts: Sequence[RankState]) -> dict[str, int]:
 def _pieces_to_write(
     tensors: Mapping[str, Tensor], entries: Mapping[str, TensorEntry], homes: Mapping[str, int], rank: int
 ) -> dict[str, TensorPiece]:
-    """What this rank writes, tied tensors once."""
+    """The shards that this rank writes, tied tensors once."""
     own = {name: tensors[name] for name, entry in entries.items() if entry.tied is None}
     return {
         name: TensorPiece.of_tensor(one)
@@ -172,14 +171,14 @@ def _pieces_to_write(
 
 
 def _first_holder(tensor: Tensor, rank: int) -> int:
-    """The first of the ranks that hold a tensor together with this one."""
+    """The first of the ranks that share a tensor with this one."""
     return _mesh_ranks(tensor)[0] if isinstance(tensor, DTensor) else rank
 
 
 def _merge_values(found: Mapping[int, Any], where: str) -> Any:
     """Merge one value of several ranks: dicts key by key, lists item by item.
 
-    Raises RunnerError where two ranks contradict each other.
+    Raises RunnerError if two ranks have different values.
     """
     ranks, values = list(found), list(found.values())
     first = values[0]

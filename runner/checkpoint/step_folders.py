@@ -1,11 +1,11 @@
-"""The checkpoints/ folder: write aside, rename, keep a number; read the newest whole one.
+"""The checkpoints/ folder: write staged, rename, keep the newest; read the newest valid one.
 
     .staging-… ─ files, fsync ─ MANIFEST, fsync ─▶ rename ─ fsync ─▶ step-00000100 ─ verify ─▶ retention
-                                                                     old ones ─ rename ─▶ .trash-… ─▶ gone
+                                                                     old ones ─ rename ─▶ .trash-… ─▶ removed
 
-A process that dies at any instant leaves the checkpoints before it as they were, and at most a folder whose name
-begins with a dot, which the next save removes. Of several ranks each writes the tensors' pieces that it holds; all else
-is done by the first, which holds the run's lock, and the folder is renamed when every rank's pieces are on the disk.
+A process that is killed at any time leaves earlier checkpoints unchanged, and at most a folder whose name begins with a
+dot, which the next save removes. Each rank writes its shards of the tensors; rank 0, which has the run's lock, does
+everything else, and renames the folder when the shards of all ranks are on the disk.
 
 Reading verifies every checksum before a byte is used:
 
@@ -40,7 +40,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """A whole checkpoint's step, state (tensors on the CPU) and the metric values of its step."""
+    """A valid checkpoint's step, state (tensors on the CPU) and metrics."""
 
     step: int
     state: dict[str, State]
@@ -53,7 +53,7 @@ def folder_name(step: int) -> str:
 
 
 def committed_steps(root: Path) -> list[int]:
-    """The steps that were committed under `root`, ascending; whole or, since then, damaged."""
+    """The steps with a committed checkpoint, ascending; it may be damaged by now."""
     if not root.is_dir():
         return []
     try:
@@ -65,9 +65,9 @@ def committed_steps(root: Path) -> list[int]:
 
 
 def verify(root: Path, step: int) -> Manifest:
-    """The manifest of a step all of whose files are what was written.
+    """The manifest of a step, after verifying all its files.
 
-    Raises Damaged naming file and reason, or CheckpointError when a newer runner wrote it.
+    Raises DamagedCheckpoint naming file and reason, or CheckpointError if a newer runner wrote it.
     """
     folder = root / folder_name(step)
     described = format.read_manifest(folder)
@@ -79,11 +79,11 @@ def verify(root: Path, step: int) -> Manifest:
 
 
 def load(root: Path, step: int | None = None, *, report: Report, mapped: bool = False) -> LoadedCheckpoint | None:
-    """The newest whole checkpoint, or exactly that of `step`; None where no checkpoint was ever committed.
+    """The newest valid checkpoint, or that of `step`; None if no checkpoint was ever committed.
 
-    mapped: see `format.read`. A damaged newest one is reported and the one before it is used. Raises CheckpointError
-    when there are checkpoints and none is whole, when `step` is not there or not whole, and when the newest one needs a
-    newer runner.
+    mapped: see `format.read_state`. If the newest one is damaged, this is reported and the previous one is used. Raises
+    CheckpointError if all checkpoints are damaged, if that of `step` is missing or damaged, and if the newest one needs
+    a newer runner.
     """
     present = committed_steps(root)
     if step is not None:
@@ -139,13 +139,13 @@ LEFTOVER = re.compile(r"\.(staging|trash)-[0-9]{8,}-[0-9a-f]{8}")
 
 
 class CheckpointWriter:
-    """Writes checkpoints under `root`, one after another, from whatever thread; see `CheckpointStore`."""
+    """Writes checkpoints under `root`, one at a time, from any thread; see `CheckpointStore`."""
 
     def __init__(
         self, config: CheckpointConfig, root: Path, report: Callable[[str], None], beside: Sequence[Path]
     ) -> None:
         self._config, self._root, self._report, self._beside = config, root, report, beside
-        self._verified: dict[int, Manifest | None] = {}  # None = not whole; each is read in full once per process
+        self._verified: dict[int, Manifest | None] = {}  # None = damaged; each is verified once per process
         self._swept = False
 
     def write(self, step: int, agreed: SavePlan, metrics: Mapping[str, float], peers: RankCollectives) -> Path:
@@ -163,7 +163,7 @@ class CheckpointWriter:
                 shutil.rmtree(staging)
 
     def _create_staging(self, step: int, agreed: SavePlan) -> Path:
-        """Make way, and a folder beside the checkpoints with files of the right sizes."""
+        """Create the staging folder with files of the right sizes, after cleaning up."""
         with self._translate_errors(step, agreed.num_bytes):
             self._root.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
@@ -182,7 +182,7 @@ class CheckpointWriter:
             return staging
 
     def _write_pieces(self, step: int, staging: Path, agreed: SavePlan, rank: int) -> None:
-        """What this rank has to write, on the disk."""
+        """Write this rank's shards to the disk."""
         if not staging.is_dir():
             text = f"rank {rank} does not see {staging}, which rank 0 created"
             raise StorageError(f"{text}; put the run's folder on storage that all machines share")
@@ -192,13 +192,12 @@ class CheckpointWriter:
                 failpoint("checkpoint.mid_write")
 
     def _commit(self, step: int, staging: Path, agreed: SavePlan, metrics: Mapping[str, float]) -> Path:
-        """The manifest, the new name, and older checkpoints gone."""
+        """Write the manifest, rename the folder, and delete old checkpoints."""
         target = self._root / folder_name(step)
         with self._translate_errors(step, agreed.num_bytes):
             failpoint("checkpoint.before_manifest")
-            fsync_io.write_new(
-                staging / format.MANIFEST_FILE, format.encode_manifest(format.build_manifest(staging, step, metrics))
-            )
+            manifest = format.build_manifest(staging, step, metrics)
+            fsync_io.write_new(staging / format.MANIFEST_FILE, format.encode_manifest(manifest))
             failpoint("checkpoint.after_manifest")
             fsync_io.fsync_path(staging)
             for path in filter(Path.exists, self._beside):
@@ -213,36 +212,31 @@ class CheckpointWriter:
 
     @contextmanager
     def _translate_errors(self, step: int, need: int) -> Iterator[None]:
-        """Turn what the disk answers into a StorageError that says what to do."""
+        """Raise StorageError with advice for an OSError."""
         try:
             yield
         except OSError as error:
-            raise StorageError(
-                f"checkpoint of step {step} in {self._root}: {fsync_io.error_reason(error)}; "
-                f"{self._space_text(need)}. {self._next_step_text()}"
-            ) from error
+            raise self._storage_error(step, fsync_io.error_reason(error), need) from error
 
     def _require_space(self, step: int, need: int) -> None:
-        """Twice the size: the file system's own needs and other writers are not known."""
+        """Raise StorageError if less than twice the size is free: other writers are unknown."""
         if fsync_io.free_bytes(self._root) < 2 * need:
-            raise StorageError(
-                f"checkpoint of step {step} in {self._root}: not enough space; {self._space_text(2 * need)}. "
-                f"{self._next_step_text()}"
-            )
+            raise self._storage_error(step, "not enough space", 2 * need)
 
-    def _space_text(self, need: int) -> str:
+    def _storage_error(self, step: int, why: str, need: int) -> StorageError:
         free = fsync_io.free_bytes(self._root)
         files = "" if fsync_io.has_free_inodes(self._root) else ", and the disk has no inodes for more files"
-        return (
+        return StorageError(
+            f"checkpoint of step {step} in {self._root}: {why}; "
             f"needed {need} bytes ({fsync_io.format_bytes(need)}), free {free} bytes "
-            f"({fsync_io.format_bytes(free)}){files}"
+            f"({fsync_io.format_bytes(free)}){files}. {self._next_step_text()}"
         )
 
     def _next_step_text(self) -> str:
         return f"Free disk space or fix the disk, then type: run resume {self._root.parent}"
 
     def _remove_leftovers(self) -> None:
-        """Remove what a process left that ended while saving; only the one writer of the run may do this."""
+        """Remove folders of a process that ended while saving; only the run's writer may do this."""
         if self._swept:
             return
         for path in sorted(self._root.iterdir()):
@@ -252,7 +246,7 @@ class CheckpointWriter:
         self._swept = True
 
     def _clear_target(self, step: int) -> None:
-        """Refuse to go behind a whole checkpoint; set a damaged one of the same step aside."""
+        """Raise CheckpointError if this or a later step has a valid checkpoint; move a damaged one aside."""
         for present in (n for n in committed_steps(self._root) if n >= step):
             if self._verified_manifest(present) is not None:
                 says = "exists already" if present == step else f"would be older than that of step {present}"
@@ -268,7 +262,7 @@ class CheckpointWriter:
             self._report(f"checkpoints: the damaged {target.name} was renamed to {aside.name}; you can delete it")
 
     def _verify_written(self, step: int) -> None:
-        """Read the new checkpoint back; nothing older is deleted before."""
+        """Verify the new checkpoint before older ones are deleted."""
         try:
             self._verified[step] = verify(self._root, step)
         except DamagedCheckpoint as error:
@@ -280,9 +274,8 @@ class CheckpointWriter:
     def _delete_old(self) -> None:
         """Delete valid checkpoints that are neither among the newest nor the best; damaged ones do not count."""
         whole = {s: m for s in committed_steps(self._root) if (m := self._verified_manifest(s)) is not None}
-        for step in sorted(
-            whole.keys() - steps_to_keep(whole, self._config.keep, best_checkpoint(self._config, whole))
-        ):
+        kept = steps_to_keep(whole, self._config.keep, best_checkpoint(self._config, whole))
+        for step in sorted(whole.keys() - kept):
             trash = self._root / f".trash-{step:08d}-{secrets.token_hex(4)}"
             failpoint("checkpoint.before_trash")
             os.rename(self._root / folder_name(step), trash)
@@ -301,11 +294,9 @@ class CheckpointWriter:
 
 
 def best_checkpoint(config: CheckpointConfig, described: Mapping[int, Manifest]) -> int | None:
-    """The step that is best by `checkpoint.best`; None where none was measured."""
-    if config.best is None:
-        return None
+    """The best step by `checkpoint.best`; None if it was not measured."""
     values = {s: m.metrics for s, m in described.items()}
-    return best_step(values, config.best, config.best_mode)
+    return None if config.best is None else best_step(values, config.best, config.best_mode)
 
 
 def _refuse_infinite(agreed: SavePlan) -> None:
@@ -314,10 +305,9 @@ def _refuse_infinite(agreed: SavePlan) -> None:
 
 
 def best_step(metrics: Mapping[int, Mapping[str, float]], name: str, mode: str | None) -> int | None:
-    """The step with the best value of `name`; of equal ones the oldest, None where none has it yet.
+    """The step with the best value of `name`; of equal ones the oldest, None if none has it yet.
 
-    mode: max, min, or None = as its name says, and max for a name that says nothing, which no decoded spec has.
-    Raises SpecError if the job does not measure it.
+    mode: max, min, or None = by its name, else max. Raises SpecError if the job does not measure it.
     """
     _refuse_unmeasured(name, metrics)
     sign = 1.0 if (mode or direction(name)) != "min" else -1.0

@@ -1,10 +1,10 @@
-"""A run's checkpoints: saved at once or in the background, read back, the best one named.
+"""A run's checkpoints: saved immediately or in the background, loaded, the best one found.
 
-state of every rank ──agreed──▶ what each writes ─┬─ save ──────────────────────────▶ writer
-                                                  └─ start: copied ─ in a thread ───▶ writer
+state of every rank ──save plan──▶ what each writes ─┬─ save ──────────────────────────▶ writer
+                                                     └─ start: copied ─ in a thread ───▶ writer
 
-A checkpoint in the background is written from a copy in host memory, kept from save to save, one at a time, while
-training continues changing the tensors.
+A checkpoint in the background is written from a copy in host memory while training changes the tensors. There is one
+copy, whose memory is reused, and one write at a time.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from runner.checkpoint.format import Manifest, TensorPiece
 from runner.checkpoint.save_plan import SavePlan
 from runner.checkpoint.step_folders import CheckpointWriter, LoadedCheckpoint, folder_name
 from runner.core.errors import CheckpointError, OutOfMemory
+from runner.core.threads import run_in_daemon_thread
 from runner.distributed.work_partition import SingleProcess, run_on_all
 from runner.interfaces import RankCollectives, State
 
@@ -32,18 +33,18 @@ Pieces = Mapping[str, Mapping[str, TensorPiece]]
 
 
 class HostCopy:
-    """Room in the host's memory for all that this rank writes, pinned where it comes from an accelerator."""
+    """Host memory for the shards that this rank writes, pinned for those on an accelerator."""
 
     def __init__(self) -> None:
         self._room: dict[tuple[str, str], Tensor] = {}
 
     def copy_pieces(self, pieces: Pieces) -> Pieces:
-        """The same pieces as they are now; the copy before this one is overwritten. Raises OutOfMemory."""
+        """A copy of the shards; overwrites the previous copy. Raises OutOfMemory."""
         room: dict[tuple[str, str], Tensor] = {}
         for section, held in pieces.items():
             for name, piece in held.items():
                 room[section, name] = self._host_buffer(piece.values, self._room.get((section, name)))
-        self._room = room  # what is no longer there is let go
+        self._room = room  # frees buffers that are no longer needed
         for section, held in pieces.items():
             for name, piece in held.items():
                 room[section, name].copy_(piece.values, non_blocking=True)
@@ -63,29 +64,15 @@ class HostCopy:
             ) from error
 
 
-def _in_background(work: Callable[[], object]) -> Future[object]:
-    """Begin work in a thread that the end of the program does not wait for."""
-    future: Future[object] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # whoever waits raises it
-            future.set_exception(error)
-
-    Thread(target=run, name="checkpoint writer", daemon=True).start()
-    return future
-
-
 __all__ = ["CheckpointStore", "LoadedCheckpoint"]
 
-REPORT_WAIT_S = 1.0  # a wait from which on it is worth a line
+REPORT_WAIT_S = 1.0  # a longer wait is reported
 
 
 class CheckpointStore:
-    """The checkpoints/ folder `root` of one run; `report` receives one line for each unexpected condition.
+    """The checkpoints/ folder `root` of one run; report: receives a line for each unexpected condition.
 
-    beside: files that have to be on the disk, as far as they were written, before a checkpoint is
+    beside: files to flush to the disk before a checkpoint is committed
     """
 
     def __init__(
@@ -94,9 +81,9 @@ class CheckpointStore:
         self._config, self._root, self._report = config, root, report
         self._writer = CheckpointWriter(config, root, report, beside)
         self._host = HostCopy()
-        self._pending: tuple[int, Future[object]] | None = None  # the step that is being written, and its end
-        self.peers: RankCollectives = SingleProcess()  # who save together
-        self.background: RankCollectives = SingleProcess()  # the same, for the thread that writes
+        self._pending: tuple[int, Future[Path]] | None = None  # the step that is being written in the background
+        self.peers: RankCollectives = SingleProcess()  # the ranks that save together
+        self.background: RankCollectives = SingleProcess()  # the same ranks, for the writing thread
 
     def steps(self) -> list[int]:
         """The committed steps, ascending."""
@@ -107,7 +94,7 @@ class CheckpointStore:
         return step_folders.load(self._root, step, report=self._report, mapped=mapped)
 
     def best(self) -> int | None:
-        """The step that is best by `checkpoint.best` among those there; None where none was measured."""
+        """The best existing step by `checkpoint.best`; None if it was not measured."""
         described: dict[int, Manifest] = {}
         for step in self.steps():
             try:
@@ -117,35 +104,34 @@ class CheckpointStore:
         return step_folders.best_checkpoint(self._config, described)
 
     def save(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> Path:
-        """Commit the state after `step` and let older checkpoints go; returns the new folder.
+        """Write the checkpoint of `step` and delete old ones; returns the new folder.
 
-        Each rank gives what it has: tensors in pieces, or some names only; see `make_save_plan`. Raises
-        TrainingDiverged when a tensor is not finite, RunnerError when ranks contradict each other, CheckpointError when
-        this step or a later one is there already, StorageError when the disk is full, read-only or failing: what was
-        there before is then untouched.
+        Each rank passes its own state: shards, or only some names; see `make_save_plan`. Raises TrainingDiverged if a
+        tensor is not finite, RunnerError if ranks contradict each other, CheckpointError if this step or a later one
+        exists, StorageError if the disk is full, read-only or failing. Earlier checkpoints are then unchanged.
         """
         self._wait_for(step)
         return self._writer.write(step, self._save_plan(state), metrics, self.peers)
 
     def start(self, step: int, state: Mapping[str, State], metrics: Mapping[str, float]) -> None:
-        """Save in the background; returns when all ranks have copied what they will write.
+        """Save in the background; returns after all ranks have copied their shards.
 
-        Waits for the write before. An error of the write is raised by the next call of any method, or by `check`.
+        Waits for the previous write. An error of the write is raised by the next call of any method, or by `check`.
         """
         self._wait_for(step)
         agreed, values = self._save_plan(state), dict(metrics)
         copied: list[SavePlan] = []
         run_on_all(self.peers, lambda: copied.append(replace(agreed, pieces=self._host.copy_pieces(agreed.pieces))))
-        work = _in_background(lambda: self._writer.write(step, copied[0], values, self.background))
-        self._pending = (step, work)
+        write = partial(self._writer.write, step, copied[0], values, self.background)
+        self._pending = (step, run_in_daemon_thread(write, "checkpoint writer"))
 
     def check(self) -> None:
-        """Raise, on all ranks at once, what a write in the background met; all call it after each step."""
+        """Raise the error of a write in the background on all ranks; all call it after each step."""
         if self._pending is not None and all(self.peers.all_gather(self._pending[1].done())):
             self._finish_write()
 
     def close(self) -> None:
-        """Wait for the current write; its errors are printed and not raised."""
+        """Wait for the current write; its errors are reported, not raised."""
         if (flight := self._pending) is not None:
             try:
                 self._finish_write()
@@ -159,7 +145,7 @@ class CheckpointStore:
             flight[1].result()
 
     def _wait_for(self, step: int) -> None:
-        """Let the write before the one of `step` end; there is one copy, and one writer."""
+        """Wait for the write before that of `step`: there is one copy and one writer."""
         if (flight := self._pending) is None:
             return
         begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where metrics go, beside metrics.jsonl and the screen, which are always there."""
+"""Options of trackers, in addition to metrics.jsonl and the screen."""
 
 from typing import ClassVar, Literal
 
@@ -8,12 +8,12 @@ from runner.spec.base import ComponentConfig, Names
 
 
 class TrackerConfig(ComponentConfig):
-    """A sink for metrics and samples; an outage of it never stops a run."""
+    """A tracker of metrics and samples; its failure never stops a run."""
 
     group: ClassVar[str] = "tracker"
 
     def of_sweep(self, sweep: str, job: str) -> dict[str, str]:
-        """Options of a sweep's job that are not set, by which the tracker groups jobs.
+        """Default options of a sweep's job, by which the tracker groups jobs.
 
         sweep: the name of the sweep's folder; job: what this job varies, e.g. "lr=1e-4 seed=2"
         """

@@ -1,11 +1,11 @@
-"""The screen: live where it is a terminal, plain lines where it is not, and run.log in any case.
+"""The screen: a live panel on a terminal, plain lines elsewhere; and always run.log.
 
-step, sample ─▶ Progress ─┬─▶ live panel, redrawn by a thread of its own   (terminal)
-                          └─▶ LogTable: a row now and then                 (pipe, file; and always run.log)
+step, sample ─▶ Progress ─┬─▶ live panel, redrawn by its own thread        (terminal)
+                          └─▶ LogTable: a row every few seconds            (pipe, file; and always run.log)
 message ─────────────────▶ above the panel, or a line                      and run.log with a time stamp
 
 The table has a header every 50 rows, the columns of METRICS["columns"] that the run measures, and lines below a row for
-what was evaluated and sampled.
+evaluations and samples.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 class Console:
-    """What a run says. One per process; every method may be called from any thread.
+    """The messages and progress of a run. One per process; every method may be called from any thread.
 
-    A screen that goes away (a closed pipe or terminal) is noted in run.log and does not stop the run;
-    a log that cannot be written raises StorageError.
+    A closed screen (pipe or terminal) is recorded in run.log and does not stop the run; a log that cannot be written
+    raises StorageError.
     """
 
     def __init__(self, log_path: Path, stream: TextIO | None = None) -> None:
         self._log_path = log_path
         self._stream = sys.stdout if stream is None else stream
         self._live_wanted = self._stream.isatty() and os.environ.get("TERM") != "dumb"
-        # Guards Progress only, and is never held while rich writes: rich's own thread has its lock and needs this one.
+        # Guards Progress only, and is not held while rich writes: rich's thread holds its own lock and needs this one.
         self._lock = RLock()
         self._progress: Progress | None = None
         self._table = LogTable()
@@ -72,13 +72,13 @@ class Console:
         self._screen_lost = False
 
     def start(self, title: Mapping[str, Any], steps: int) -> None:
-        """Begin to show a run of `steps` steps; `title` is e.g. name, device, seed, folder."""
+        """Start the display of a run with `steps` steps; title: e.g. name, device, seed, folder."""
         self.message(" · ".join(str(v) if k in ("name", "folder") else f"{k} {v}" for k, v in title.items()))
         self._progress, self._table = Progress(title, steps), LogTable()
         self.show(self._panel)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a finished step; a row follows at the first, the last, each evaluation, and about every 5 s."""
+        """Update a finished step; writes a row for the first, the last, each evaluation, and about every 5 s."""
         progress, now = self._progress, time.monotonic()
         if progress is None:
             raise RunnerError("Console.start comes before Console.step")
@@ -90,14 +90,14 @@ class Console:
             self._write_log(self._table.lines(progress, now))
 
     def sample(self, row: Mapping[str, Any]) -> None:
-        """Show a sample as the last one; its text cannot steer the terminal."""
+        """Show a sample; its control characters are escaped."""
         line = redact(sample_line(row))
         if self._progress is not None:
             self._progress.last_sample = line
         self._write_log(sample_lines(line))
 
     def message(self, text: str, level: str = "info") -> None:
-        """Say something, on the screen and in run.log."""
+        """Write a message to the screen and to run.log."""
         first, *more = redact(text).splitlines() or [""]
         self._write(first, level)
         for line in more:
@@ -132,7 +132,7 @@ class Console:
             return render_panel(progress, time.monotonic(), min(rich.width, WIDEST))
 
     def _write_log(self, lines: Sequence[str]) -> None:
-        """Write to run.log, and to the screen where it has no live panel."""
+        """Write to run.log, and to the screen if it has no live panel."""
         for line in lines:
             self._write(line, on_screen=self._live is None)
 
@@ -154,7 +154,7 @@ class Console:
         self._stream.flush()
 
     def _on_screen(self, write: Any) -> None:
-        """Run `write` unless the screen is gone; note when it goes."""
+        """Run `write` unless the screen is closed; record when it closes."""
         if self._screen_lost:
             return
         try:
@@ -180,7 +180,7 @@ class LogTable:
     _rows: int = 0  # since the last header
 
     def lines(self, progress: Progress, now: float) -> list[str]:
-        """The last step's row, the header before it where one is due, and the held-out values after it."""
+        """The last step's row, with a header before it if due, and held-out values after it."""
         measured = [name for name in COLUMNS if name in progress.now or name in self._columns]
         columns = _fit_columns(measured, _step_width(progress))
         header = []
@@ -194,9 +194,8 @@ class LogTable:
 
     def _row(self, progress: Progress, now: float) -> str:
         cells = [_cell(name, progress.now.get(name)) for name in self._columns]
-        times = [
-            format_duration(seconds).replace(" ", "") for seconds in (now - progress.begin, progress.remaining_s())
-        ]
+        seconds = (now - progress.begin, progress.remaining_s())
+        times = [format_duration(each).replace(" ", "") for each in seconds]
         step = f"{progress.step}/{progress.steps}".rjust(_step_width(progress))
         return " ".join([step, *cells, *(time.rjust(TIME_WIDTH) for time in times)])
 
@@ -212,7 +211,7 @@ def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
 
 
 def interval_text(name: str, metrics: Mapping[str, float], gap: str = " ") -> str:
-    """0.52 (0.49..0.55), with the bounds that are there; empty for what was not measured."""
+    """0.52 (0.49..0.55), with bounds if there are any; empty if it was not measured."""
     if name not in metrics:
         return ""
     low, high = metrics.get(name + LOW), metrics.get(name + HIGH)
@@ -251,7 +250,7 @@ def _fit_columns(names: list[str], step_width: int) -> list[str]:
 
 
 def _cell(name: str, value: float | None) -> str:
-    """A value in the width of its column, with fewer digits where four do not fit; - where not measured."""
+    """A value in the width of its column, with fewer digits if four do not fit; - if not measured."""
     width, form = _width(name), COLUMNS[name].get("form")
     if value is None:
         return "-".rjust(width)

@@ -1,7 +1,7 @@
 """metrics.jsonl and samples.jsonl: the record of a run, from which every tracker can be replayed.
 
     log(step, metrics) ─▶ one write of one line ─▶ metrics.jsonl        {"step": 7, "train/loss": 0.5, ...}
-    truncate_after(folder, step, attempt): lines after `step`, and a torn last one ─▶ attempts/<attempt>/*.jsonl
+    truncate_after(folder, step, attempt): lines after `step`, or incomplete ─▶ attempts/<attempt>/*.jsonl
 
 A line holds numbers only, "step" (finished steps, counted from 1) first. JSON has no NaN and no infinity:
 a number that is not finite is written as null.
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from runner.tracker.config import NoTrackerConfig
 
 
-# Terminals obey these as they do escape sequences; JSON leaves them as they are.
+# Terminals interpret these like escape sequences; JSON does not escape them.
 _C1 = re.compile("[\x7f-\x9f]")
-CHUNK_BYTES = 1 << 20  # read at once from a file that grows
+CHUNK_BYTES = 1 << 20  # of a read from a growing file
 
 
 class JsonlTracker:
-    """Appends to the two files of `folder`; a complete line is in the kernel when a call returns.
+    """Appends to the two files of `folder`; when a call returns, the kernel has the complete line.
 
-    Raises RunnerError if a step repeats or goes backwards, or a metric is no number (our own mistakes),
-    StorageError if the disk refuses.
+    Raises RunnerError if a step repeats or decreases, or a metric is not a number (bugs of this project), StorageError
+    if it cannot be written.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -48,24 +48,24 @@ class JsonlTracker:
         self._metrics.write(step, [_record(step, {name: _number(name, value) for name, value in metrics.items()})])
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write one line per row, with anything that looks like a secret masked."""
+        """Write one line per row, with possible secrets masked."""
         if step < self._samples.last:
             raise RunnerError(f"{self._samples.path}: step {step} after step {self._samples.last}")
         if rows:
             self._samples.write(step, [_record(step, redact_values(_finite(row))) for row in rows])
 
     def finish(self, status: str) -> list[str]:
-        """Put both files on the disk and close them; nothing needs saying."""
+        """Flush both files to the disk and close them; returns no message."""
         for file in (self._metrics, self._samples):
             file.close()
         return []
 
 
 def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
-    """Prepare both files for continuing after `step`: what lies beyond moves to attempts/<attempt>/.
+    """Prepare both files for continuing after `step`: later lines move to attempts/<attempt>/.
 
-    A torn last line, or one that is not JSON, moves too. At step 0 nothing is kept, for the run begins again. A crash
-    at any moment loses nothing, and calling again is harmless. Returns the number of lines of metrics.jsonl moved.
+    Incomplete and invalid lines move too. At step 0 all lines move, because the run starts again. A crash loses
+    nothing, and the call can be repeated. Returns the number of moved lines of metrics.jsonl.
     """
     moved = 0
     for path in (folder.metrics, folder.samples):
@@ -75,14 +75,14 @@ def truncate_after(folder: RunFolder, step: int, attempt: int) -> int:
         kept, cut = _split(content, step)
         if cut:
             _append_once(folder.attempts / str(attempt) / path.name, "".join(cut))
-        if cut or not content.endswith(b"\n"):  # a line may lack nothing but its newline
+        if cut or not content.endswith(b"\n"):  # the last line may lack only its newline
             write_atomic(path, "".join(kept))
         moved += len(cut) if path == folder.metrics else 0
     return moved
 
 
 def missing_steps(folder: RunFolder, step: int) -> str:
-    """Which of the lines 1 … `step` metrics.jsonl lacks or has twice; empty if it is complete."""
+    """Missing or repeated lines of steps 1 … `step` in metrics.jsonl; empty if it is complete."""
     found = list(_steps(folder.metrics))
     wanted, held = range(1, step + 1), set(found)
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
@@ -104,7 +104,7 @@ def _split(content: bytes, step: int) -> tuple[list[str], list[str]]:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line, None if it is damaged."""
+    """The step of a line; None if the line is damaged."""
     try:
         record = json.loads(line)
     except ValueError:
@@ -114,7 +114,7 @@ def _step_of(line: str) -> int | None:
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Add `text` to what `path` holds, once: a crash between here and the cut makes us come again."""
+    """Append `text` to a file unless it already ends with it, after a crash before the truncation."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -131,7 +131,7 @@ def _record(step: int, fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _finite(value: Any) -> Any:
-    """The same plain data with null for numbers that are not finite."""
+    """The plain data with null for numbers that are not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
@@ -140,7 +140,7 @@ def _finite(value: Any) -> Any:
 
 
 def _number(name: str, value: float) -> float | None:
-    """The value as JSON can hold it: null where it is not finite."""
+    """The value for JSON: null if it is not finite."""
     if not isinstance(value, int | float):
         raise RunnerError(f"metric {name!r} is a {type(value).__name__}, not a number")
     if isinstance(value, bool):
@@ -149,7 +149,7 @@ def _number(name: str, value: float) -> float | None:
 
 
 class _Appender:
-    """An append-only file of JSON lines that knows its last step; -1 if it is empty."""
+    """An append-only file of JSON lines. last: its last step, -1 if it is empty."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -169,9 +169,8 @@ class _Appender:
             while rest:
                 rest = rest[os.write(self._handle, rest) :]
         except OSError as error:
-            raise StorageError(
-                f"cannot write {self.path}: {error.strerror}; free disk space, then type: run resume"
-            ) from error
+            text = f"cannot write {self.path}: {error.strerror}"
+            raise StorageError(f"{text}; free disk space, then type: run resume") from error
         self.last = step
 
     def close(self) -> None:
@@ -193,7 +192,7 @@ def _line(record: Mapping[str, Any]) -> str:
 
 
 def _steps(path: Path) -> Iterator[int]:
-    """The step of each line. Raises RunnerError at a damaged one: `truncate_after` comes first."""
+    """The step of each line. Raises RunnerError for a damaged line, which `truncate_after` removes."""
     if not path.exists():
         return
     content = path.read_text(encoding="utf-8", errors="replace")
@@ -207,14 +206,14 @@ def _steps(path: Path) -> Iterator[int]:
 
 
 class JsonlTail:
-    """Follows a file that another process appends to; a line counts once its newline is there."""
+    """Reads new lines of a file to which another process appends; only complete lines."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """Complete lines since the last call, at most about a MiB of them; none if there is no file yet.
+        """Complete lines since the last call, at most about 1 MiB; none if the file does not exist.
 
         Raises ValueError for a line that is not JSON.
         """
@@ -223,7 +222,7 @@ class JsonlTail:
                 file.seek(self._offset)
                 chunk = file.read(CHUNK_BYTES)
                 if not chunk.endswith(b"\n"):
-                    chunk += file.readline()  # a line that is longer than a chunk, or not finished
+                    chunk += file.readline()  # a line that is longer than a chunk, or incomplete
         except FileNotFoundError:
             return []
         whole = chunk[: chunk.rfind(b"\n") + 1]
@@ -232,7 +231,7 @@ class JsonlTail:
 
 
 def last_lines(path: Path, size: int) -> list[str]:
-    """The whole lines within the last `size` bytes of a file; none if there is no file yet."""
+    """The complete lines within the last `size` bytes of a file; none if it does not exist."""
     try:
         with path.open("rb") as file:
             start = max(file.seek(0, 2) - size, 0)
@@ -243,7 +242,7 @@ def last_lines(path: Path, size: int) -> list[str]:
 
 
 class NoTracker:
-    """Takes everything and keeps nothing."""
+    """A tracker that does nothing."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
@@ -252,10 +251,10 @@ class NoTracker:
         """Nothing."""
 
     def finish(self, status: str) -> list[str]:
-        """Nothing to say."""
+        """Return no message."""
         return []
 
 
 def no_tracker(config: NoTrackerConfig, **context: Any) -> NoTracker:
-    """A sink that needs none of the run's context."""
+    """The tracker of tracker=none."""
     return NoTracker()

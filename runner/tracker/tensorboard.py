@@ -64,9 +64,8 @@ def build(
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise EnvironmentProblem(
-            f"tracker=tensorboard needs a package that is not installed ({error}); {INSTALL}"
-        ) from error
+        text = f"tracker=tensorboard needs a package that is not installed ({error}); {INSTALL}"
+        raise EnvironmentProblem(text) from error
     where = folder.root / "tensorboard"
     # The last step an earlier attempt may show is `first_step`; TensorBoard drops what it has from purge_step on.
     writer = SummaryWriter(str(where), purge_step=first_step + 1 if first_step else 0, flush_secs=10)

@@ -246,11 +246,8 @@ def _curve_rows(progress: Progress, width: int) -> list[Text]:
         if curve := progress.curves.get(name):
             bars = sparkline(curve.series(), max(width - 48, 8))
             best = f"best {format_number(curve.best)} @ {curve.best_step}" if not math.isnan(curve.best) else ""
-            rows.append(
-                Text.assemble(
-                    (f"{one['word']:12}", "dim"), f"{format_number(curve.last):>10}  ", (bars, "cyan"), "  ", best
-                )
-            )
+            head, last = (f"{one['word']:12}", "dim"), f"{format_number(curve.last):>10}  "
+            rows.append(Text.assemble(head, last, (bars, "cyan"), "  ", best))
     return rows or [Text("waiting for the first step", "dim")]
 
 

@@ -100,9 +100,8 @@ class FeedLines:
                 values = {k: v for k, v in line.items() if k != "step" and v is not None}
                 self._feed.log(line["step"], with_health_panel(values))
             self.written += 1
-        steps = [
-            (step, list(rows)) for step, rows in groupby([*self._held, *samples], key=lambda one: int(one["step"]))
-        ]
+        by_step = groupby([*self._held, *samples], key=lambda one: int(one["step"]))
+        steps = [(step, list(rows)) for step, rows in by_step]
         self._held = [] if (at_end and not samples) or not steps else steps.pop()[1]
         for step, rows in steps:
             if step > self._feed.after:
@@ -123,17 +122,9 @@ def _feed_class(library: str) -> type[Feed]:
 
 def why_unreachable(base_url: str) -> str:
     """Why a server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
-    from aiohttp import ClientError  # here, because an offline run needs no network
+    from runner.core.http_client import site_fault  # here, because an offline run needs no network
 
-    from runner.core.http_client import failure_reason, request, run_coroutine
-
-    try:
-        run_coroutine(request("HEAD", base_url, timeout_s=CONNECT_S, largest_bytes=0, proxies=True))
-    except TimeoutError:
-        return f"{base_url} does not respond within {CONNECT_S:.0f} s"
-    except (OSError, ClientError) as error:
-        return f"{base_url} cannot be reached ({failure_reason(error)})"
-    return ""
+    return site_fault(base_url, CONNECT_S, proxies=True) or ""
 
 
 class UploadProcess:
@@ -240,9 +231,8 @@ class UploadProcess:
         processes.kill(processes.descendants(os.getpid()))
         left = max(self._end - time.monotonic(), 1.0) if self._closing.is_set() else self._deadline_s
         options = ["--offline", redact(reason).splitlines()[0][:300], "--status", self._status]
-        options += (
-            ["--replay"] if self._options.replay else ["--deadline", str(left), "--parent", str(self._options.parent)]
-        )
+        run = ["--deadline", str(left), "--parent", str(self._options.parent)]
+        options += ["--replay"] if self._options.replay else run
         command = [sys.executable, "-P", "-m", "runner.tracker.upload_process", str(self._options.settings)]
         arguments = [*command, "--report", str(self._options.report), *options]
         os.execve(sys.executable, arguments, self._environment)
