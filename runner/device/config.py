@@ -153,11 +153,7 @@ class CudaConfig(DeviceConfig):
         missing = [] if is_here else ["no GPU (/dev/nvidia*, nvidia-smi)"]
         missing += [] if listed_cards(CUDA) != () else [f"{CUDA.visible} is set but empty"]
         missing += ["this torch is a CPU build"] if is_cpu_build else []
-        if missing:
-            raise EnvironmentProblem(
-                f"device=cuda: this machine is not ready for an NVIDIA GPU: {'; '.join(missing)}\n"
-                "  for the steps to fix it, type: run doctor device=cuda"
-            )
+        _refuse_missing("cuda", "an NVIDIA GPU", missing)
 
     def environment(self, job: Any) -> Sequence[Preset]:
         return (*((CUDA_DETERMINISTIC,) if self.deterministic else ()), *engine_presets(job))
@@ -204,11 +200,15 @@ class NpuConfig(DeviceConfig):
 
     def preflight(self) -> None:
         """Raise EnvironmentProblem naming everything that is missing."""
-        if missing := _npu_missing():
-            raise EnvironmentProblem(
-                f"device=npu: this machine is not ready for an Ascend NPU: {'; '.join(missing)}\n"
-                "  for the steps to fix it, type: run doctor device=npu"
-            )
+        _refuse_missing("npu", "an Ascend NPU", _npu_missing())
+
+
+def _refuse_missing(device: str, what: str, missing: Sequence[str]) -> None:
+    if missing:
+        raise EnvironmentProblem(
+            f"device={device}: this machine is not ready for {what}: {'; '.join(missing)}\n"
+            f"  for the steps to fix it, type: run doctor device={device}"
+        )
 
 
 def _npu_missing() -> list[str]:

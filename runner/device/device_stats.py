@@ -106,12 +106,14 @@ def links(text: str) -> dict[str, int]:
 
 
 def _gpu(row: list[str]) -> Gpu:
-    index, name, uuid, used, total, *readings = row
-    return Gpu(int(index), name, uuid, int(_number(used) or 0), int(_number(total) or 0), *map(_number, readings))
+    index, name, uuid, *columns = row
+    used, total, *readings = map(parse_number, columns)
+    return Gpu(int(index), name, uuid, int(used or 0), int(total or 0), *readings)
 
 
-def _number(text: str) -> float | None:
+def parse_number(text: str | None) -> float | None:
+    """The number in a column of a tool's output; None if there is none."""
     try:
-        return float(text)
+        return float(text or "")
     except ValueError:
         return None

@@ -61,13 +61,7 @@ def _grouped_product(operator: GroupedMatmul, x: Tensor, weight: Tensor, ends: T
 
 
 def grouped_experts_forward(
-    experts: nn.Module,
-    hidden: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-    *,
-    grouped_matmul: GroupedMatmul,
-    swiglu: Callable[[Tensor], Tensor],
+    experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, operators: Operators
 ) -> Tensor:
     """Σ over the chosen experts of weight · expert(hidden), [T, H].
 
@@ -75,22 +69,21 @@ def grouped_experts_forward(
     down_proj [E, H, I]. Nothing waits for the device.
     """
     tokens, choices = chosen.shape
-    gate_up: Any = experts.gate_up_proj
-    down: Any = experts.down_proj
-    dtype: torch.dtype = down.dtype
+    dtype: torch.dtype = experts.down_proj.dtype
     of_expert, order = torch.sort(chosen.flatten(), stable=True)
-    every = torch.arange(experts.num_experts, device=hidden.device)  # type: ignore[call-overload]
+    every = torch.arange(experts.num_experts, device=hidden.device)
     ends = torch.searchsorted(of_expert, every, right=True)
     # repeated and then permuted, so that the gradient of the permutation adds nothing up in an order of its own
     rows = hidden.to(dtype)[:, None].expand(-1, choices, -1).flatten(0, 1).index_select(0, order)
-    inner = swiglu(_grouped_linear(rows, gate_up, ends, dtype, grouped_matmul))
-    out = _grouped_linear(inner, down, ends, dtype, grouped_matmul)
+    inner = operators.npu_swiglu(_grouped_linear(rows, experts.gate_up_proj, ends, dtype, operators), dim=-1)
+    out = _grouped_linear(inner, experts.down_proj, ends, dtype, operators)
     out = out * weights.flatten().index_select(0, order)[:, None]
     return out.index_select(0, torch.argsort(order)).unflatten(0, (tokens, choices)).sum(1).to(hidden.dtype)
 
 
-def _grouped_linear(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operator: GroupedMatmul) -> Tensor:
-    out: Tensor = _GroupedMatmulFunction.apply(x, weight.to(dtype).transpose(1, 2), ends, operator)
+def _grouped_linear(x: Tensor, weight: Any, ends: Tensor, dtype: torch.dtype, operators: Operators) -> Tensor:
+    weight = weight.to(dtype).transpose(1, 2)
+    out: Tensor = _GroupedMatmulFunction.apply(x, weight, ends, operators.npu_grouped_matmul)
     return out
 
 
@@ -162,9 +155,8 @@ def _replace_forwards(module: nn.Module, wanted: Sequence[str], operators: Opera
         forward = kind.forward(parts[0], operators)
         for part in parts:
             part.forward = MethodType(forward, part)
-        decide.record_fact(
-            f"device.fused_ops.{name}", f"{len(parts)} modules", f"{type(parts[0]).__name__} and similar modules"
-        )
+        text = f"{type(parts[0]).__name__} and similar modules"
+        decide.record_fact(f"device.fused_ops.{name}", f"{len(parts)} modules", text)
 
 
 @torch.enable_grad()
@@ -272,14 +264,7 @@ def _rotary_trial(part: Any, _: Callable[..., Any], operators: Operators) -> Fus
 
 def _experts_forward(part: Any, operators: Operators) -> Callable[..., Any]:
     def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        return grouped_experts_forward(
-            self,
-            hidden_states,
-            top_k_index,
-            top_k_weights,
-            grouped_matmul=operators.npu_grouped_matmul,
-            swiglu=lambda x: operators.npu_swiglu(x, dim=-1),
-        )
+        return grouped_experts_forward(self, hidden_states, top_k_index, top_k_weights, operators)
 
     return forward
 
@@ -297,9 +282,8 @@ def _experts_trial(part: Any, forward: Callable[..., Any], _: Operators) -> Fuse
     weights, chosen = scores.topk(min(2, part.num_experts), -1)
     given = (x, chosen, weights.to(x.dtype))
     plain = getattr(type(part).forward, "__wrapped__", type(part).forward)  # what transformers would choose may not run
-    return FusedTrial(
-        plain(part, *given), forward(part, *given), (x, part.down_proj)
-    )  # of the two weights the smaller one
+    own, fused = plain(part, *given), forward(part, *given)
+    return FusedTrial(own, fused, (x, part.down_proj))  # of the two weights the smaller one
 
 
 FUSED_MODULES = {

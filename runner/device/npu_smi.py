@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from runner.device.device_stats import parse_number
+
 FAILED = re.compile(r"dcmi .*failed.*ret is (-?\d+)", re.IGNORECASE)
 _VERSION = re.compile(r"npu-smi\s+(\S+)\s+Version")
 # A header's columns may stand one blank apart, so those of two words are named.
@@ -170,7 +172,7 @@ def _values(header: Sequence[Sequence[str]], cells: Sequence[str]) -> dict[str, 
 def _chip(values: Mapping[str, str]) -> NpuChip:
     hbm, ddr = _used_of(values.get("HBM-Usage(MB)")), _used_of(values.get("Memory-Usage(MB)"))
     used, total = hbm if hbm[1] else ddr
-    physical = _number(values.get("Phy-ID", values.get("Device")))
+    physical = parse_number(values.get("Phy-ID", values.get("Device")))
     return NpuChip(
         card=int(values.get("NPU", values.get("NPU ID", "0"))),
         chip=int(values.get("Chip") or values.get("Chip ID") or 0),
@@ -178,9 +180,9 @@ def _chip(values: Mapping[str, str]) -> NpuChip:
         health=values.get("Health", ""),
         physical=None if physical is None else int(physical),
         bus=values.get("Bus-Id"),
-        power_w=_number(values.get("Power(W)")),
-        temperature_c=_number(values.get("Temp(C)")),
-        utilization_percent=_number(values.get("AICore(%)", values.get("NPU Util(%)"))),
+        power_w=parse_number(values.get("Power(W)")),
+        temperature_c=parse_number(values.get("Temp(C)")),
+        utilization_percent=parse_number(values.get("AICore(%)", values.get("NPU Util(%)"))),
         memory_used_mb=used,
         memory_total_mb=total,
     )
@@ -191,20 +193,12 @@ def _process(header: Sequence[Sequence[str]], cells: Sequence[str]) -> list[NpuP
     pid = values.get("Process id", "")
     if not pid.isdecimal():  # "No running processes found in NPU 0"
         return []
-    card, memory = values.get("NPU", values.get("NPU ID", "0")), _number(values.get("Process memory(MB)"))
+    card, memory = values.get("NPU", values.get("NPU ID", "0")), values.get("Process memory(MB)", "")
     name = next((cell for columns, cell in zip(header, cells, strict=False) if "Process name" in columns), "")
-    return [
-        NpuProcess(int(card), int(values.get("Chip", "0")), int(pid), name, None if memory is None else int(memory))
-    ]
+    memory_mb = int(memory) if memory.isdecimal() else None
+    return [NpuProcess(int(card), int(values.get("Chip", "0")), int(pid), name, memory_mb)]
 
 
 def _used_of(text: str | None) -> tuple[int | None, int | None]:
     found = _USED_OF.fullmatch(text or "")
     return (int(found[1]), int(found[2])) if found else (None, None)
-
-
-def _number(text: str | None) -> float | None:
-    try:
-        return float(text or "")
-    except ValueError:
-        return None

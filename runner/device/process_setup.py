@@ -231,6 +231,5 @@ def load_torch(device: str) -> None:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:
         cause = f"{error} (from {type(error.__cause__).__name__}: {error.__cause__})" if error.__cause__ else str(error)
-        raise EnvironmentProblem(
-            f"import torch fails: {cause}\n  find the cause: run doctor device={device}"
-        ) from error
+        text = f"import torch fails: {cause}\n  find the cause: run doctor device={device}"
+        raise EnvironmentProblem(text) from error

@@ -33,11 +33,9 @@ def set_owner(tensor: Tensor, owner: TensorOwner) -> None:
 def full_tensor(tensor: Tensor) -> Tensor:
     """All of a tensor, detached, on every rank; the memory is the tensor's own where it is not sharded."""
     home: TensorOwner | None = getattr(tensor, OWNER_ATTRIBUTE, None)
-    return (
-        full_tensor_of_holders(tensor)
-        if home is None
-        else home.broadcast_full(tensor, lambda: full_tensor_of_holders(tensor))
-    )
+    if home is None:
+        return full_tensor_of_holders(tensor)
+    return home.broadcast_full(tensor, lambda: full_tensor_of_holders(tensor))
 
 
 def full_tensor_of_holders(tensor: Tensor) -> Tensor:

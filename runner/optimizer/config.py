@@ -96,7 +96,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
     """AdamW with 8-bit moments (Dettmers et al., 2110.02861; torchao), for a model on one card."""
 
     low_bit: ClassVar[str | None] = "adamw8bit"
-    factory: ClassVar[str] = "runner.optimizer.optimizers:build"
+    factory: ClassVar[str] = "runner.optimizer.optimizers:build_adamw8bit"
     name: Literal["adamw8bit"] = "adamw8bit"
     betas: Annotated[FloatPair, Field(description="Decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
@@ -123,10 +123,8 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
         if not self.stochastic_rounding:
             return found
         if not job.adapter.trains_base:
-            text = (
-                f"adapter={job.adapter.name} keeps its trainable weights in float32; stochastic rounding does not apply"
-            )
-            found.append((key, f"{text}; remove the option"))
+            text = f"adapter={job.adapter.name} keeps its trainable weights in float32"
+            found.append((key, f"{text}; stochastic rounding does not apply; remove the option"))
         if job.model.dtype == "float32":
             text = "stochastic rounding needs model.dtype=bfloat16 (here float32)"
             found.append((key, f"{text}; type model.dtype=bfloat16, or remove the option"))
@@ -147,10 +145,7 @@ class MuonConfig(UnshardedOptimizerConfig):
         description="Scale of the learning rate by matrix shape: match_rms_adamw = update RMS of AdamW (2502.16982), "
         "so AdamW's learning rates work; original = Jordan's.",
     )
-    betas: Annotated[FloatPair, Field(description="AdamW's decay rates of the first and second moment.")] = (
-        0.9,
-        0.95,
-    )
+    betas: Annotated[FloatPair, Field(description="AdamW's decay rates of the first and second moment.")] = (0.9, 0.95)
     eps: float = Field(default=1e-8, gt=0, description="AdamW's eps, added to the root of the second moment.")
 
     def preflight(self) -> None:

@@ -60,7 +60,10 @@ def build_adamw(
     fused = config.fused and _has_fused(kinds)
     if config.fused and not fused:
         decide("optimizer", "fused AdamW", "foreach AdamW", f"torch has no fused kernel for {', '.join(sorted(kinds))}")
-    groups = decay_groups(parameters, config.weight_decay)
+    return _adamw(config, decay_groups(parameters, config.weight_decay), fused)
+
+
+def _adamw(config: AdamWConfig | MuonConfig, groups: list[dict[str, Any]], fused: bool) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused or None)
 
 
@@ -86,10 +89,7 @@ def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], de
     if others:
         groups = decay_groups(others, config.weight_decay)
         # unfused, a step on a card takes temporaries of all of them, which run plan does not count
-        fused = _has_fused(p.device.type for p in others.values() if not p.is_meta) or None
-        parts.append(
-            torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused)
-        )
+        parts.append(_adamw(config, groups, _has_fused(p.device.type for p in others.values() if not p.is_meta)))
     return CombinedOptimizer(parts)
 
 
@@ -124,7 +124,9 @@ SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # of the moments that torchao m
 CODES, SCALE = "codes", "scale"
 
 
-def build(config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
+def build_adamw8bit(
+    config: AdamW8bitConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide
+) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter).
 
     Raises EnvironmentProblem where torchao fails on import.

@@ -2,12 +2,11 @@
 
 weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
 
-Afterwards a few tokens are computed again; a model that computes something else than before is context_parallel_error.
+Afterwards a few tokens are computed again; a model that computes other values than before is an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -20,22 +19,22 @@ from runner.core.rank_info import is_connection_loss
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import ContextParallelStyle, Decide, Device, RankCollectives, TrainableModel
 from runner.parallelism.config import MeshConfig, ParallelismConfig, ShardedConfig
-from runner.parallelism.mesh import Mesh
+from runner.parallelism.mesh import Mesh, parallelism_error
 from runner.parallelism.process_groups import MeshGroups
 from runner.parallelism.weight_scatter import WeightScatter, tensor_slots
 
+PARALLELISM = {"pp": "pipeline", "tp": "tensor", "ep": "expert", "cp": "context"}
 
-def refuse_changed_model(
-    model: TrainableModel, wanted: Tensor, world_peers: RankCollectives, refusal: Callable[[str], SpecError], how: str
-) -> None:
-    """Raise `refusal(reason)` if the model computes something else than before, on all ranks.
 
-    Where it cannot compute at all, the ranks that cannot raise.
+def refuse_changed_model(model: TrainableModel, wanted: Tensor, world_peers: RankCollectives, dim: str) -> None:
+    """Raise SpecError on all ranks if the model computes other values than before.
 
-    wanted: what it once computed; how: what was done to it, in words. Collective over everyone. Memory that is
-    exhausted and ranks that are lost are no fault of the model.
+    If the model cannot compute at all, the ranks that cannot raise. Collective over all ranks. Exhausted memory and
+    lost ranks are not reported as an error of the model.
+
+    wanted: what the model computed before; dim: the dimension of the mesh that was applied
     """
-    name = type(model.inner).__name__
+    name, how = type(model.inner).__name__, f"with {PARALLELISM[dim]} parallelism"
     try:
         alike = model.matches_probe(wanted)
     except torch.OutOfMemoryError:
@@ -44,9 +43,9 @@ def refuse_changed_model(
         if is_connection_loss(str(error)):
             raise
         said = (str(error).splitlines() or [""])[0]
-        raise refusal(f"{name} cannot compute {how} ({said})") from error
+        raise parallelism_error(dim, f"{name} cannot compute {how} ({said})") from error
     if not all(world_peers.all_gather(alike)):
-        raise refusal(f"{name} computes different values {how}")
+        raise parallelism_error(dim, f"{name} computes different values {how}")
 
 
 def apply_context_parallel(
@@ -65,13 +64,11 @@ def apply_context_parallel(
     """
     name = type(model.inner).__name__
     if model.is_padded:
-        raise context_parallel_error(f"{name} runs padded batches (model.batch_layout), which cp cannot split")
-    wanted, style = (
-        model.probe_hidden(),
-        _choose_cp_style(model, distributed.get_world_size(group), style, tp_size, decide),
-    )
-    model.enable_context_parallel(group, style)
-    refuse_changed_model(model, wanted, world_peers, context_parallel_error, "with context parallelism")
+        raise parallelism_error("cp", f"{name} runs padded batches (model.batch_layout), which cp cannot split")
+    wanted = model.probe_hidden()
+    chosen = _choose_cp_style(model, distributed.get_world_size(group), style, tp_size, decide)
+    model.enable_context_parallel(group, chosen)
+    refuse_changed_model(model, wanted, world_peers, "cp")
 
 
 def _choose_cp_style(
@@ -85,16 +82,9 @@ def _choose_cp_style(
         raise SpecError([Problem("parallelism.cp", f"{text}, or parallelism.cp={most}" if most > 1 else text)])
     if style is None:
         style = "ulysses" if fits else "ring"
-        decide.record_fact(
-            "parallelism.cp_backend",
-            style,
-            f"cp={ranks}, and {heads} heads{' per tp rank' * (tp_size > 1)}",
-        )
+        each = " per tp rank" if tp_size > 1 else ""
+        decide.record_fact("parallelism.cp_backend", style, f"cp={ranks}, and {heads} heads{each}")
     return style
-
-
-def context_parallel_error(why: str) -> SpecError:
-    return SpecError([Problem("parallelism.cp", f"{why}; type parallelism.cp=1, with parallelism=fsdp or tp")])
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,23 +116,10 @@ class ParallelismPlan:
             model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
         model.stage.on_parameters_ready()
         if wanted is not None:
-            refuse_changed_model(model, wanted, self.world_peers, *self._error_factory())
+            dim = next(dim for dim in PARALLELISM if getattr(self.mesh, dim) > 1)
+            refuse_changed_model(model, wanted, self.world_peers, dim)
         if self.groups is not None and self.mesh.cp > 1:
             self._share_tokens(model, self.groups)
-
-    def _error_factory(self) -> tuple[Callable[[str], SpecError], str]:
-        """What refuses a model that is another one now, and what was done to it."""
-        if self.mesh.pp > 1:
-            from runner.parallelism import pipeline_parallel as stages
-
-            return stages.pipeline_parallel_error, "with pipeline parallelism"
-        if self.mesh.tp > 1:
-            from runner.parallelism import tensor_parallel as tensor
-
-            return tensor.tensor_parallel_error, "with tensor parallelism"
-        from runner.parallelism import expert_parallel as experts
-
-        return experts.expert_parallel_error, "with expert parallelism"
 
     def _shard_parameters(self, model: TrainableModel, groups: MeshGroups) -> None:
         """Make of each parameter what this rank holds of it, while there are no numbers."""
@@ -151,10 +128,10 @@ class ParallelismPlan:
 
             apply_tensor_parallel(model, groups.weights["tp"], decide=self.decide)
         if self.mesh.ep > 1:
-            from runner.parallelism import expert_parallel as experts
+            from runner.parallelism.expert_parallel import apply_expert_parallel
 
             alone = self.mesh.tp == 1 and not self.config.shards
-            experts.apply_expert_parallel(model, groups.experts["ep"], alone=alone, decide=self.decide)
+            apply_expert_parallel(model, groups.experts["ep"], alone=alone, decide=self.decide)
         if isinstance(self.config, MeshConfig) and groups.stage_links is not None:
             from runner.parallelism.pipeline_parallel import apply_pipeline_parallel
 

@@ -169,19 +169,13 @@ class MeshConfig(MultiProcessConfig):
 
     def _unused_options(self, mesh: Mesh) -> list[tuple[str, str]]:
         """Options that mean nothing on this mesh."""
-        found = []
-        if self.cp_backend is not None and mesh.cp == 1:
-            found.append(
-                ("parallelism.cp_backend", "not used with parallelism.cp=1; type parallelism.cp=N, or leave it out")
-            )
-        if self.pp_virtual_stages > 1 and mesh.pp == 1:
-            found.append(
-                (
-                    "parallelism.pp_virtual_stages",
-                    "not used with parallelism.pp=1; type parallelism.pp=N, or leave it out",
-                )
-            )
-        return found
+        options = (
+            ("cp_backend", "cp", self.cp_backend is not None),
+            ("pp_virtual_stages", "pp", self.pp_virtual_stages > 1),
+        )
+        text = "not used with parallelism.{0}=1; type parallelism.{0}=N, or leave it out"
+        unused = [(option, dim) for option, dim, is_set in options if is_set and getattr(mesh, dim) == 1]
+        return [(f"parallelism.{option}", text.format(dim)) for option, dim in unused]
 
     def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
         """Problems of a teacher's passes with interleaved pipeline stages, whose order of passes differs."""

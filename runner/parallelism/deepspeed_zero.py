@@ -25,9 +25,8 @@ from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.parallel_context import ParallelContext
 
 PERSISTENT_LAYERS = 10  # times the hidden size: numbers up to which a parameter stays whole, as transformers sets it
-NOISY_WARNING = (
-    "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"  # which DeepSpeed 0.19 calls
-)
+# which DeepSpeed 0.19 calls
+NOISY_WARNING = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
 
 class OptimizerEntry(NamedTuple):
@@ -76,9 +75,8 @@ class DeepSpeedZero:
         model.whole.register_forward_pre_hook(lambda *_: self._zero.clear_backward_seen_flag())
         if stage == 3:
             self._register_external_weights(model)
-        decide.record_fact(
-            "parallelism", f"DeepSpeed {deepspeed.__version__}, ZeRO-{stage}", "its engine runs the optimizer"
-        )
+        fact = f"DeepSpeed {deepspeed.__version__}, ZeRO-{stage}"
+        decide.record_fact("parallelism", fact, "its engine runs the optimizer")
 
     def _register_external_weights(self, model: TrainableModel) -> None:
         """What stands outside of the layers is there for a whole pass: the LM head's weight is used in chunks."""
@@ -117,10 +115,9 @@ class DeepSpeedZero:
             entries = self._optimizer.state.get(flat, {})
             for parameter in parameters:
                 for key, value in entries.items():
-                    flattened = isinstance(value, Tensor) and value.shape == flat.shape
-                    yield OptimizerEntry(
-                        parameter, key, safe_get_full_optimizer_state(parameter, key) if flattened else value
-                    )
+                    is_flat = isinstance(value, Tensor) and value.shape == flat.shape
+                    full = safe_get_full_optimizer_state(parameter, key) if is_flat else value
+                    yield OptimizerEntry(parameter, key, full)
 
     def writable_parameters(self) -> AbstractContextManager[None]:
         """While the parameters are whole and may be overwritten, on all ranks alike; `take` comes after it."""

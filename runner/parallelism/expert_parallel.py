@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from runner.core.errors import Problem, SpecError
 from runner.distributed.autograd_collectives import all_to_all, all_to_all_autograd
 from runner.interfaces import Decide, TrainableModel
+from runner.parallelism.mesh import parallelism_error
 from runner.parallelism.tensor_parallel import LocalParameterHooks, TensorParallelGroup, distribute_parameters
 
 
@@ -45,9 +45,8 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     """
     found = expert_layers(model.inner)
     if not found:
-        raise expert_parallel_error(
-            f"{type(model.inner).__name__} has no experts whose forward transformers can replace"
-        )
+        text = f"{type(model.inner).__name__} has no experts whose forward transformers can replace"
+        raise parallelism_error("ep", text)
     _refuse_uneven_experts(model.whole, found, mesh.size(), alone)
     slices = TensorParallelGroup(mesh)
     used = [part for part in model.whole.modules() if part._parameters] if alone else found
@@ -62,30 +61,25 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     decide.record_fact("parallelism.ep", text, f"all-to-all of tokens between {mesh.size()} ranks")
 
 
-def expert_parallel_error(why: str, instead: str = "parallelism.ep=1") -> SpecError:
-    """For what cannot be spread; instead: what to type."""
-    return SpecError([Problem("parallelism.ep", f"{why}; type {instead}")])
-
-
 def _refuse_uneven_experts(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
     """Raise SpecError for experts that are not rows of their layer's parameters, or uneven over ranks."""
     for part in found:
         name = type(part).__name__
         if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
-            raise expert_parallel_error(f"{name}.{odd[0]} does not have one row per expert")
+            raise parallelism_error("ep", f"{name}.{odd[0]} does not have one row per expert")
         if part.num_experts % size:
-            raise expert_parallel_error(f"{size} ranks do not divide the {part.num_experts} experts of {name}")
+            raise parallelism_error("ep", f"{size} ranks do not divide the {part.num_experts} experts of {name}")
     refuse_adapters(module)
     for part in module.modules():
         if alone and isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise expert_parallel_error(f"{type(part).__name__} has parameters that other modules use")
+            raise parallelism_error("ep", f"{type(part).__name__} has parameters that other modules use")
 
 
 def refuse_adapters(module: nn.Module) -> None:
     """Raise SpecError for a model with adapters on its experts."""
     if any(isinstance(part, ParamWrapper) for part in module.modules()):
         text = "expert parallelism does not support adapters on weights outside linear layers (experts, routers)"
-        raise expert_parallel_error(text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
+        raise parallelism_error("ep", text, "adapter.targets=[q_proj,k_proj,v_proj,o_proj]")
 
 
 @contextmanager

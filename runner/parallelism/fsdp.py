@@ -46,17 +46,14 @@ def apply_fsdp(
     """
     blocks = model.transformer_blocks()
     if not blocks:
-        name = type(model.inner).__name__
-        decide(
-            "parallelism", "sharded layer by layer", "sharded as one unit", f"{name} does not declare its layer classes"
-        )
+        text = f"{type(model.inner).__name__} does not declare its layer classes"
+        decide("parallelism", "sharded layer by layer", "sharded as one unit", text)
+    pins = find_kind(device.type).pins_offload
     policy: dict[str, Any] = {
         "mp_policy": _mixed_precision_policy(model.compute_dtype),
-        "offload_policy": CPUOffloadPolicy(pin_memory=find_kind(device.type).pins_offload)
-        if offload
-        else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pins) if offload else OffloadPolicy(),
+        "ignored_params": {one for one in model.stage.absent_modules if isinstance(one, nn.Parameter)},
     }
-    policy["ignored_params"] = {one for one in model.stage.absent_modules if isinstance(one, nn.Parameter)}
     if experts is not None:
         policy["ignored_params"] |= _shard_experts(model, experts, reshard, policy, decide)
     root = policy
@@ -99,14 +96,9 @@ def _shard_experts(
         text = f"{pieces} shards divide neither the experts of a rank nor their features"
         decide("parallelism.ep", "sharded experts", "not sharded", text)
         return every
+    policy = policy | {"mesh": _gradient_mesh(mesh), "shard_placement_fn": lambda _: Shard(dim)}
     for part in layers:
-        fully_shard(
-            part,
-            mesh=_gradient_mesh(mesh),
-            reshard_after_forward=reshard,
-            shard_placement_fn=lambda _: Shard(dim),
-            **policy,
-        )
+        fully_shard(part, reshard_after_forward=reshard, **policy)
     return set()
 
 

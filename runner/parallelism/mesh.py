@@ -73,11 +73,8 @@ class Mesh(NamedTuple):
 
     def expert_groups(self) -> list[RankGroup]:
         """All sets of ranks over which a layer's experts lie."""
-        return [
-            copies[at : at + self.ep]
-            for copies in self.rank_groups(*REPLICA_DIMS)
-            for at in range(0, len(copies), self.ep)
-        ]
+        replicas = self.rank_groups(*REPLICA_DIMS)
+        return [copies[at : at + self.ep] for copies in replicas for at in range(0, len(copies), self.ep)]
 
     def expert_replica_groups(self) -> list[RankGroup]:
         """All sets of ranks that hold the same experts."""
@@ -121,6 +118,20 @@ class Mesh(NamedTuple):
         return " × ".join(said) or "one process"
 
 
+# what to type where a model does not support a dimension
+WITHOUT_DIM = {
+    "pp": "parallelism.pp=1, with parallelism=fsdp or tp",
+    "tp": "parallelism.tp=1, with parallelism=ddp or fsdp",
+    "cp": "parallelism.cp=1, with parallelism=fsdp or tp",
+    "ep": "parallelism.ep=1",
+}
+
+
+def parallelism_error(dim: str, why: str, instead: str = "") -> SpecError:
+    """The error of a model that does not support a dimension of the mesh; instead: another remedy."""
+    return SpecError([Problem(f"parallelism.{dim}", f"{why}; type {instead or WITHOUT_DIM[dim]}")])
+
+
 def group_of_rank(families: Sequence[RankGroup], rank: int) -> RankGroup:
     """The one that `rank` is in."""
     return next(one for one in families if rank in one)
@@ -141,9 +152,8 @@ EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  #
 def model_sizes(architecture: Any) -> Sizes:
     """What a transformers config says of these, as far as it does."""
     text = architecture.get_text_config()
-    names = CONFIG_NAMES | {
-        "experts": next((name for name in EXPERT_COUNT_NAMES if getattr(text, name, None)), EXPERT_COUNT_NAMES[0])
-    }
+    experts = next((name for name in EXPERT_COUNT_NAMES if getattr(text, name, None)), EXPERT_COUNT_NAMES[0])
+    names = CONFIG_NAMES | {"experts": experts}
     named = {kind: (name, getattr(text, name, None)) for kind, name in names.items()}
     return {kind: (name, size) for kind, (name, size) in named.items() if size}
 
@@ -241,17 +251,14 @@ def _ep_problems(mesh: Mesh, sizes: Sizes) -> Iterator[Problem]:
         return
     name, experts = sizes.get("experts", ("", 0))
     if not experts:
-        text = (
-            "the model has no experts; type parallelism.ep=1, or choose a mixture-of-experts model, e.g. model=tiny_moe"
-        )
-        yield Problem("parallelism.ep", text)
+        text = "the model has no experts; type parallelism.ep=1, or choose a mixture-of-experts model"
+        yield Problem("parallelism.ep", f"{text}, e.g. model=tiny_moe")
     elif experts % mesh.ep:
         ranks = _max_ep_size(mesh)
         here = f"; with these {ranks} ranks: {_comma_list(_divisors(gcd(experts, ranks)))}"
-        text = (
-            f"ep={mesh.ep} does not divide {name}={experts} of the model; possible: {_comma_list(_divisors(experts))}"
-        )
-        yield Problem("parallelism.ep", text + (here if ranks % experts else ""))
+        fits = _comma_list(_divisors(experts)) + (here if ranks % experts else "")
+        text = f"ep={mesh.ep} does not divide {name}={experts} of the model; possible: {fits}"
+        yield Problem("parallelism.ep", text)
 
 
 def _divisors(number: int) -> list[int]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from runner.core.device_kinds import find_kind
 from runner.core.errors import EnvironmentProblem, SpecError
-from runner.core.rank_info import RankInfo
+from runner.core.rank_info import RENDEZVOUS_VARIABLES, RankInfo
 from runner.distributed.dtensor_utils import is_expert_sharded, is_reduced_in_backward, local_tensor, total_norm
 from runner.distributed.work_partition import SINGLE_PROCESS, add_gradients, fill_missing_gradients
 from runner.interfaces import Decide, Device, GradientReducer, PipelineStage, RankCollectives, TrainableModel
@@ -48,10 +48,9 @@ class MeshGradientReducer:
     def all_reduce_(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `GradientReducer`."""
         found = fill_missing_gradients([p for p in parameters if not is_reduced_in_backward(p)], self.copies)
-        for peers, experts in ((self.copies, False), (self.experts, True)):
-            peers.all_reduce_(
-                [local_tensor(p.grad) for p in found if p.grad is not None and is_expert_sharded(p) is experts]
-            )
+        for peers, is_expert in ((self.copies, False), (self.experts, True)):
+            own = [p.grad for p in found if is_expert_sharded(p) is is_expert]
+            peers.all_reduce_([local_tensor(grad) for grad in own if grad is not None])
         tied = {id(one) for one in self.stage.tied_parameters()}
         if both := [p for p in parameters if id(p) in tied]:
             add_gradients(both, self.ends)
@@ -84,28 +83,26 @@ class MeshGradientReducer:
 
 M = TypeVar("M", bound=TrainableModel)
 
-ADDRESS = ("MASTER_ADDR", "MASTER_PORT")  # torchrun's names
-
 
 @dataclass(frozen=True, slots=True)
 class ParallelContext:
-    """Process groups of a job, by purpose; None where there is one process.
+    """Process groups of a job, by purpose; groups: None where there is one process.
 
-    peers: the data ranks, which share a step's batch; copies: those whose gradients are summed; everyone: all ranks;
-    these for the training thread. feed_peers: all ranks, for the thread that collects; saving_peers: for the one that
-    writes checkpoints.
+    peers: the data ranks, which share a step's batch; replica_peers: those whose gradients are summed; world_peers:
+    all ranks. These are for the training thread. rollout_peers: all ranks, for the thread that collects experience;
+    checkpoint_peers: all ranks, for the thread that writes checkpoints.
     """
 
     config: ParallelismConfig
     device: Device
     place: RankInfo
     mesh: Mesh
-    groups: MeshGroups | None
-    peers: RankCollectives
-    replica_peers: RankCollectives
-    world_peers: RankCollectives
-    rollout_peers: RankCollectives
-    checkpoint_peers: RankCollectives
+    groups: MeshGroups | None = None
+    peers: RankCollectives = SINGLE_PROCESS
+    replica_peers: RankCollectives = SINGLE_PROCESS
+    world_peers: RankCollectives = SINGLE_PROCESS
+    rollout_peers: RankCollectives = SINGLE_PROCESS
+    checkpoint_peers: RankCollectives = SINGLE_PROCESS
 
     @property
     def is_sharded(self) -> bool:
@@ -157,8 +154,8 @@ class ParallelContext:
         assert isinstance(self.config, MeshConfig)
         from runner.parallelism.process_groups import ProcessGroupCollectives
 
-        member = distributed.get_rank(group) >= 0 if group is not None else False
-        return ProcessGroupCollectives(group, self.config.timeout_s) if member else SINGLE_PROCESS
+        is_member = group is not None and distributed.get_rank(group) >= 0
+        return ProcessGroupCollectives(group, self.config.timeout_s) if is_member else SINGLE_PROCESS
 
     def summon_full_params(self, model: TrainableModel) -> AbstractContextManager[Any]:
         """While `model` has whole weights, so that ranks may call it as often as each one needs."""
@@ -178,22 +175,9 @@ def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> Para
     mesh = config.mesh(place.size)
     config.preflight()
     if not isinstance(config, MultiProcessConfig):
-        return ParallelContext(
-            config,
-            device,
-            place,
-            mesh,
-            None,
-            SINGLE_PROCESS,
-            SINGLE_PROCESS,
-            SINGLE_PROCESS,
-            SINGLE_PROCESS,
-            SINGLE_PROCESS,
-        )
-    chunks = config.stage_chunks
-    return ParallelContext(
-        config, device, place, mesh, *_init_process_groups(device, place, mesh, chunks, config.timeout_s)
-    )
+        return ParallelContext(config, device, place, mesh)
+    groups = _init_process_groups(device, place, mesh, config.stage_chunks, config.timeout_s)
+    return ParallelContext(config, device, place, mesh, *groups)
 
 
 def _init_process_groups(
@@ -217,7 +201,7 @@ def _init_process_groups(
     except (RuntimeError, ValueError) as error:
         raise EnvironmentProblem(
             f"{place} cannot connect to the other ranks: {(str(error).splitlines() or [''])[0]}\n"
-            f"  they connect to {' and '.join(ADDRESS)}, which `run` and torchrun set; "
+            f"  they connect to {' and '.join(RENDEZVOUS_VARIABLES)}, which `run` and torchrun set; "
             f"parallelism.timeout_s={timeout_s:g}"
         ) from error
     members = (found.by_name["copies"], distributed.group.WORLD, *threads)
@@ -240,9 +224,8 @@ def data_peers(found: MeshGroups, device: torch.device, timeout_s: float) -> Ran
 
     if found.stage_links is None:
         return ProcessGroupCollectives(found.by_name["data"], timeout_s)
-    return PipelineCollectives(
-        found.by_name["data"], ProcessGroupCollectives(found.by_name["stages"], timeout_s), timeout_s, device
-    )
+    everyone = ProcessGroupCollectives(found.by_name["stages"], timeout_s)
+    return PipelineCollectives(found.by_name["data"], everyone, timeout_s, device)
 
 
 def _warm_up(peers: RankCollectives, device: torch.device) -> None:
@@ -250,6 +233,5 @@ def _warm_up(peers: RankCollectives, device: torch.device) -> None:
     ones = torch.ones(1, device=device)
     peers.all_reduce_([ones])
     if round(float(ones)) != peers.size:
-        raise EnvironmentProblem(
-            f"an all-reduce of 1 over {peers.size} ranks returned {float(ones)}: the devices or their links are faulty"
-        )
+        text = f"an all-reduce of 1 over {peers.size} ranks returned {float(ones)}"
+        raise EnvironmentProblem(f"{text}: the devices or their links are faulty")

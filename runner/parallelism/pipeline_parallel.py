@@ -29,15 +29,16 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
 
-from runner.core.errors import Problem, RunnerError, SpecError
+from runner.core.errors import RunnerError
 from runner.distributed import dtensor_utils
 from runner.interfaces import TrainableModel
 from runner.interfaces.learning import PipelineOp
+from runner.parallelism.mesh import parallelism_error
 from runner.parallelism.process_groups import StageLink, StageLinks
 from runner.parallelism.weight_scatter import TensorSlot, tensor_slots
 
@@ -92,18 +93,10 @@ class AbsentLayer:
         return getattr(self._layer, name)
 
 
-class StageView(Protocol):
-    """What is needed of a stage."""
-
-    passing: bool  # whether a forward pass is in it
-
-    def visible_layers(self, layers: Sequence[nn.Module]) -> list[Any]: ...  # what stands for each of them in it
-
-
 class StageLayers(nn.ModuleList):
     """The layers of a model; iterating gives those of this stage, and `AbsentLayer` for the others."""
 
-    def __init__(self, layers: Sequence[nn.Module], stage: StageView) -> None:
+    def __init__(self, layers: Sequence[nn.Module], stage: StagedModel) -> None:
         super().__init__(layers)
         self._stage = stage
 
@@ -240,11 +233,10 @@ class StagedModel:
 
     def _send(self, hidden: Tensor) -> Tensor:
         if hidden.dtype != self._dtype or hidden.shape[-1] != self._width:
-            text = (
-                f"{hidden.dtype} [… {hidden.shape[-1]}] between layers, but {self._dtype} [… {self._width}] before them"
-            )
+            between = f"{hidden.dtype} [… {hidden.shape[-1]}] between layers"
             raise RunnerError(
-                f"hidden states are {text}: pipeline parallelism does not support such a model; type parallelism.pp=1"
+                f"hidden states are {between}, but {self._dtype} [… {self._width}] before them: "
+                "pipeline parallelism does not support such a model; type parallelism.pp=1"
             )
         raise EndOfStage(SendForward.apply(self._anchor, self._borders.after, hidden))
 
@@ -310,17 +302,12 @@ def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]
         for name, child in part.named_children():
             if isinstance(child, nn.ModuleList) and blocks and list(child) == blocks:
                 if before:
-                    raise pipeline_parallel_error(
-                        f"{kind} has {before[0]} before its layers, in addition to the embedding"
-                    )
+                    text = f"{kind} has {before[0]} before its layers, in addition to the embedding"
+                    raise parallelism_error("pp", text)
                 return part, name, blocks
             if child not in embedding and any(True for _ in child.parameters()):
                 before.append(name)
-    raise pipeline_parallel_error(f"{kind} does not have its layers in one ModuleList")
-
-
-def pipeline_parallel_error(why: str) -> SpecError:
-    return SpecError([Problem("parallelism.pp", f"{why}; type parallelism.pp=1, with parallelism=fsdp or tp")])
+    raise parallelism_error("pp", f"{kind} does not have its layers in one ModuleList")
 
 
 def apply_pipeline_parallel(

@@ -134,11 +134,8 @@ def _copy_back(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
         one.copy_(part.view_as(one))
 
 
-WEIGHT_DIMS = (
-    "dp_replicate",
-    "dp_shard",
-    "tp",
-)  # dimensions in which a stage's weights lie; cp ranks are among dp_shard
+# dimensions in which a stage's weights are distributed; cp ranks are part of dp_shard
+WEIGHT_DIMS = ("dp_replicate", "dp_shard", "tp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,19 +163,16 @@ def create_groups(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunk
     known: dict[tuple[RankGroup, ...], Any] = {}
     for families in every.values():
         if (key := tuple(families)) not in known:
-            known[key], _ = distributed.new_subgroups_by_enumeration(
-                [list(one) for one in families], timeout=timeout, backend=backend
-            )
+            ranks = [list(one) for one in families]
+            known[key], _ = distributed.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend)
     own = {name: known[tuple(families)] for name, families in every.items()}
-    stage = torch.tensor(group_of_rank(mesh.rank_groups(*REPLICA_DIMS, "tp"), rank)).view(
-        mesh.dp_replicate, mesh.dp_shard_cp_size, mesh.tp
-    )
+    stage = torch.tensor(group_of_rank(mesh.rank_groups(*REPLICA_DIMS, "tp"), rank))
+    stage = stage.view(mesh.dp_replicate, mesh.dp_shard_cp_size, mesh.tp)
     weights = DeviceMesh.from_group([own[name] for name in WEIGHT_DIMS], kind, stage, mesh_dim_names=WEIGHT_DIMS)
     experts = _expert_mesh(mesh, own, kind, group_of_rank(mesh.rank_groups(*REPLICA_DIMS), rank))
     pair = partial(distributed.new_group, timeout=timeout, backend=backend)
-    return MeshGroups(
-        own, weights, experts, make_stage_links(mesh.rank_groups("pp"), chunks, pair) if mesh.pp > 1 else None
-    )
+    links = make_stage_links(mesh.rank_groups("pp"), chunks, pair) if mesh.pp > 1 else None
+    return MeshGroups(own, weights, experts, links)
 
 
 def _expert_mesh(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: RankGroup) -> DeviceMesh:

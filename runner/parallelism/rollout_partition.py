@@ -53,9 +53,9 @@ class PartitionedSampler(SamplerWrapper):
 
         with self._whole():
             found = run_partitioned(self._peers, balance_by_cost(costs, self._peers.size), work)
-        placed = {
-            at: one for group, drawn in zip(members, found, strict=True) for at, one in zip(group, drawn, strict=True)
-        }
+        placed: dict[int, Rollout] = {}
+        for group, drawn in zip(members, found, strict=True):
+            placed |= zip(group, drawn, strict=True)
         return [placed[at] for at in range(len(requests))]
 
 
@@ -131,9 +131,8 @@ class PartitionedReward:
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
         """See `Reward`; all ranks pass the same."""
-        return run_partitioned(
-            self._peers, self._owners(groups), lambda mine: self._reward.score([groups[i] for i in mine])
-        )
+        owners = self._owners(groups)
+        return run_partitioned(self._peers, owners, lambda mine: self._reward.score([groups[i] for i in mine]))
 
     def with_peers(self, peers: RankCollectives) -> Self:
         """The same reward for another thread, which has these peers."""

@@ -28,10 +28,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from runner.core.errors import Problem, SpecError
 from runner.distributed import dtensor_utils
 from runner.distributed.autograd_collectives import all_reduce
 from runner.interfaces import Decide, TrainableModel
+from runner.parallelism.mesh import parallelism_error
 
 SlicePlan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
 
@@ -205,16 +205,12 @@ def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: De
     distribute_parameters(model.whole.modules(), slices, plan)
     for part in model.whole.modules():
         if isinstance(part, nn.ParameterDict | nn.ParameterList) and part._parameters:
-            raise tensor_parallel_error(f"{type(part).__name__} has parameters that other modules use")
+            raise parallelism_error("tp", f"{type(part).__name__} has parameters that other modules use")
         if part in ends and isinstance(part, nn.Embedding):
             VocabEmbeddingHooks(part, slices)
         elif part not in ends and part._parameters:
             LocalParameterHooks(part, slices)
     model.whole.join_context = partial(slices.summon_full_params, model.whole)
-
-
-def tensor_parallel_error(why: str) -> SpecError:
-    return SpecError([Problem("parallelism.tp", f"{why}; type parallelism.tp=1, with parallelism=ddp or fsdp")])
 
 
 def _sliceable_layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
@@ -223,9 +219,8 @@ def _sliceable_layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, 
         (part, dims) for part in module.modules() for dims in LAYER_PLANS if all(hasattr(part, name) for name in dims)
     ]
     if not found:
-        raise tensor_parallel_error(
-            f"{type(module).__name__} has no layers named {', '.join(LAYER_PLANS[0] | LAYER_PLANS[1])}"
-        )
+        names = ", ".join(LAYER_PLANS[0] | LAYER_PLANS[1])
+        raise parallelism_error("tp", f"{type(module).__name__} has no layers named {names}")
     yield from found
 
 
@@ -244,9 +239,8 @@ def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: TensorParallelGro
             linear.register_forward_hook(lambda part, inputs, output: slices.reduce_from_region(output))
     for part in layer.modules():
         own = [name for name, parameter in part._parameters.items() if parameter is not None]
-        slices.partial_gradients |= {
-            (part, name) for name in own if id(part._parameters[name]) not in plan
-        } - slices.rank0_only
+        not_cut = {(part, name) for name in own if id(part._parameters[name]) not in plan}
+        slices.partial_gradients |= not_cut - slices.rank0_only
     layer.register_forward_pre_hook(partial(_enter_layer, slices), with_kwargs=True)
 
 
@@ -254,7 +248,7 @@ def _linear_weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | No
     """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
     base = getattr(linear, "base_layer", linear)
     if getattr(type(base), "forward", None) is not nn.Linear.forward:  # of its own class, or one that casts weights
-        raise tensor_parallel_error(f"layers of type {type(base).__name__} are not supported")
+        raise parallelism_error("tp", f"layers of type {type(base).__name__} are not supported")
     yield base, dim
     if base is not linear:
         adapters: Any = linear

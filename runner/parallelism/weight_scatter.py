@@ -29,6 +29,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.distributed.dtensor_utils import local_slice
 from runner.distributed.work_partition import run_partitioned
 from runner.interfaces import RankCollectives, TrainableModel
+from runner.run_dir.manifest import LIBRARIES
 
 META = torch.device("meta")
 
@@ -83,10 +84,8 @@ class WeightScatter:
         """
         inside = {id(holder) for part in parts for one in part.modules() for holder in (one._parameters, one._buffers)}
         borrowed = [(slot, self._names[name]) for name, slot in tensor_slots(module) if id(slot.holder) in inside]
-        made = {
-            name: _as_kind_of(self._like[name], self._broadcast_full(name))
-            for name in dict.fromkeys(n for _, n in borrowed)
-        }
+        names = dict.fromkeys(name for _, name in borrowed)
+        made = {name: _as_kind_of(self._like[name], self._broadcast_full(name)) for name in names}
         for slot, name in borrowed:
             slot.assign(made[name])
         try:
@@ -114,9 +113,8 @@ class WeightScatter:
             self._numbers.pop(name, None)
             if found := places.get(name):
                 like = found[0].tensor
-                made = _as_kind_of(
-                    like, _shard_of(like, full, target_device if isinstance(like, nn.Parameter) else self._device)
-                )
+                device = target_device if isinstance(like, nn.Parameter) else self._device
+                made = _as_kind_of(like, _shard_of(like, full, device))
                 for slot in found:
                     slot.assign(made)
 
@@ -159,9 +157,6 @@ def _shard_of(like: Tensor, full: Tensor, target_device: torch.device) -> Tensor
     options: dict[str, Any] = {"run_check": False, "shape": like.shape, "stride": like.stride()}
     made: Tensor = DTensor.from_local(part, like.device_mesh, like.placements, **options)  # on the mesh's device
     return made.to(target_device)
-
-
-LIBRARIES = ("torch", "transformers", "peft")
 
 
 M = TypeVar("M", bound=TrainableModel)

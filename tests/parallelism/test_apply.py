@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import SpecError
 from runner.parallelism.apply import refuse_changed_model
 from runner.parallelism.config import EpConfig
 from runner.parallelism.mesh import Mesh
@@ -42,15 +42,11 @@ class Full:
         raise torch.OutOfMemoryError("out of memory")
 
 
-def refused(why: str) -> SpecError:
-    return SpecError([Problem("parallelism.pp", why)])
-
-
 def test_what_one_rank_finds_all_refuse() -> None:
     def work(rank: int) -> None:
         everyone = ProcessGroupCollectives(torch.distributed.group.WORLD, TIMEOUT_S)
         with pytest.raises(SpecError, match="NoneType computes different values with pipeline parallelism"):
-            refuse_changed_model(Other(rank), WANTED, everyone, refused, "with pipeline parallelism")
+            refuse_changed_model(Other(rank), WANTED, everyone, "pp")
 
     ranks(2, work)
 
@@ -58,7 +54,7 @@ def test_what_one_rank_finds_all_refuse() -> None:
 def test_memory_that_is_exhausted_is_no_fault_of_the_model() -> None:
     peers: Any = None
     with pytest.raises(torch.OutOfMemoryError):
-        refuse_changed_model(Full(), WANTED, peers, refused, "with pipeline parallelism")
+        refuse_changed_model(Full(), WANTED, peers, "pp")
 
 
 def test_experts_that_give_something_else_are_refused_by_their_own_option() -> None:

@@ -76,11 +76,9 @@ def test_the_experts_call_fits_and_means_a_product_for_each_expert() -> None:
     )
     hidden, chosen = torch.randn(5, 8, generator=random), torch.tensor([[0, 2], [2, 0], [0, 1], [2, 1], [0, 2]])
     weights = torch.rand(5, 2, generator=random)
-    swiglu = strict("npu_swiglu", OPERATORS["npu_swiglu"])
-    grouped = strict("npu_grouped_matmul", OPERATORS["npu_grouped_matmul"])
-    got = grouped_experts_forward(
-        experts, hidden, chosen, weights, grouped_matmul=grouped, swiglu=lambda x: swiglu(x, dim=-1)
-    )
+    names = ("npu_swiglu", "npu_grouped_matmul")
+    operators = SimpleNamespace(**{name: strict(name, OPERATORS[name]) for name in names})
+    got = grouped_experts_forward(experts, hidden, chosen, weights, operators)
     want = torch.zeros_like(hidden)
     for token in range(5):
         for expert, weight in zip(chosen[token].tolist(), weights[token], strict=True):
