@@ -1,4 +1,4 @@
-"""What is done with a sweep: start, resume, status, report.
+"""The commands of a sweep: start, resume, status, report.
 
 plan ─▶ sweep.json, jobs/*.yaml ─▶ scheduler ─▶ results.csv, results.json, report.html ─▶ tables, winner, failures
                 ▲                     │ Ctrl-C, kill -9
@@ -32,7 +32,7 @@ from runner.tracker.text import format_duration, labeled_line
 
 @dataclass(frozen=True, slots=True)
 class ResumeSelection:
-    """Which unfinished jobs a resume runs: all of them, or those that `only` names."""
+    """Which unfinished jobs a resume runs: all, or those of `only`."""
 
     retry_failed: bool = False
     only: tuple[int, ...] = ()
@@ -56,7 +56,7 @@ def start_sweep(
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
-    """Run a new sweep in its folder; returns 0. `propose` makes jobs of a search's values.
+    """Run a new sweep in its folder; returns 0. propose: creates a job from a search's values.
 
     Raises SweepFailed, Interrupted.
     """
@@ -81,7 +81,7 @@ def resume_sweep(
     command: Command | None = None,
     propose: Propose | None = None,
 ) -> int:
-    """Continue a sweep: finished jobs are not run again, jobs that still run elsewhere are followed.
+    """Continue a sweep: finished jobs do not run again, jobs that still run on a cluster are followed.
 
     Raises SweepFailed, Interrupted, SpecError.
     """
@@ -94,9 +94,8 @@ def resume_sweep(
         scheduler.adopt()
         todo = [index for index in jobs_to_run(record, wanted) if index not in scheduler.running]
         new = 0 if scheduler.trials is None else max((options.trials or 0) - len(plan.jobs), 0)
-        scheduler.screen.say(
-            f"sweep    {display_path(folder.root)}: {_state_counts(record)}; now {len(todo) + new} to run"
-        )
+        where = display_path(folder.root)
+        scheduler.screen.say(f"sweep    {where}: {_state_counts(record)}; now {len(todo) + new} to run")
         if not todo and not new and not scheduler.running:
             return _finish(scheduler)
         record.mark_waiting(todo)
@@ -104,7 +103,7 @@ def resume_sweep(
 
 
 def print_status(where: str) -> int:
-    """Print how far a sweep is, beside a running one or after one that died; returns 0. Changes nothing."""
+    """Print the progress of a sweep that runs or has ended; returns 0. Changes no file."""
     folder, plan = plans.find_sweep(where)
     record, running = SweepState.read(folder), is_locked(RunFolder(folder.root))
     lines = [] if running else list(_update_states(folder, record))
@@ -129,7 +128,7 @@ def rewrite_report(where: str) -> int:
 
 
 def make_job_command(folder: SweepFolder) -> Command:
-    """What starts a job in a process of its own, or resumes it where it has begun."""
+    """The function that returns the command of a job: a start, or a resume if it has begun."""
 
     def command(job: JobPlan, begun: bool) -> list[str]:
         run = folder.run(job.index)
@@ -142,7 +141,7 @@ def make_job_command(folder: SweepFolder) -> Command:
 
 
 def jobs_to_run(record: SweepState, wanted: ResumeSelection) -> list[int]:
-    """The jobs to run now. Raises EnvironmentProblem for one that is not there, or is done."""
+    """The jobs to run now. Raises EnvironmentProblem for one that does not exist or is finished."""
     for index in wanted.only:
         if not 0 <= index < len(record):
             raise EnvironmentProblem(f"--only {index}: the jobs are 0 to {len(record) - 1}")
@@ -157,7 +156,7 @@ def jobs_to_run(record: SweepState, wanted: ResumeSelection) -> list[int]:
 
 
 def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
-    """Raise SpecError naming every option of a jobs/*.yaml that is not what was planned."""
+    """Raise SpecError naming every option of jobs/*.yaml that differs from the plan."""
     problems = []
     for job in plan.jobs:
         path = folder.spec(job.index)
@@ -172,10 +171,7 @@ def refuse_changed(folder: SweepFolder, plan: Plan) -> None:
 
 
 def resource_requests(plan: Plan, options: SweepConfig, record: SweepState | None = None) -> list[ResourceRequest]:
-    """Resources of the jobs, including those that a search will propose.
-
-    With a record, without finished jobs.
-    """
+    """Resources of the jobs, with those that a search will propose; with a record, of unfinished jobs."""
     later = [] if plan.search is None else [plan.search.need] * max((options.trials or 0) - len(plan.jobs), 0)
     left = [job for job in plan.jobs if record is None or record[job.index].state not in FINISHED]
     return [job.need for job in left] + later
@@ -186,9 +182,9 @@ def _state_counts(record: SweepState) -> str:
 
 
 def _update_states(folder: SweepFolder, record: SweepState) -> Iterator[str]:
-    """Read the results of jobs that an ended sweep left into `record`, in memory only.
+    """Update `record`, in memory only, with jobs of a sweep whose process has ended.
 
-    Yields a line for each job that still runs.
+    Yields a line for each job that still waits or runs.
     """
     left = {index: job.identity for index, job in enumerate(record) if job.identity is not None}
     queued: Mapping[int, str] = {}
@@ -200,7 +196,7 @@ def _update_states(folder: SweepFolder, record: SweepState) -> Iterator[str]:
         if index in queued:
             record.update_in_memory(index, state="waiting")
             yield f"waiting  job {index}  in Slurm: {queued[index]}"
-        elif known.get("on") == "local":  # without a number, the sweep died before it could write that down
+        elif known.get("on") == "local":  # without a pid, the sweep ended before it could record it
             if "pid" not in known or not local_executor.is_alive((known["pid"], known["started"])):
                 _record_end(folder, record, index, -signal.SIGTERM, StopReason("the sweep ended"))
         elif (noted := read_status(Path(known["note"]), known["token"])) is None:

@@ -1,4 +1,4 @@
-"""What can be set of a sweep: what varies, how the jobs are run, and what makes one of them the best."""
+"""The options of a sweep: what varies, how the jobs run, and how they are ranked."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -14,11 +14,11 @@ SET_BY_SWEEP = {
     **dict.fromkeys(("array", "job-name", "comment", "dependency", "output", "error", "signal"), "the sweep itself"),
     **{name: f"sweep.{name}" for name in ("partition", "account", "qos", "gres")},
     **{"cpus-per-task": "sweep.cpus", "nodes": "launch", "ntasks": "launch", "ntasks-per-node": "launch"},
-}  # what sweep.sbatch may not say, and where it is said
+}  # options that sweep.sbatch must not set → what sets them
 
 
 class SweepConfig(Config):
-    """How the jobs of a sweep are run (run -m); no part of a job."""
+    """How the jobs of a sweep run (run -m); not part of a job."""
 
     over: dict[str, list[Any] | str] = Field(
         default_factory=dict,
@@ -122,5 +122,5 @@ class SweepConfig(Config):
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """The values of an option that may be one, several, or none."""
+    """The values of an option that has one value, several, or none."""
     return () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)

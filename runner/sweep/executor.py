@@ -1,7 +1,7 @@
-"""The executor interface: it runs the jobs of a sweep. `executors` has this machine, Ray and Slurm.
+"""The interface of executors, which run the jobs of a sweep: on this machine, on Ray or on Slurm.
 
 a new job ─▶ has_room ─▶ token in state.json ─▶ submit(need, attempt) ─▶ ExecutorJob ─ poll, signal ─▶ exit code
-a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that continued without their sweep
+a resume  ─▶ identities from state.json ─▶ adopt ─▶ jobs that still run
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.sweep.config import SweepConfig
 from runner.sweep.job import SILENT_S, JobAttempt, JobStatus, StopReason, heartbeat_age_s, read_status
 
-# JSON, with which an executor finds a job again that was submitted to it. `on` (which executor) and the attempt's
-# `token` and `note` are always in it: they are on the disk before a job is submitted; what the job adds, after that.
+# JSON with which an executor finds a submitted job again. `on` (the executor) and the attempt's `token` and `note` are
+# written to the disk before the job is submitted; the job's own entries after that.
 Identity = Mapping[str, Any]
 Say = Callable[[str], None]  # a line for the user and for sweep.log
-Cards = Sequence[str] | None  # the kinds of card where jobs run; None: not known
+Cards = Sequence[str] | None  # the kinds of card where jobs run; None = unknown
 
 LOWER_CARDS = "lower launch.devices or launch.samplers"
 LOWER_CORES = "lower device.threads, launch.devices or launch.samplers"
@@ -32,11 +32,11 @@ POLL_S = 0.05
 
 
 class ExecutorJob(Protocol):
-    """An attempt of a job that an executor has. None of its methods blocks.
+    """A submitted attempt of a job. None of its methods blocks.
 
-    identity: with which `adopt` finds it again; devices: what it runs on, empty as long as that is not known
-    seconds: for how long its process has run, or ran; None while it waits for room
-    reason: once it has ended, what the executor knows of why, beside the exit code
+    identity: with which `adopt` finds it again; devices: what it runs on, empty until known
+    seconds: duration of its process; None while it waits for resources
+    reason: after its end, the executor's reason, in addition to the exit code
     """
 
     @property
@@ -54,19 +54,19 @@ class ExecutorJob(Protocol):
     def poll(self) -> int | None:
         """The exit code (negative: the signal that killed it), None while it waits or runs.
 
-        Once there is one, nothing of the job is left running, and its devices are free again.
+        With an exit code, all processes of the job have ended and its devices are free.
         """
         ...
 
     def signal(self, number: int) -> None:
-        """Send it SIGINT or SIGTERM (save and end), or SIGKILL; one that waits for room is cancelled."""
+        """Send it SIGINT or SIGTERM (save and end), or SIGKILL; a waiting job is cancelled."""
         ...
 
 
 class Executor(ABC):
     """Runs jobs; a context manager that releases its resources at the end.
 
-    parallel: number of jobs that run at once, known after `check`
+    parallel: number of concurrent jobs, known after `check`
     """
 
     def __init__(self, options: SweepConfig) -> None:
@@ -75,7 +75,7 @@ class Executor(ABC):
         self.parallel = 0
 
     def __enter__(self) -> Self:
-        """Connect. Raises EnvironmentProblem where it cannot."""
+        """Connect. Raises EnvironmentProblem if it cannot."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:  # noqa: B027
@@ -84,15 +84,15 @@ class Executor(ABC):
     @property
     @abstractmethod
     def cards(self) -> Cards:
-        """The kinds of card there, for device=auto; None where that is known on the nodes only."""
+        """The kinds of card there, for device=auto; None if only the nodes know."""
 
     @abstractmethod
     def check(self, needs: Iterable[ResourceRequest]) -> None:
-        """Take in what the jobs need. Raises SpecError or EnvironmentProblem where one can never start."""
+        """Set the jobs' resource requests. Raises SpecError or EnvironmentProblem if a job can never start."""
 
     @abstractmethod
     def describe(self) -> str:
-        """What each job gets of what is there: `1 core each, of 2; 2 jobs at once`."""
+        """The resources of each job as text: `1 core each, of 2; 2 jobs at once`."""
 
     @abstractmethod
     def has_room(self, need: ResourceRequest) -> bool:
@@ -100,24 +100,24 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(self, need: ResourceRequest, attempt: JobAttempt) -> ExecutorJob:
-        """Submit a job, where there is room. Raises StorageError where it cannot be started at all."""
+        """Submit a job, after `has_room`. Raises StorageError if it cannot be started."""
 
     @abstractmethod
     def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, ExecutorJob]:
-        """Take over the jobs of an earlier sweep, by index: those that still run or have reported their end.
+        """Take over the jobs of an earlier sweep process, by index: those that run or have reported their end.
 
-        All others have ended when this returns; nothing is known of how. Called once, before the first `submit`.
+        All other jobs have ended when this returns, for an unknown reason. Called once, before the first `submit`.
         """
 
     def poll(self) -> None:  # noqa: B027
-        """Exchange news with what runs the jobs; before a turn of polling them. Raises EnvironmentProblem."""
+        """Exchange messages with the cluster, before jobs are polled. Raises EnvironmentProblem."""
 
 
 @dataclass(frozen=True, slots=True)
 class JobEnd:
     """What a cluster reports about a job that no longer runs.
 
-    wait_s: how long to wait for a status file that a shared folder may show late
+    wait_s: how long to wait for the status file, which a shared folder may show late
     """
 
     reason: StopReason | None = None
@@ -127,7 +127,7 @@ class JobEnd:
 class RemoteExecutor(Executor):
     """Runs jobs on other machines, with a wrapper that writes their status (`job_wrapper`).
 
-    Jobs continue when the sweep ends. `version` changes when there may be news of them.
+    Jobs continue when the sweep ends. version: changes when jobs must be polled again.
     """
 
     def __init__(self, options: SweepConfig) -> None:
@@ -144,19 +144,19 @@ class RemoteExecutor(Executor):
 
     @abstractmethod
     def find_end(self, job: RemoteJob) -> JobEnd | None:
-        """What is known of a job that neither waits nor runs there; None of one that does, as far as is known."""
+        """What is known of a job that no longer waits or runs; None for one that may still do so."""
 
     @abstractmethod
     def signal(self, job: RemoteJob, number: int) -> None:
-        """Send a job a signal; see `Job.signal`."""
+        """Send a job a signal; see `ExecutorJob.signal`."""
 
     def is_queued(self, job: RemoteJob) -> bool:
-        """Whether a job waits there: what its status file says is then of a start before."""
+        """Whether a job waits in the queue; its status file is then from an earlier start."""
         return False
 
 
 class RemoteJob:
-    """An attempt of a job, seen through its status file and what the cluster says of it."""
+    """An attempt of a job, known by its status file and the cluster's reports."""
 
     def __init__(self, executor: RemoteExecutor, index: int, identity: Identity) -> None:
         self.index, self.identity = index, identity
@@ -178,12 +178,12 @@ class RemoteJob:
 
     @property
     def has_ended(self) -> bool:
-        """Whether its status file tells how it ended."""
+        """Whether its status file has its end."""
         return self.status is not None and self.status.ended is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether it has begun, has not ended, and its heartbeat is not too old."""
+        """Whether it has started, has not ended, and its heartbeat is not too old."""
         return self.status is not None and self.status.ended is None and heartbeat_age_s(self._path) <= SILENT_S
 
     def read_status(self) -> None:
@@ -204,7 +204,7 @@ class RemoteJob:
             self._executor.signal(self, number)
 
     def _record_end(self, gone: JobEnd | None) -> None:
-        """Find its end: in its status file, or, where that does not come, in the cluster's words."""
+        """Set exit code and reason from the status file or, if it does not come, from the cluster's report."""
         if gone is None:
             self._gone_since = None
             return
@@ -216,7 +216,7 @@ class RemoteJob:
 
 
 def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
-    """Raise EnvironmentProblem for jobs of another kind of executor.
+    """Raise EnvironmentProblem for jobs of another executor.
 
     Only that executor knows whether they still run, and a job must not run twice.
     """
@@ -228,7 +228,7 @@ def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
 
 
 def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Say) -> Sequence[int]:
-    """Wait for jobs of the sweep before that are saving; those that still are after so many seconds."""
+    """Wait for saving jobs of the previous sweep process; returns those that still save after the timeout."""
     deadline, is_said = time.monotonic() + seconds, False
     while (left := saving()) and time.monotonic() < deadline:
         if not is_said:
@@ -239,15 +239,15 @@ def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Sa
 
 
 def placement_text(need: ResourceRequest, devices: Sequence[str]) -> str:
-    """The devices of a job as text: `core 0,1`, `npu 3`; `node7` where only the machine is known."""
+    """The devices of a job as text: `core 0,1`, `npu 3`; `node7` if only the machine is known."""
     names = ",".join(devices)
     return names if need.kind == "core" and not all(map(str.isdigit, devices)) else f"{need.kind} {names}".rstrip()
 
 
 def capacity(needs: Sequence[ResourceRequest], on_nodes: Callable[[str], Sequence[int]]) -> int:
-    """How many jobs all nodes hold at once, if they were as small as the smallest of their kind.
+    """Number of concurrent jobs on all nodes, if every job is as small as the smallest of its kind.
 
-    on_nodes: kind of device → how many each node has
+    on_nodes: kind of device → number on each node
     """
     least = {need.kind: min(n.count for n in needs if n.kind == need.kind) for need in needs}
     return sum(there // max(count, 1) for kind, count in least.items() for there in on_nodes(kind))
@@ -266,9 +266,10 @@ def capacity_text(
 
 
 def request_of(spec: Any, cards: Cards) -> ResourceRequest:
-    """What a job occupies where there are these kinds of card.
+    """The resources of a job on machines with these kinds of card.
 
-    Raises SpecError for device=auto if none is known, and for a job on several machines, or that something else starts.
+    Raises SpecError for device=auto if the cards are unknown, for a job on several machines, and for a launch that
+    sweeps do not support.
     """
     if (problem := spec.launch.sweep_problem()) is not None:
         raise SpecError([Problem(*problem)])

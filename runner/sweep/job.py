@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from pydantic import TypeAdapter
 
 from runner.core.errors import EnvironmentProblem
+from runner.core.signals import signal_name
 from runner.run_dir.folder import RunFolder, read_mapping, write_json
 
 T = TypeVar("T")
@@ -27,14 +28,14 @@ FAILED: frozenset[State] = frozenset({"failed", "killed", "timeout"})
 FINISHED: frozenset[State] = frozenset({"done", "pruned"})  # never run again
 STOP_CODES = (-signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 TOUCH_S = 5.0  # between two heartbeats of a job
-SILENT_S = 30.0  # without one, its machine is gone: a shared folder may show a change some seconds late
+SILENT_S = 30.0  # without a heartbeat, after which the machine counts as lost; shared folders show changes late
 TAIL_BYTES = 8192
 LONGEST = 300  # characters of an error in a table
 
 
 @dataclass(frozen=True, slots=True)
 class StopReason:
-    """Why a job was stopped, or lost, and the state that it has then."""
+    """Why a job was stopped or lost, and its state after that."""
 
     why: str
     state: State = "interrupted"
@@ -44,12 +45,12 @@ class StopReason:
 class JobAttempt:
     """All that an executor needs to run a job once. JSON as `asdict`; all paths are absolute.
 
-    index: the job's number; token: of this attempt alone
-    again: the command where Slurm starts it once more and its run folder, `run`, has begun
-    log: where its output is appended; note: the file of its JobStatus; place: its working folder
-    grace_s: seconds from the signal to save and end until it is killed; timeout_s: seconds until it gets the signal to
+    index: the job's number; token: unique to this attempt
+    again: the command if Slurm starts the job again and its run folder, `run`, exists
+    log: file to which its output is appended; note: the file of its JobStatus; place: its working directory
+    grace_s: seconds from the stop signal until it is killed; timeout_s: seconds until it gets the stop signal
     visible: the variable that lists its cards, if it needs any
-    environment: variables that it gets on top of those of the machine where it runs
+    environment: variables in addition to those of the machine where it runs
     """
 
     index: int
@@ -70,8 +71,8 @@ class JobAttempt:
 class JobStatus:
     """Status of one attempt, written by the machine that runs it. Times are seconds since the epoch.
 
-    token: of the attempt; process: of the wrapper beside the job; devices: the cards that it was given
-    exit_code: negative for a signal; None while it runs; reason: why it was stopped, where that was decided there
+    token: of the attempt; process: pid of the job's wrapper; devices: its cards
+    exit_code: negative for a signal; None while it runs; reason: why the wrapper stopped it
     """
 
     token: str
@@ -85,7 +86,7 @@ class JobStatus:
 
     @property
     def seconds(self) -> float:
-        """For how long the job has run, or ran."""
+        """Duration of the job until now, or until its end."""
         return max((now() if self.ended is None else self.ended) - self.began, 0.0)
 
     @property
@@ -103,17 +104,17 @@ class JobStatus:
 
 
 def now() -> float:
-    """Seconds since the epoch, of this machine's clock."""
+    """Seconds since the epoch."""
     return datetime.now().timestamp()
 
 
 def from_json(kind: type[T], data: Any) -> T:
-    """A dataclass from what `json` has read of its `asdict`. Raises ValueError where it does not fit."""
+    """A dataclass from the parsed JSON of its `asdict`. Raises ValueError if it does not fit."""
     return cast(T, _adapter(cast(Any, kind)).validate_python(data))
 
 
 def to_json(kind: type[T], value: T) -> Any:
-    """A dataclass, or a list of them, as `json` writes it; quicker than `asdict` for many."""
+    """A dataclass, or a list of them, as JSON-able data; faster than `asdict` for many."""
     return _adapter(cast(Any, kind)).dump_python(value, mode="json")
 
 
@@ -123,15 +124,14 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # slow to make
 
 
 def read_status(path: Path, token: str) -> JobStatus | None:
-    """The status of this attempt; None where there is none yet, which that of another attempt is, too."""
-    data = read_if_whole(
-        path
-    )  # empty: not there yet, or a shared folder that fails for a moment; the next poll reads again
+    """The status of this attempt; None if there is none yet, or only that of another attempt."""
+    # empty if the file does not exist yet or cannot be read for a moment; the next poll reads it again
+    data = read_if_whole(path)
     return from_json(JobStatus, data) if data.get("token") == token else None
 
 
 def heartbeat_age_s(path: Path) -> float:
-    """Seconds since the last heartbeat of a job that runs; infinite where there never was one."""
+    """Seconds since a job's last heartbeat; infinite if there was none."""
     try:
         return max(now() - path.stat().st_mtime, 0.0)
     except OSError:
@@ -139,7 +139,7 @@ def heartbeat_age_s(path: Path) -> float:
 
 
 def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Path) -> tuple[State, str | None]:
-    """The state that an exit code (negative: a signal) means, and the error, None where it is done.
+    """The state of a job with this exit code (negative: a signal), and its error, None if it is done.
 
     reason: why the job was stopped, None if it was not
     """
@@ -152,16 +152,16 @@ def job_result(code: int, reason: StopReason | None, run: RunFolder, output: Pat
     if reason and code in STOP_CODES:
         return reason.state, reason.why
     if code < 0:
-        return "killed", f"killed by {_signal_name(-code)}"
+        return "killed", f"killed by {signal_name(-code)}"
     if code in STOP_CODES:
-        return "interrupted", f"stopped by {_signal_name(code - 128)}"
+        return "interrupted", f"stopped by {signal_name(code - 128)}"
     text = str(status.get("error") or "") if status.get("exit_code") == code else ""
     line = " ".join(text.split())[:LONGEST] or last_line(output)
     return "failed", f"exit code {code}" + (f": {line}" if line else "")
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; empty where there is none that can be read."""
+    """The mapping in a JSON or YAML file; empty if it cannot be read."""
     try:
         return read_mapping(path)
     except EnvironmentProblem:
@@ -169,7 +169,7 @@ def read_if_whole(path: Path) -> dict[str, Any]:
 
 
 def last_line(output: Path) -> str:
-    """The last line that a job printed, cut to what a table holds."""
+    """The last line of a job's output, shortened for a table."""
     try:
         with output.open("rb") as file:
             file.seek(0, 2)
@@ -178,10 +178,3 @@ def last_line(output: Path) -> str:
     except FileNotFoundError:
         return ""
     return next((line.strip()[:LONGEST] for line in reversed(lines) if line.strip()), "")
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

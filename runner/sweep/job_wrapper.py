@@ -1,13 +1,13 @@
-"""Runs beside a job, on the job's machine, and writes its status file.
+"""Starts a job on its machine, forwards signals, and writes the job's status file.
 
 python -m runner.sweep.job_wrapper [PARENT]      the attempt as JSON on stdin
 
-SIGTERM, SIGINT   the first is passed on to the job, which saves and ends; it is killed after the attempt's `grace_s`
+SIGTERM, SIGINT   the first one is forwarded to the job, which saves and ends; after `grace_s` it is killed
 SIGUSR1           kills the job
-its own end       ends the job (see `core.subprocess`); the end of the process with the number PARENT is a SIGTERM
-exit code         0 once the status file has the job's; else what failed is on stderr
+its own end       ends the job (see `core.subprocess`); the end of the process PARENT counts as SIGTERM
+exit code         0 if the status file has the job's exit code; otherwise the error is on stderr
 
-A job in Slurm has `slurm_executor_job` beside it instead, which gets other signals and wraps it in the same way.
+In Slurm, `slurm_executor_job` does the same, with other signals.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ FORWARDED: Mapping[int, int] = {
 
 
 class JobProcess(ChildProcess):
-    """A job's process, in a session of its own, which is signalled as a whole; it ends with this process."""
+    """A job's process in its own session; signals go to the whole session, which ends with this process."""
 
     def __init__(self, attempt: JobAttempt, environment: Mapping[str, str], cores: Sequence[str] = ()) -> None:
         """Start the attempt's command and append its output to its log.
 
-        cores: the cores it may use, none: all
-
-        Raises StorageError where it cannot be started.
+        cores: the cores that it may use; empty = all. Raises StorageError if it cannot be started.
         """
         variables = {**os.environ, **attempt.environment, **environment}
         try:
@@ -57,24 +55,24 @@ class JobProcess(ChildProcess):
         self.identity: Mapping[str, int] = {"pid": found[0], "started": found[1]} if found else {}
 
     def poll(self) -> int | None:
-        """The exit code (negative: a signal), None while it runs. Remaining child processes are killed."""
+        """The exit code (negative: a signal), None while it runs. After its end its children are killed."""
         return None if self.is_running() else self.returncode
 
     def signal(self, number: int) -> None:
-        """Signal the job and what it started."""
+        """Send a signal to the job and its children."""
         if self.is_running():
             with suppress(ProcessLookupError, PermissionError):  # no process is left in it
                 os.killpg(self.pid, number)
 
 
 class SignalQueue(list[int]):
-    """The signals that came and are not forwarded yet, in their order."""
+    """Received signals that are not forwarded yet, in their order."""
 
     def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__()
         for number in numbers:
             signal.signal(number, lambda number, frame: self.append(number))
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # who started this may block some, which children inherit
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent may block signals, which children inherit
 
 
 class JobWrapper:
@@ -86,9 +84,9 @@ class JobWrapper:
     def __init__(
         self, attempt: JobAttempt, forwarded: Mapping[int, int], signals: SignalQueue, environment: Mapping[str, str]
     ) -> None:
-        """Starts it. Raises StorageError where it cannot.
+        """Start the job. Raises StorageError if it cannot be started.
 
-        forwarded: signal → what the job gets for it; 0: it has got it already
+        forwarded: signal → the signal that the job gets; 0 = the job received it already
         """
         self._attempt, self._forwarded, self._signals = attempt, forwarded, signals
         self._process = JobProcess(attempt, environment)
@@ -98,7 +96,7 @@ class JobWrapper:
         self.reason: StopReason | None = None
 
     def run(self) -> int:
-        """The exit code (negative: the signal that killed it), once it has ended."""
+        """Wait for the job's end; returns its exit code (negative: the signal that killed it)."""
         while (code := self._process.poll()) is None:
             while self._signals:
                 number = self._signals.pop(0)
@@ -109,7 +107,7 @@ class JobWrapper:
         return code
 
     def _forward(self, number: int) -> None:
-        """Signal the job once, whatever comes how often: a second signal would end it unsaved."""
+        """Send the job one stop signal: a second one would end it before it has saved."""
         if number == signal.SIGKILL:
             self._process.signal(number)
         elif self._deadline == float("inf"):
@@ -126,26 +124,26 @@ class JobWrapper:
             self._process.signal(signal.SIGKILL)
         if moment - self._touched > TOUCH_S:
             self._touched = moment
-            with suppress(OSError):  # a reader sees silence, and no job ends for it
+            with suppress(OSError):  # a missing heartbeat must not end the job
                 os.utime(self._attempt.note)
 
 
 def bind_to_parent(parent: int) -> None:
-    """Make the end of this process's parent a SIGTERM. Raises OSError where the kernel cannot."""
+    """Let the kernel send SIGTERM when the parent ends. Raises OSError if it cannot."""
     end_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it has ended by now
         os.kill(os.getpid(), signal.SIGTERM)
 
 
 def begin_status(attempt: JobAttempt, devices: Iterable[str]) -> JobStatus:
-    """Write the status of a job that starts now, beside this process. Raises StorageError."""
+    """Write the status of a job that starts now. Raises StorageError."""
     status = JobStatus(attempt.token, socket.gethostname(), os.getpid(), now(), tuple(devices))
     status.write(Path(attempt.note))
     return status
 
 
 def main() -> int:
-    """Run an attempt to its end, and write how it ended."""
+    """Run an attempt to its end and write its status."""
     signals = SignalQueue(FORWARDED)
     for parent in sys.argv[1:]:
         bind_to_parent(int(parent))

@@ -25,7 +25,7 @@ from runner.sweep.job_wrapper import JobProcess
 
 
 def available_devices(kind: str) -> tuple[str, ...]:
-    """The cores or cards that this process may use, as its environment names them."""
+    """The cores or cards that this process may use, by their names in its environment."""
     if kind == CORE:
         return tuple(map(str, sorted(os.sched_getaffinity(0))))
     return present_cards(kind_of(kind))
@@ -37,7 +37,7 @@ def cards_here() -> tuple[str, ...]:
 
 
 def visible_devices_env(need: ResourceRequest, devices: tuple[str, ...]) -> dict[str, str]:
-    """The variable that shows a job its cards and no others."""
+    """The variable that limits a job to its cards."""
     variable = kind_of(need.kind).visible
     return {variable: ",".join(devices)} if variable else {}
 
@@ -55,7 +55,7 @@ def _refuse(need: ResourceRequest, there: tuple[str, ...]) -> None:
 
 
 class LocalExecutor(Executor):
-    """This machine. With more jobs at once than cores, the jobs share the cores."""
+    """Runs jobs on this machine. With more concurrent jobs than cores, jobs share the cores."""
 
     def __init__(self, options: SweepConfig) -> None:
         super().__init__(options)
@@ -90,7 +90,7 @@ class LocalExecutor(Executor):
         return self._held < self.parallel and (self._shared or len(self._free[need.kind]) >= need.count)
 
     def acquire(self, need: ResourceRequest) -> tuple[str, ...] | None:
-        """Devices for a job, or None while there are none."""
+        """Devices for a job; None if there are too few free ones."""
         if not self.has_room(need):
             return None
         self._held += 1
@@ -101,7 +101,7 @@ class LocalExecutor(Executor):
         return tuple(taken)
 
     def release(self, need: ResourceRequest, devices: tuple[str, ...]) -> None:
-        """Take a job's devices back."""
+        """Release a job's devices."""
         self._held -= 1
         if not self._shared:
             order = self._all[need.kind].index
@@ -114,7 +114,7 @@ class LocalExecutor(Executor):
         return [len(self._all[kind])]
 
     def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, ExecutorJob]:
-        """None of them continues: they got SIGTERM when their sweep died, and are waited for, then killed."""
+        """None of them continues: they got SIGTERM when their sweep ended. Wait for them, then kill them."""
         known = {index: (job["pid"], job["started"]) for index, job in left.items() if "pid" in job}
 
         def alive() -> list[int]:
@@ -130,9 +130,9 @@ class LocalExecutor(Executor):
 
 
 class LocalJob(JobProcess):
-    """A process of this machine and what it holds."""
+    """A job's process on this machine and its devices."""
 
-    reason = None  # its exit code tells all
+    reason = None  # the exit code is enough
 
     def __init__(self, executor: LocalExecutor, need: ResourceRequest, attempt: JobAttempt) -> None:
         devices = executor.acquire(need)

@@ -1,10 +1,10 @@
-"""What a sweep is, how far each of its jobs is, and its folder.
+"""The plan of a sweep, the state of its jobs, and its folder.
 
 outputs/sweeps/<date>-<time>-<name>-<4 hex>/      outputs/sweeps/latest → the newest
-  sweep.json                                      what was planned: fixed when it begins
-  state.json                                      how far each job is: replaced after each change
-  sweep.log                                       what was said
-  jobs/003.yaml   jobs/003.log                    a job's spec, and what it printed
+  sweep.json                                      the plan: fixed at the start
+  state.json                                      the state of each job: replaced after each change
+  sweep.log                                       the messages
+  jobs/003.yaml   jobs/003.log                    a job's spec and output
   003/                                            its run folder
   results.csv   results.json   report.html
 """
@@ -46,19 +46,19 @@ class SweepFolder:
         self.report = root / "report.html"  # curves, table, winner, failures and environment
 
     def spec(self, index: int) -> Path:
-        """What a job has to do."""
+        """The spec of a job."""
         return self.root / "jobs" / f"{run_name(index)}.yaml"
 
     def output(self, index: int) -> Path:
-        """What a job's process printed, over all its attempts."""
+        """The output of a job's process in all attempts."""
         return self.root / "jobs" / f"{run_name(index)}.log"
 
     def note(self, index: int) -> Path:
-        """The JobStatus of a job that runs elsewhere (runner.sweep.job)."""
+        """The JobStatus of a job on another machine (runner.sweep.job)."""
         return self.root / "jobs" / f"{run_name(index)}.note.json"
 
     def run(self, index: int) -> RunFolder:
-        """What a job leaves."""
+        """The run folder of a job."""
         return RunFolder(self.root / run_name(index))
 
 
@@ -71,18 +71,18 @@ class JobPlan:
     words: tuple[str, ...] = ()
     sections: Mapping[str, Any] = field(default_factory=dict)
     need: ResourceRequest = field(default_factory=ResourceRequest)
-    again: tuple[str, ...] = ()  # what no spec.yaml may say for the user: model.trust_remote_code=true
+    again: tuple[str, ...] = ()  # model.trust_remote_code=true, which only the user may set
 
     @property
     def label(self) -> str:
-        """What it varies, in short: lr=1e-4 seed=2."""
+        """The varied values: lr=1e-4 seed=2."""
         short = short_names(list(self.varied))
         return " ".join(f"{short[key]}={value}" for key, value in self.varied.items())
 
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """What makes a job better: a metric, whether more of it is better, and which of a run's values counts."""
+    """How jobs are ranked: a metric, its direction, and which value of a run counts."""
 
     metric: str
     mode: Better
@@ -92,9 +92,9 @@ class Ranking:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The plan of a sweep. `base` is the first job's spec; without `rankings`, results decide on one.
+    """The plan of a sweep. base: the first job's spec; rankings: if empty, derived from the results.
 
-    A search appends to `jobs`; nothing else of it ever changes.
+    A search appends to `jobs`; nothing else changes.
     """
 
     name: str
@@ -104,12 +104,12 @@ class Plan:
     options: Mapping[str, Any]
     rankings: tuple[Ranking, ...] = ()
     search: SearchSpace | None = None
-    place: str = field(default_factory=os.getcwd)  # where it was begun: relative paths of its jobs are read from there
+    place: str = field(default_factory=os.getcwd)  # the folder to which relative paths of the jobs refer
     created: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
 
     @property
     def axes(self) -> list[str]:
-        """The keys that vary, in the order in which they were given."""
+        """The keys that vary, in the order of the command."""
         of_search = [dimension.key for dimension in self.search.space] if self.search else []
         return list(dict.fromkeys([*of_search, *(key for job in self.jobs for key in job.varied)]))
 
@@ -119,19 +119,19 @@ class Plan:
 
 
 def short_names(keys: list[str]) -> dict[str, str]:
-    """key → its last part, where no other key ends in the same."""
+    """key → its last part, if that is unique, else the key."""
     last = {key: key.rpartition(".")[2] for key in keys}
     return {key: name if list(last.values()).count(name) == 1 else key for key, name in last.items()}
 
 
 def create_sweep_folder(name: str, sweeps: Path = SWEEPS) -> SweepFolder:
-    """Make a new sweep's folder. Raises StorageError where it cannot."""
+    """Create a new sweep's folder. Raises StorageError if it cannot."""
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     return SweepFolder(make_unique(sweeps, f"{stamp}-{name}", "sweep's folder", "jobs"))
 
 
 def write_plan(folder: SweepFolder, plan: Plan) -> None:
-    """Write sweep.json and make `latest`, beside the folder, point to it. Raises StorageError."""
+    """Write sweep.json, and let `latest` beside the folder point to it. Raises StorageError."""
     write_json(folder.plan, asdict(plan))
     point_latest(RunFolder(folder.root), folder.root.parent)
 
@@ -142,13 +142,13 @@ def write_job_spec(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
 
 
 def append_job(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
-    """Add a job that a search proposes, on the disk first. Raises StorageError."""
+    """Add a job that a search proposes, first to the disk. Raises StorageError."""
     write_json(folder.plan, asdict(replace(plan, jobs=[*plan.jobs, job])))
     plan.jobs.append(job)
 
 
 def find_sweep(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
-    """The sweep called `where`: `latest`, or a folder. Raises EnvironmentProblem when it is none."""
+    """The sweep named by `where`: `latest` or a folder. Raises EnvironmentProblem if it is not a sweep."""
     root = sweeps / "latest" if where == "latest" else Path(where)
     folder = SweepFolder(root.resolve())
     try:
@@ -162,9 +162,9 @@ def find_sweep(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
 
 @dataclass(frozen=True, slots=True)
 class JobState:
-    """How far one job is. `seconds`: of all its attempts.
+    """The state of one job. seconds: of all attempts.
 
-    identity: with which its executor finds it again (runner.sweep.executor); None where it is with none
+    identity: with which its executor finds it again (runner.sweep.executor); None if no executor has it
     """
 
     state: State = "waiting"
@@ -192,34 +192,34 @@ class SweepState(list[JobState]):
 
     @classmethod
     def read(cls, folder: SweepFolder) -> SweepState:
-        """As a sweep left it. Raises EnvironmentProblem where it cannot be read."""
+        """Read state.json. Raises EnvironmentProblem if it cannot be read."""
         try:
             return cls(folder, from_json(list[JobState], read_mapping(folder.state, must_exist=True)["jobs"]))
         except (ValueError, KeyError) as error:
             raise EnvironmentProblem(f"{folder.state} cannot be read: {error}") from error
 
     def update(self, index: int, **changes: Any) -> None:
-        """Change what is known of a job, and write it. Raises StorageError."""
+        """Change the state of a job, and write it. Raises StorageError."""
         self.update_in_memory(index, **changes)
         self._write()
 
     def update_in_memory(self, index: int, **changes: Any) -> None:
-        """Change what is known of a job in memory only."""
+        """Change the state of a job in memory only."""
         self[index] = replace(self[index], **changes)
 
     def mark_waiting(self, indices: Iterable[int]) -> None:
-        """Have these jobs wait for their turn, and write it once. Raises StorageError."""
+        """Set these jobs to waiting, and write it once. Raises StorageError."""
         for index in indices:
             self.update_in_memory(index, state="waiting")
         self._write()
 
     def extend_to(self, count: int) -> None:
-        """Make it one of `count` jobs, the new ones waiting. Raises StorageError."""
+        """Add waiting jobs up to `count`. Raises StorageError."""
         self += [JobState()] * (count - len(self))
         self._write()
 
     def count_states(self) -> Mapping[State, int]:
-        """How many jobs are in each state, those without a job left out."""
+        """Number of jobs in each state, without states that have none."""
         counts = {state: sum(job.state == state for job in self) for state in STATES}
         return {state: number for state, number in counts.items() if number}
 

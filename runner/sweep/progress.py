@@ -1,11 +1,11 @@
-"""How far a sweep is while it runs: the screen, sweep.log, and the time to go.
+"""The progress of a running sweep: the screen, sweep.log, and the remaining time.
 
-event ─┬─▶ a line (above the table)
-       └─▶ sweep.log with a time stamp
-look  ───▶ the table, where the screen is a terminal: counts, the running jobs, then the others as far as it is high
+message ─┬─▶ a line (above the table)
+         └─▶ sweep.log with a time stamp
+show ─────▶ the table, if the screen is a terminal: running jobs, then the others as far as they fit, and counts
 
-The time is never guessed but known from what has ended: before a sweep begins, a run in outputs/ on this machine that
-is equal but for what varies, how it is named and watched; later, the jobs that are done and the pace of those that run.
+The time is estimated from runs that have ended: before a sweep, from an earlier run in outputs/ on this machine that
+differs only in what varies, its name and its trackers; later, from finished jobs and the pace of running ones.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupt
 COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
 BORDERS = 6  # lines of a terminal that the table's frame, head and count take
 SMALLEST = 3  # rows
-MOST_READ = 30  # runs in outputs/ that are looked at, the newest first
-FAR = 4  # times as many steps, or as few: what a run does beside its steps then hides what they take
-SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # what does not change how long a run takes
+MOST_READ = 30  # number of newest runs in outputs/ that are read
+FAR = 4  # largest ratio of the numbers of steps: beyond, start and end of a run distort the estimate
+SAME_TIME = ("name", "seed", "tracker", "watch", "strict")  # options that do not change the duration of a run
 STAGE = re.compile(r".*/stages/([^/]+)/[0-9a-f]+(?:/export)?")
 RECIPE = "recipe"
 
 
 class SweepScreen:
-    """Says what happens, and keeps a table of it. A screen that goes away stops nothing."""
+    """Prints messages and shows the table. A closed screen stops nothing."""
 
     def __init__(
         self,
@@ -55,16 +55,18 @@ class SweepScreen:
         trials: int | None = None,
         stream: TextIO | None = None,
     ) -> None:
-        """`trials`: how many jobs a search will have; None where all are known."""
+        """trials: number of jobs of a search; None if all are known."""
         self._plan, self._record, self._trials = plan, record, trials
         self._console = Console(folder.log, stream)
-        self._timed = any(job.state == "done" for job in record)  # or: the first job that is done tells the time to go
+        self._timed = any(
+            job.state == "done" for job in record
+        )  # otherwise the first finished job prints the remaining time
         self._began = time.monotonic()
         self._running: dict[int, RunningJob] = {}
         self._tails: dict[int, MetricsTail] = {}  # of ended jobs, too
 
     def __enter__(self) -> Self:
-        """Begin the live table, where there is a terminal."""
+        """Start the live table on a terminal."""
         self._console.show(lambda rich: self.table(rich.height))
         return self
 
@@ -73,12 +75,12 @@ class SweepScreen:
         self._console.stop([])
 
     def say(self, *lines: str) -> None:
-        """Lines for the user, and for sweep.log. Raises StorageError where the log cannot be written."""
+        """Print lines and write them to sweep.log. Raises StorageError if the log cannot be written."""
         for line in lines:
             self._console.message(escape_for_terminal(line))
 
     def show(self, running: dict[int, RunningJob]) -> None:
-        """Take in how far the running jobs are."""
+        """Update the running jobs."""
         self._running = dict(running)
         self._tails |= {index: job.metrics for index, job in running.items()}
         if not self._timed and (line := first_done_line(self._plan, self._record, running, self._trials)):
@@ -118,10 +120,9 @@ class SweepScreen:
         more = f"  and {len(order) - room} more" if len(order) > room else ""
         counts = " · ".join(f"{count} {state}" for state, count in record.count_states().items())
         left = remaining_s(plan, record, self._running, self._trials)
-        clock = format_duration(time.monotonic() - self._began) + (
-            "" if left is None else f" · about {duration_words(left)} left"
-        )
-        return Group(grid, Text(more), Text(f"  {counts} · {clock}"))
+        clock = format_duration(time.monotonic() - self._began)
+        to_go = "" if left is None else f" · about {duration_words(left)} left"
+        return Group(grid, Text(more), Text(f"  {counts} · {clock}{to_go}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +135,29 @@ class StepPace:
 
 
 def estimated_time(plan: Plan, trials: int | None, parallel: int) -> str:
-    """For a plan: how long it will take and how that is known, or that it is not."""
+    """For a plan: the estimated duration and its source, or that it is unknown."""
     found = find_earlier_run(plan)
     if found is None:
         return "known after the first job"
     steps = [_steps(plan, job.sections) for job in plan.jobs] or [_steps(plan, {})] * (trials or 0)
     total = duration_words(_in_parallel([found.seconds * count for count in steps], parallel))
     at_most = "at most " if plan.options.get("prune") else ""
-    return (
-        f"{at_most}about {total}; {found.source} took {duration_words(found.seconds * found.steps)} for {found.steps} "
-        "steps"
-    )
+    earlier = f"{found.source} took {duration_words(found.seconds * found.steps)} for {found.steps} steps"
+    return f"{at_most}about {total}; {earlier}"
 
 
 def find_earlier_run(plan: Plan, outputs: Path = OUTPUTS) -> StepPace | None:
     """The pace of the newest run that differs from this sweep's jobs only in what varies."""
     axes = plan.axes
     if RECIPE in axes or "epochs" in axes or plan.base.get("epochs"):
-        return None  # what the jobs have in common, or how many steps they have, is not known by keys
+        return None  # common options, or the number of steps, are not known by keys
     ignored = {*SAME_TIME, *axes, "steps"}
     wanted = _comparable(plan.base, ignored)
     most = max((_steps(plan, job.sections) for job in plan.jobs), default=_steps(plan, {}))
     specs = [path for pattern in ("[0-9]*/*/spec.yaml", "sweeps/*/*/spec.yaml") for path in outputs.glob(pattern)]
     timed = sorted(((path.stat().st_mtime, path) for path in specs if not path.parent.is_symlink()), reverse=True)
     for _, path in timed[:MOST_READ]:
-        run, spec = RunFolder(path.parent), read_if_whole(path)  # one that cannot be read is no evidence
+        run, spec = RunFolder(path.parent), read_if_whole(path)  # empty if it cannot be read
         seconds = _seconds(run)
         if seconds is not None and _comparable(spec, ignored) == wanted:
             steps = max(int(spec.get("steps", 1)), 1)
@@ -192,15 +191,13 @@ def remaining_s(
 def first_done_line(
     plan: Plan, record: SweepState, running: Mapping[int, RunningJob], trials: int | None = None
 ) -> str:
-    """A line for the moment when the first job is done; empty before, and where nothing is left."""
+    """The line for the moment when the first job is done; empty before, and if no job is left."""
     left, each = remaining_s(plan, record, running, trials), _of_done(plan, record)
     if left is None or each is None or left < 1:
         return ""
     [first, *_] = [job for job in plan.jobs if record[job.index].state == "done"]
-    return (
-        f"time     about {duration_words(left)} left: job {first.index} took "
-        f"{duration_words(record[first.index].seconds)}"
-    )
+    took = duration_words(record[first.index].seconds)
+    return f"time     about {duration_words(left)} left: job {first.index} took {took}"
 
 
 def duration_words(seconds: float) -> str:
@@ -213,7 +210,7 @@ def duration_words(seconds: float) -> str:
 
 
 def _in_parallel(seconds: Sequence[float], parallel: int) -> float:
-    """How long jobs take that start in this order as soon as one of so many places is free."""
+    """Total duration of jobs that start in this order whenever one of `parallel` slots is free."""
     places = [0.0] * max(min(parallel, len(seconds)), 1)
     for each in seconds:
         places[places.index(min(places))] += each
@@ -221,7 +218,7 @@ def _in_parallel(seconds: Sequence[float], parallel: int) -> float:
 
 
 def _of_done(plan: Plan, record: SweepState) -> float | None:
-    """Seconds per step of the jobs of this sweep that are done."""
+    """Seconds per step of the finished jobs of this sweep."""
     done = [job for job in plan.jobs if record[job.index].state == "done"]
     steps = sum(_steps(plan, job.sections) for job in done)
     seconds = sum(record[job.index].seconds for job in done)
@@ -229,7 +226,7 @@ def _of_done(plan: Plan, record: SweepState) -> float | None:
 
 
 def planned_steps(data: Mapping[str, Any]) -> str:
-    """The steps of a job by its config; ? where its epochs and its data decide them."""
+    """The steps of a job by its config; ? if they follow from epochs and data."""
     return "?" if data.get("epochs") else str(data.get("steps", "?"))
 
 
@@ -246,7 +243,7 @@ def _seconds(run: RunFolder) -> float | None:
 
 
 def _comparable(spec: Mapping[str, Any], ignored: set[str]) -> dict[str, Any]:
-    """The values of a spec that decide how long it takes, with upstream runs named by their recipes."""
+    """The values of a spec that determine its duration; upstream runs are named by their recipes."""
     kept = {}
     for key, value in iter_leaves(spec):
         parts = key.split(".")

@@ -1,6 +1,6 @@
-"""Jobs on a Ray cluster, each an actor with its resources; or on a local cluster of the sweep's own.
+"""Jobs on a Ray cluster, or on a local cluster of the sweep: each is an actor with its resources.
 
-Ray itself is in another process, `ray_driver`; what became of a job is read from its status file.
+Ray itself is in another process, `ray_executor_driver`; the end of a job is read from its status file.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from runner.sweep.job import JobAttempt, StopReason
 from runner.sweep.local_executor import available_devices
 
 WRAPPER = (sys.executable, "-P", "-m", "runner.sweep.job_wrapper")
-READ_S = 0.2  # between two looks at the status of a job
-ACTOR = "run-"  # and the token of its job: the name by which an actor is found again
+READ_S = 0.2  # between two reads of a job's status
+ACTOR = "run-"  # begins the name of an actor; the token of its job follows
 LATE_S = 3.0  # a shared folder may show the end of a job after Ray has
-ANSWER_S = 60.0  # for Ray to tell whether it knows a job
+ANSWER_S = 60.0  # for the driver to report whether Ray knows a job
 
 
 class RayExecutor(RayConnection, base.RemoteExecutor):
-    """The cluster at `sweep.address`, or one of this machine's own."""
+    """Runs jobs on the cluster at `sweep.address`, or on a local cluster."""
 
     def __init__(self, options: SweepConfig) -> None:
         base.RemoteExecutor.__init__(self, options)
-        # for a cluster of our own
+        # resources of a local cluster
         there = {kind_of(name).resource: len(available_devices(name)) for name in (CORE, *card_kinds())}
         counted = {"num_cpus": there.pop("CPU"), "num_gpus": there.pop("GPU")}
         here = {**counted, "resources": {resource: count for resource, count in there.items() if count}}
         asked = {"address": options.address, "resources": here, "grace_s": options.grace_s}
         RayConnection.__init__(self, "runner.sweep.ray_executor_driver", asked, options.grace_s)
         self._found: set[str] = set()  # tokens of jobs that have an actor
-        self._lost: dict[str, str] = {}  # of those whose actor has ended, and why
+        self._lost: dict[str, str] = {}  # token → why its actor has ended
 
     def __enter__(self) -> Self:
         require_ray("sweep.on=ray")
@@ -73,7 +73,7 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
         return job
 
     def adopt(self, left: Mapping[int, Identity], grace_s: float, say: Say) -> Mapping[int, RemoteJob]:
-        """Those that have an actor continue. Those that lost it are saving, and are waited for."""
+        """Jobs with an actor continue. Jobs that lost it are saving: wait for them."""
         jobs = {index: RemoteJob(self, index, identity) for index, identity in left.items() if "token" in identity}
         for job in jobs.values():
             self.send(do="find", token=job.token, name=ACTOR + job.token)
@@ -87,11 +87,9 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
             return [index for index, job in lost.items() if job.is_running]
 
         if left_over := base.wait_for_saving(saving, grace_s + LATE_S, say):
-            # no wrapper without an actor lets its job live so long
-            raise EnvironmentProblem(
-                f"job {', '.join(map(str, left_over))} runs, but {self._cluster()} does not know it; set "
-                "sweep.address to the cluster where the sweep started"
-            )
+            # a wrapper without an actor would have ended its job by now
+            text = f"job {', '.join(map(str, left_over))} runs, but {self._cluster()} does not know it"
+            raise EnvironmentProblem(f"{text}; set sweep.address to the cluster where the sweep started")
         known = {index: job for index, job in jobs.items() if index not in lost or job.has_ended}
         self.add(*known.values())
         return known
@@ -128,7 +126,7 @@ class RayExecutor(RayConnection, base.RemoteExecutor):
         return f"{count} node{'s' if count > 1 else ''} of Ray {where}"
 
     def _refuse(self, need: ResourceRequest) -> None:
-        """A job runs on one node; Ray would wait for ever for a node that has more than any."""
+        """A job runs on one node; Ray would wait forever for a node that is large enough."""
         there = self._on_nodes(need.kind)
         most = max(there, default=0)
         if need.count > most:

@@ -1,15 +1,13 @@
-"""Ray's driver for a sweep, in a process of its own.
-
-Ray takes over signals, prints, and may end its process.
+"""Ray's driver for a sweep, in its own process, because Ray handles signals, prints, and may exit.
 
     stdin   {"do": "start", "token", "name", "resources", "wrapper", "attempt"} | {"do": "find", "token", "name"}
             {"do": "signal", "token", "number"}                              end of file: the sweep has ended
     stdout  {"is": "found", "token"}
-            {"is": "gone", "token", "why"}    its actor has ended, or is not there; the job's end is in its status file
+            {"is": "gone", "token", "why"}    its actor has ended or does not exist; the status file has the job's end
 
-Each job is a detached actor with the job's resources, which starts the wrapper (runner.sweep.job_wrapper) and leaves
-when that ends. On a cluster that was joined they continue without the driver; a cluster of its own ends with it, after
-all jobs have had the time to save. Placement is Ray's.
+Each job is a detached actor with the job's resources, which starts the wrapper (runner.sweep.job_wrapper) and exits
+when the wrapper ends. On an existing cluster actors continue without the driver; a local cluster ends with the driver,
+after all jobs have had time to save. Ray decides the placement.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ TICK_S = 0.1
 
 
 class JobActor:
-    """The actor of one job. It is pickled by value, so nodes need no installation of this package."""
+    """The actor of one job, pickled by value: nodes need no installation of this package."""
 
     def __init__(self, wrapper: list[str], attempt: dict[str, Any]) -> None:
         import subprocess
@@ -55,11 +53,11 @@ class JobActor:
         threading.Thread(target=self._wait, daemon=True).start()
 
     def look(self) -> str:
-        """What the wrapper complained of, if it could not do its work."""
+        """The wrapper's error message, if it failed."""
         return self._said
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the wrapper."""
+        """Forward a signal to the wrapper."""
         self._wrapper.send_signal(signal.SIGUSR1 if number == signal.SIGKILL else number)
 
     def leave(self) -> None:
@@ -70,12 +68,12 @@ class JobActor:
         assert self._wrapper.stderr is not None
         self._said = self._wrapper.stderr.read().decode(errors="replace").strip()
         if self._wrapper.wait() != 0:
-            time.sleep(5 * PING_S)  # for `look` to tell it
+            time.sleep(5 * PING_S)  # so that `look` can return the error
         self._me.leave.remote()
 
 
 class RaySweepDriver:
-    """The jobs that this driver has started or found, and their options."""
+    """The actors that this driver has started or found."""
 
     def __init__(self, lines: JsonLines) -> None:
         self._lines = lines
@@ -107,7 +105,7 @@ class RaySweepDriver:
         self._looks[actor.look.remote()] = token
 
     def poll_actors(self) -> None:
-        """See which actors have begun, and which have ended."""
+        """Find out which actors have started and which have ended."""
         ready = ray.wait(list(self._looks), num_returns=len(self._looks), timeout=0)[0] if self._looks else []
         for answer in ready:
             token = self._looks.pop(answer)
@@ -124,7 +122,7 @@ class RaySweepDriver:
                 self._looks[self._actors[token].look.remote()] = token
 
     def stop_jobs(self, grace_s: float) -> None:
-        """Let the jobs save and end: the cluster ends with the sweep."""
+        """Let all jobs save and end, because the cluster ends with the sweep."""
         for token, actor in self._actors.items():
             actor.signal.remote(int(signal.SIGTERM)) if token in self._said else ray.kill(actor)
         deadline = time.monotonic() + grace_s

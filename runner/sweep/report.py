@@ -24,7 +24,7 @@ LONGEST_LIST = 8  # values of an axis that are shown
 
 
 def plan_lines(folder: SweepFolder, plan: Plan, options: SweepConfig, slots: str, parallel: int) -> list[str]:
-    """What is going to happen; `slots` says what each job gets, `parallel` how many run at once."""
+    """The plan as text. slots: the resources of each job; parallel: number of concurrent jobs."""
     count = options.trials or len(plan.jobs)
     lines = [f"sweep    {count} job{'s' if count > 1 else ''} · {display_path(folder.root)}"]
     for position, axis in enumerate(plan.axes):
@@ -39,13 +39,13 @@ def plan_lines(folder: SweepFolder, plan: Plan, options: SweepConfig, slots: str
 
 
 def search_range(plan: Plan, axis: str) -> str:
-    """What a search may try of a key; empty where its values were listed."""
+    """The range of a key in a search; empty if its values are listed."""
     space = plan.search.space if plan.search else ()
     return "; ".join(dimension.range_text() for dimension in space if dimension.key == axis)
 
 
 def _values(plan: Plan, axis: str) -> list[str]:
-    """What the jobs set a key to, each value once."""
+    """The distinct values of a key in the jobs."""
     return list(dict.fromkeys(job.varied[axis] for job in plan.jobs if axis in job.varied))
 
 
@@ -55,17 +55,16 @@ def _value_list(plan: Plan, axis: str) -> str:
 
 
 def ranking_lines(rankings: Sequence[Ranking]) -> list[str]:
-    """By what the jobs are compared, a line per metric."""
+    """How the jobs are ranked, a line per metric."""
     if not rankings:
-        return [
-            "by the first usual metric that all jobs have (held-out before training); to change it: sweep.metric=NAME"
-        ]
+        text = "by the first usual metric that all jobs have (held-out before training)"
+        return [f"{text}; to change it: sweep.metric=NAME"]
     lines = [f"{'and ' if i else ''}by the {r.take} {better_text(r)}" for i, r in enumerate(rankings)]
     return [*lines[:-1], f"{lines[-1]} ({rankings[0].why})"]
 
 
 def better_text(ranking: Ranking) -> str:
-    """A metric, and which way of it is good."""
+    """A metric and its direction."""
     return f"{ranking.metric}, {'higher' if ranking.mode == 'max' else 'lower'} is better"
 
 
@@ -75,7 +74,7 @@ def rerun_command(plan: Plan, job: JobPlan) -> str:
 
 
 def job_table(results: Results) -> list[str]:
-    """One line per job: what it varies, how far it is, its metric, time, device, folder."""
+    """One line per job: varied values, state, steps, metrics, time, device, folder."""
     rows = [[*_table_head(results), "folder"]]
     for row in results.results:
         where = results.folder.run(row.job.index).root
@@ -85,13 +84,13 @@ def job_table(results: Results) -> list[str]:
 
 
 def _table_head(results: Results) -> list[str]:
-    """Of the columns that the table on the screen and that of the page have."""
+    """The column names that the screen's and the page's table share."""
     names = short_names(results.plan.axes).values()
     return ["job", *names, "state", "step", *metrics(results), "time", "device"]
 
 
 def _cells(results: Results, row: Result) -> list[str]:
-    """A job's, up to its time."""
+    """The cells of a job, up to its time."""
     varied = [row.job.varied.get(axis, "") for axis in results.plan.axes]
     steps = f"{row.steps}/{planned_steps(results.plan.data(row.job))}"
     scores = ["" if score is None else format_number(score.value) for score in row.scores] or [""]
@@ -99,12 +98,12 @@ def _cells(results: Results, row: Result) -> list[str]:
 
 
 def metrics(results: Results) -> list[str]:
-    """What ranks the jobs; `metric` where nothing does yet."""
+    """The metrics that rank the jobs; `metric` if there is none yet."""
     return [ranking.metric for ranking in results.rankings] or ["metric"]
 
 
 def seed_means(results: Results) -> list[list[str]]:
-    """One row per setting, best first: setting, seeds, means; empty where no seed varies."""
+    """One row per setting, best first: setting, seeds, means; empty if no seed varies."""
     axes = [axis for axis in results.plan.axes if axis != SEED]
     rows = [[*short_names(axes).values(), "seeds", *metrics(results)]]
     for one in aggregate_seeds(results) if SEED in results.plan.axes else ():
@@ -116,7 +115,7 @@ def seed_means(results: Results) -> list[list[str]]:
 
 
 def seed_table(results: Results) -> list[str]:
-    """The means over seeds as a table; empty where no seed varies."""
+    """The means over seeds as a table; empty if no seed varies."""
     rows = seed_means(results)
     return [f"over seeds: {INTERVAL}", *align_columns(rows)] if rows else []
 
@@ -131,15 +130,12 @@ def ending_lines(results: Results) -> list[str]:
 
 
 def sweep_argument(folder: SweepFolder) -> str:
-    """How the sweep is called in a command."""
+    """The argument that names the sweep in a command."""
     return "latest" if (SWEEPS / "latest").resolve() == folder.root.resolve() else display_path(folder.root)
 
 
 def winner_lines(results: Results) -> Iterator[str]:
-    """One line for the best job, or for each job of the Pareto front; none where there is none.
-
-    Jobs that are exactly as good are counted: the first of them is no better than they.
-    """
+    """One line for the best job, or for each job of the Pareto front, with the number of equal jobs."""
     for row in results.pareto_front:
         scores = [(r.metric, s) for r, s in zip(results.rankings, row.scores, strict=True) if s is not None]
         values = ", ".join(f"{metric} {format_number(score.value)} at step {score.step}" for metric, score in scores)
@@ -162,10 +158,8 @@ def _winners(results: Results) -> Iterator[str]:
         yield f"best     {no_winner_reason(results)}"
         return
     if len(results.rankings) > 1:
-        yield (
-            f"best     {count_noun(len(front), 'job')} of {len(results.results)}: no other is as good in all metrics "
-            "and better in one (the Pareto front)"
-        )
+        count = f"{count_noun(len(front), 'job')} of {len(results.results)}"
+        yield f"best     {count}: no other is as good in all metrics and better in one (the Pareto front)"
     for row, line in zip(front, winner_lines(results), strict=True):
         yield f"{'best' if results.best else '':9}{line}"
         yield f"again    {rerun_command(results.plan, row.job)}"
@@ -175,7 +169,7 @@ def _winners(results: Results) -> Iterator[str]:
 
 
 def _model(results: Results, row: Result) -> str:
-    """Where the weights are that were ranked, or what makes them."""
+    """The folder of the ranked weights, or the command that exports them."""
     folder, [ranking, *_], score = results.folder.run(row.job.index), results.rankings, row.scores[0]
     if ranking.take == "best" and isinstance(score, Score) and score.step != row.steps:
         return f"run export {display_path(folder.root)} --checkpoint best"
@@ -225,7 +219,7 @@ def _winner_section(page: Page, results: Results) -> None:
 
 
 def _axes_section(page: Page, results: Results) -> None:
-    """The first metric against each number that varies, with its interval over seeds."""
+    """Chart the first metric against each varied number, with its interval over seeds."""
     found = aggregate_seeds(results)
     for axis in (axis for axis in results.plan.axes if axis != SEED):
         places = [(x, one) for one in found if (x := _number(one.varied.get(axis))) is not None]
@@ -247,7 +241,7 @@ def _axes_section(page: Page, results: Results) -> None:
 
 
 def _number(text: str | None) -> float | None:
-    """The value of an axis, where it is a finite number."""
+    """The value of an axis if it is a finite number, else None."""
     try:
         value = float(text or "")
     except ValueError:
@@ -256,7 +250,7 @@ def _number(text: str | None) -> float | None:
 
 
 def _points(results: Results) -> list[Point]:
-    """Each job that measured the first two metrics, those on the front marked."""
+    """A point for each job that measured the first two metrics; those of the Pareto front are marked."""
     front = {row.job.index for row in results.pareto_front}
     found = []
     for row, hue in zip(results.results, hues(len(results.results)), strict=True):
@@ -301,9 +295,8 @@ def _failures_section(page: Page, results: Results) -> None:
     for row in results.failed_jobs:
         page.text(f"job {row.job.index}  {row.job.label}: {redact(row.state.error or '')}")
         output = results.folder.output(row.job.index)
-        page.code(
-            f"{redact(last_line(output))}\n\n{display_path(output)}\nrun sweep resume {where} --only {row.job.index}"
-        )
+        again = f"run sweep resume {where} --only {row.job.index}"
+        page.code(f"{redact(last_line(output))}\n\n{display_path(output)}\n{again}")
 
 
 def _varies_section(page: Page, results: Results) -> None:
@@ -315,7 +308,7 @@ def _varies_section(page: Page, results: Results) -> None:
 
 
 def _environment_section(page: Page, results: Results) -> None:
-    """What the jobs were made of: said once where they agree, and by whom where they do not."""
+    """List the environment of the jobs; values that differ name their jobs."""
     page.head("Environment")
     found: dict[tuple[str, str], list[int]] = {}
     seen = 0
@@ -337,7 +330,7 @@ def _environment_section(page: Page, results: Results) -> None:
 
 
 def _of_job(run: RunFolder) -> dict[str, str]:
-    """Without what is a job's own by design: its devices. One damaged file costs no other job its results."""
+    """A run's environment without its devices; if it cannot be read, the error."""
     try:
         environment = read_run(run).environment
     except EnvironmentProblem as error:

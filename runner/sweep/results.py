@@ -1,6 +1,6 @@
 """Results of a sweep: one per job, read from the jobs' files; the best job; means over seeds.
 
-One ranking: the best job. Several: the jobs of which none is beaten in all that counts (the Pareto front).
+With one ranking there is a best job; with several, a Pareto front: the jobs that no other job beats in all rankings.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What ranks a job by one metric: the value, NaN if it is not finite, and the step that measured it."""
+    """A job's value of one ranking, NaN if it is not finite, and its step."""
 
     value: float
     step: int
@@ -47,7 +47,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One job and its result; one score per ranking, None where the metric never had a finite value."""
+    """One job and its result; one score per ranking, None if the metric never had a finite value."""
 
     job: JobPlan
     state: JobState
@@ -57,14 +57,14 @@ class Result:
 
     @property
     def values(self) -> tuple[float, ...] | None:
-        """Its value by each ranking; None where one of them is missing or not finite, or there is no ranking."""
+        """Its value by each ranking; None if one is missing or not finite, or there is no ranking."""
         found = tuple(score.value for score in self.scores if score is not None and math.isfinite(score.value))
         return found if found and len(found) == len(self.scores) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All of a sweep."""
+    """The results of all jobs of a sweep."""
 
     plan: Plan
     folder: SweepFolder
@@ -73,7 +73,7 @@ class Results:
 
     @property
     def best(self) -> Result | None:
-        """The best job, the first of equals; None with several rankings, or where no finished job has a value."""
+        """The best job, the first of equals; None with several rankings, or if no finished job has a value."""
         front = self.pareto_front
         return front[0] if len(self.rankings) == 1 and front else None
 
@@ -91,12 +91,12 @@ class Results:
 
     @property
     def failed_jobs(self) -> list[Result]:
-        """Jobs that ran and failed, were killed, or took too long."""
+        """Jobs that failed, were killed, or timed out."""
         return [r for r in self.results if r.state.state in FAILED]
 
 
 def read_results(folder: SweepFolder, plan: Plan, record: SweepState) -> Results:
-    """Read what every job has left so far."""
+    """Read the results of every job so far."""
     series = [read_series(folder.run(job.index).metrics) for job in plan.jobs]
     rankings = plan.rankings or _default_rankings(series, [state.state == "done" for state in record])
     rows = [_result(job, record[job.index], series[job.index], rankings) for job in plan.jobs]
@@ -104,7 +104,7 @@ def read_results(folder: SweepFolder, plan: Plan, record: SweepState) -> Results
 
 
 def ranking_values(folder: SweepFolder, plan: Plan, index: int) -> tuple[float, ...] | None:
-    """The current values of one job, one for each ranking; None where one of them is missing."""
+    """The current values of one job, one per ranking; None if one is missing."""
     return _result(plan.jobs[index], JobState(), read_series(folder.run(index).metrics), plan.rankings).values
 
 
@@ -160,7 +160,7 @@ def _entry(results: Results, row: Result) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """The value as JSON can hold it, as in metrics.jsonl: null where it is not finite."""
+    """The value for JSON, as in metrics.jsonl: null if it is not finite."""
     return value if math.isfinite(value) else None
 
 
@@ -183,7 +183,7 @@ def _result(job: JobPlan, state: JobState, series: Mapping[str, Series], ranking
 def _score(series: Series | None, ranking: Ranking) -> Score | None:
     trained = None if series is None else replace(series, points=tuple(p for p in series.points if p[0] > 0))
     if trained is None or not trained.points:
-        return None  # step 0 is the evaluation before the first step, which ranks nothing
+        return None  # step 0 is the evaluation before training, which does not count
     step, value = trained.best(ranking.mode) if ranking.take == "best" else trained.last
     return Score(value, step)
 
@@ -193,20 +193,22 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file = -1  # its inode: a resumed run writes the lines that it keeps into a new one
+        self._file = -1  # its inode: a resumed run replaces the file
         self._offset = 0
         self.step = 0
-        self.first: int | None = None  # the first step that was seen: what a resumed job did before is not its pace
+        self.first: int | None = (
+            None  # the first step that was read: earlier steps of a resumed job do not count for its pace
+        )
         self.values: dict[str, float] = {}
-        self.steps: dict[str, int] = {}  # when each of them was measured
+        self.steps: dict[str, int] = {}  # metric → the step of its newest value
 
     @property
     def steps_made(self) -> int:
-        """Steps made while it was watched."""
+        """Number of steps since the first read."""
         return self.step - (self.step if self.first is None else self.first)
 
     def read(self) -> None:
-        """Read the lines that came since the last call."""
+        """Read new lines."""
         try:
             with self._path.open("rb") as file:
                 if (inode := os.fstat(file.fileno()).st_ino) != self._file:
@@ -218,7 +220,7 @@ class MetricsTail:
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
         for line in whole.splitlines():
-            with suppress(ValueError):  # a damaged line, which the results will name; here it is only not shown
+            with suppress(ValueError):  # a damaged line, which the results report
                 row = json.loads(line)
                 self.step = int(row.pop("step", self.step))
                 measured = {name: value for name, value in row.items() if isinstance(value, int | float)}
@@ -237,7 +239,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class SeedAggregate:
-    """Jobs that differ in their seed only, with one mean per ranking over the finished `seeds`."""
+    """Jobs that differ only in their seed, with one mean per ranking over the finished `seeds`."""
 
     varied: Mapping[str, str]
     jobs: int
@@ -267,7 +269,7 @@ def mean_with_interval(values: Sequence[float]) -> Mean:
 
 
 def _aggregate(varied: Mapping[str, str], rows: Sequence[Result]) -> SeedAggregate | None:
-    """None where no job has values."""
+    """The aggregate of some jobs; None if no finished job has values."""
     values = [row.values for row in rows if row.state.state == "done" and row.values is not None]
     if not values:
         return None

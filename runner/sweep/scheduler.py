@@ -1,9 +1,9 @@
-"""Runs the jobs of a sweep: as many at once as fit where they run, the end of one stopping no other.
+"""Runs the jobs of a sweep, independently: as many at once as the executor has room for.
 
 waiting ─▶ running ─▶ done | failed | killed | timeout | interrupted | pruned
-   ▲          └─ killed or out of memory, and tries are left: waits, twice as long each time ─┐
-   └──────────────────────────────────────────────────────────────────────────────────────────┘
-A change of state is on the disk before anything else happens.
+   ▲          └─ killed or out of memory, and retries are left: waits, twice as long each time ─┐
+   └────────────────────────────────────────────────────────────────────────────────────────────┘
+Each change of state is written to the disk first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from runner.core.device_kinds import kind_of
 from runner.core.errors import OutOfMemory
-from runner.core.signals import SignalRecorder
+from runner.core.signals import SignalRecorder, signal_name
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import Executor, ExecutorJob, Say, placement_text, refuse_elsewhere
 from runner.sweep.job import FAILED, JobAttempt, StopReason, job_result
@@ -27,20 +27,20 @@ from runner.sweep.results import MetricsTail
 from runner.sweep.search import OptunaTrials, Propose
 
 POLL_S = 0.05
-LOOK_S = 0.5  # between looks at the metrics of running jobs
+READ_S = 0.5  # between reads of the metrics of running jobs
 KILLED_S = 30.0  # for an executor to confirm that a killed job is gone
 FIRST_RETRY_S = 10.0
-RETRYABLE_CODES = (OutOfMemory.exit_code,)  # and whatever a signal ended that was not ours
+RETRYABLE_CODES = (OutOfMemory.exit_code,)  # and jobs that a signal of another sender ended
 
-Command = Callable[[JobPlan, bool], Sequence[str]]  # what starts a job or, where it has begun, resumes it
+Command = Callable[[JobPlan, bool], Sequence[str]]  # (job, has it begun) → its command
 
 
 @dataclass(slots=True)
 class RunningJob:
-    """A job that the executor has.
+    """A job that was submitted to the executor.
 
-    since: when it was first seen to run (monotonic seconds); None while it waits for room there
-    reason: why it was stopped, if it was; deadline: when it is killed if it has not ended (monotonic seconds)
+    since: when it was first seen running (monotonic seconds); None while it waits
+    reason: why the sweep stopped it, if it did; deadline: when it is killed if it still runs (monotonic seconds)
     """
 
     job: ExecutorJob
@@ -51,31 +51,31 @@ class RunningJob:
 
     @property
     def seconds(self) -> float:
-        """For how long it has run; 0 while it waits for room."""
+        """Duration of its process; 0 while it waits."""
         return self.job.seconds or 0.0
 
     @property
     def pace(self) -> float:
-        """Steps per second, of those that were watched."""
+        """Steps per second since the first read of its metrics."""
         return 0.0 if self.since is None else self.metrics.steps_made / max(time.monotonic() - self.since, 1e-3)
 
 
 class RunningJobs(dict[int, RunningJob]):
-    """The jobs that the executor runs, by index; tells them to save and end, and kills late ones."""
+    """The submitted jobs, by index; stops them, and kills those that do not end in time."""
 
     def __init__(self, options: SweepConfig, executor: Executor, say: Say) -> None:
         super().__init__()
         self._options, self._executor, self._say = options, executor, say
 
     def stop(self, index: int, reason: StopReason, number: int = signal.SIGTERM) -> None:
-        """Signal a job to save and end, once."""
+        """Send a job, once, the signal to save and end."""
         job = self[index]
         if job.reason is None:
             job.reason, job.deadline = reason, time.monotonic() + self._options.grace_s
             job.job.signal(number)
 
     def stop_all(self, why: str, number: int, again: bool) -> None:
-        """Signal all to save and end, and say so; `again`: Ctrl-C has been pressed before."""
+        """Send all jobs the signal to save and end. again: Ctrl-C was pressed before."""
         if self:
             jobs = f"{len(self)} job{'s' if len(self) > 1 else ''}"
             within = f"within {self._options.grace_s:.0f} s (Ctrl-C{' again' if again else ''} kills them)"
@@ -89,7 +89,7 @@ class RunningJobs(dict[int, RunningJob]):
             job.job.signal(signal.SIGKILL)
 
     def check_clock(self) -> None:
-        """Stop jobs that take too long, and kill those that did not stop in time."""
+        """Stop jobs after their timeout, and kill those that did not end within grace_s."""
         limit = self._options.timeout_s
         for index, job in self.items():
             if limit is not None and job.reason is None and job.seconds > limit:
@@ -100,7 +100,7 @@ class RunningJobs(dict[int, RunningJob]):
                 job.job.signal(signal.SIGKILL)
 
     def end(self) -> None:
-        """No job outlives an error that ends the sweep: those that run save first, if they can in time."""
+        """End all jobs, because the sweep ends: they may save within grace_s, then they are killed."""
         for job in self.values():
             job.job.signal(signal.SIGTERM)
         self._wait(self._options.grace_s)
@@ -109,7 +109,7 @@ class RunningJobs(dict[int, RunningJob]):
             self._say(f"job {index}  may still run: no confirmation of its end within {KILLED_S:g} s")
 
     def _wait(self, seconds: float) -> list[int]:
-        """Wait until all have ended, at most so long; those that have not."""
+        """Wait until all have ended; returns those that still run after the timeout."""
         end = time.monotonic() + seconds
         while self:
             self._executor.poll()
@@ -121,7 +121,7 @@ class RunningJobs(dict[int, RunningJob]):
 
 
 class Retries:
-    """The tries of each job since the sweep was started, and how many of all jobs have failed for good."""
+    """Attempts per job since this start of the sweep, and the number of failed jobs."""
 
     def __init__(self, options: SweepConfig) -> None:
         self._options = options
@@ -130,7 +130,7 @@ class Retries:
         self._failed = 0
 
     def wait_s(self, index: int, code: int) -> float | None:
-        """Seconds until a job that ended like this is tried again, each time twice as long; None: it is not."""
+        """Seconds until a job with this exit code is retried, doubled each time; None = no retry."""
         if self.tries[index] > self._options.retries or not (code in RETRYABLE_CODES or code < 0):
             return None
         seconds = (self._options.retry_wait_s or FIRST_RETRY_S) * 2.0 ** (self.tries[index] - 1)
@@ -138,11 +138,11 @@ class Retries:
         return seconds
 
     def is_waiting(self, index: int) -> bool:
-        """Whether a job waits for its next try."""
+        """Whether a job waits for its next attempt."""
         return self._not_before.get(index, 0.0) > time.monotonic()
 
     def reason_to_stop(self) -> str:
-        """Count a failure; why the sweep stops with it, empty where it continues."""
+        """Count a failure; returns why the sweep stops, empty if it continues."""
         self._failed += 1
         most = 1 if self._options.fail_fast else self._options.max_failures
         if most is None or self._failed < most:
@@ -151,7 +151,7 @@ class Retries:
 
 
 class Scheduler:
-    """Runs or resumes a sweep that the caller has locked. `propose` makes jobs from a search's values."""
+    """Runs or resumes a sweep that the caller has locked. propose: creates a job from a search's values."""
 
     def __init__(
         self,
@@ -170,18 +170,18 @@ class Scheduler:
         self._waiting: list[int] = []
         self._retries = Retries(options)
         self._interrupts = SignalRecorder()
-        self._forwarded = 0  # of the signals received, those that the jobs got
+        self._forwarded = 0  # number of received signals that were forwarded
         self.stopped = ""  # why no more jobs are started
 
     @property
     def first_signal(self) -> int | None:
-        """The first signal that came, None if there was none."""
+        """The first received signal; None if there was none."""
         return self._interrupts.stop_signals[0] if self._interrupts.stop_signals else None
 
     def adopt(self) -> None:
-        """Follow the jobs of the sweep before that continue without it, and write down how the others ended.
+        """Follow jobs of the previous sweep process that still run, and record the end of the others.
 
-        Raises EnvironmentProblem where this executor cannot know.
+        Raises EnvironmentProblem if another executor has them.
         """
         left = {i: job.identity or {} for i, job in enumerate(self.record) if job.identity or job.state == "running"}
         refuse_elsewhere(left, self.options.on)
@@ -194,9 +194,9 @@ class Scheduler:
         self._collect()
 
     def run(self, todo: Sequence[int], command: Command) -> None:
-        """Run these jobs to their ends. A first SIGINT or SIGTERM stops all of them, a second kills them."""
+        """Run these jobs to their end. A first SIGINT or SIGTERM stops all of them, a second kills them."""
         self._waiting = list(todo)
-        looked = 0.0
+        last_read = 0.0
         with self._interrupts.record_signals():
             try:
                 while self.running or ((self._waiting or not self._exhausted) and not self.stopped):
@@ -205,8 +205,8 @@ class Scheduler:
                     self.running.check_clock()
                     self._submit_what_fits(command)
                     self._propose()
-                    if time.monotonic() - looked >= LOOK_S:
-                        looked = time.monotonic()
+                    if time.monotonic() - last_read >= READ_S:
+                        last_read = time.monotonic()
                         self._read_metrics()
                     time.sleep(POLL_S)
             finally:
@@ -241,7 +241,7 @@ class Scheduler:
         self._waiting.append(job.index)
 
     def _submit(self, job: JobPlan, command: Command) -> None:
-        """Its token is on the disk before it starts: a resume of a sweep that dies in between finds it again."""
+        """Submit a job. Its token is written first, so that a resume finds a job whose sweep died meanwhile."""
         run = self.folder.run(job.index)
         attempt = JobAttempt(
             index=job.index,
@@ -291,7 +291,7 @@ class Scheduler:
     def _finish(
         self, index: int, code: int, reason: StopReason | None, seconds: float, known_there: StopReason | None = None
     ) -> None:
-        """Write down how a job ended, and do what follows from it. known_there: the executor's reason."""
+        """Record the end of a job; retry it, or stop the sweep. known_there: the executor's reason."""
         state, error = job_result(code, reason or known_there, self.folder.run(index), self.folder.output(index))
         job, total = self.plan.jobs[index], self.record[index].seconds + seconds
         known = {"exit_code": code, "error": error, "identity": None, "seconds": round(total, 3)}
@@ -312,7 +312,7 @@ class Scheduler:
             self._stop(why, signal.SIGTERM)
 
     def _stop(self, why: str, number: int) -> None:
-        """Start no more jobs, and signal the running ones to save and end."""
+        """Start no more jobs, and stop the running ones."""
         self.stopped = why
         self.running.stop_all(why, number, again=self.first_signal is not None)
 
@@ -323,12 +323,12 @@ class Scheduler:
         first = self._forwarded == 0
         self._forwarded = len(received)
         if first and not self.stopped:
-            self._stop(signal.Signals(received[0]).name, received[0])
+            self._stop(signal_name(received[0]), received[0])
         else:
             self.running.kill()
 
     def _read_metrics(self) -> None:
-        """Read the newest metrics of all jobs; stop those that a search gives up."""
+        """Read the newest metrics of all jobs; stop those that the search prunes."""
         for index, running in self.running.items():
             running.metrics.read()
             if self.trials is not None and running.reason is None and self.trials.should_prune(index, running.metrics):

@@ -1,9 +1,9 @@
-"""Optuna as the source of a sweep's jobs: it proposes one per free slot and receives each result.
+"""Optuna proposes the jobs of a sweep, one per free slot, and receives each result.
 
     ask ─▶ values ─▶ job ─▶ running ─▶ tell: its values | pruned | failed
                               └─ report each new value ─▶ worse than the others were at this step? ─▶ stop
 
-The study is a journal in the sweep's folder, so that a search continues where it stopped. Jobs need not know of Optuna.
+The study is a journal in the sweep's folder, so that a resumed search continues it. Jobs do not depend on Optuna.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from runner.sweep.space import Dimension, SearchSpace
 
 JOB = "job"  # the attribute of a trial that names its job
 STARTUP = 4  # trials that must have ended before one is stopped early
-MOST_REFUSED = 50  # proposals in a row that are no job
+MOST_REFUSED = 50  # invalid proposals in a row
 
 CLASSES = {"tpe": "TPESampler", "random": "RandomSampler", "nsgaii": "NSGAIISampler", "gp": "GPSampler",
            "cmaes": "CmaEsSampler", "qmc": "QMCSampler"}  # fmt: skip
 PACKAGES = {"gp": ("scipy", "torch"), "cmaes": ("cmaes",), "qmc": ("scipy",)}
-NUMBERS_ONLY = ("cmaes", "qmc")  # choices would be drawn at random
-FIXED_SPACE = ("gp", "cmaes", "qmc")  # what only some jobs have would be drawn at random
+NUMBERS_ONLY = ("cmaes", "qmc")  # they sample choices at random
+FIXED_SPACE = ("gp", "cmaes", "qmc")  # they sample keys that only some jobs have at random
 DEFAULT = "tpe"
 
 Propose = Callable[[int, Sequence[str], Mapping[str, str]], JobPlan]  # (number, words, what it varies) → its plan
 
 
 class OptunaTrials:
-    """The study of one sweep. Raises EnvironmentProblem where Optuna, or what a sampler needs, is missing."""
+    """The study of one sweep. Raises EnvironmentProblem if Optuna or a package of its sampler is missing."""
 
     def __init__(self, folder: SweepFolder, plan: Plan, options: SweepConfig, propose: Propose, say: Say) -> None:
         optuna = load_optuna(options.sampler)
         self._folder, self._plan, self._propose, self._say = folder, plan, propose, say
-        assert plan.search is not None and options.trials is not None  # the options' own check
-        assert plan.rankings  # a search without a metric is refused where it is composed
+        assert plan.search is not None and options.trials is not None  # checked by the options
+        assert plan.rankings  # checked when the sweep is composed
         self._search, self._count, self._prune = plan.search, options.trials, options.prune
         self._optuna = optuna
         backend = optuna.storages.journal.JournalFileBackend(str(folder.root / "optuna.log"))
@@ -62,7 +62,7 @@ class OptunaTrials:
         self._restore()
 
     def propose_next(self) -> JobPlan | None:
-        """The next job; None after the last trial. Raises SpecError where too many proposals are invalid."""
+        """The next job; None after the last trial. Raises SpecError after too many invalid proposals."""
         if len(self._plan.jobs) >= self._count:
             return None
         index = len(self._plan.jobs)
@@ -87,7 +87,7 @@ class OptunaTrials:
         raise SpecError([Problem("sweep.search", text), *reason.problems])
 
     def should_prune(self, index: int, metrics: MetricsTail) -> bool:
-        """Whether a running job is to be stopped early; takes in the newest value of its metric."""
+        """Report the newest value of a running job; returns whether to stop it early."""
         trial, metric = self._trials.get(index), self._plan.rankings[0].metric
         step = metrics.steps.get(metric)
         if not self._prune or trial is None or step is None or step <= self._reported.get(index, 0):
@@ -97,13 +97,13 @@ class OptunaTrials:
         return bool(trial.should_prune())
 
     def record_end(self, index: int, state: JobState) -> None:
-        """Report the result of a job to the study. An interrupted one continues and is reported later."""
+        """Report the result of a job to the study; an interrupted job is reported after it is resumed."""
         trial = self._trials.get(index)
         if trial is None or state.state not in FAILED | FINISHED:
             return
         values = ranking_values(self._folder, self._plan, index)
         if state.state == "done" and values is not None:
-            if self._study.trials[trial.number].state.is_finished():  # it had failed before, and was tried again
+            if self._study.trials[trial.number].state.is_finished():  # it failed earlier and was retried
                 known = {"params": trial.params, "distributions": trial.distributions, "values": list(values)}
                 self._study.add_trial(self._optuna.trial.create_trial(**known))
             else:
@@ -116,7 +116,7 @@ class OptunaTrials:
         self._study.tell(trial, state=told, skip_if_finished=True)
 
     def _restore(self) -> None:
-        """Find the trials of an earlier start and report results that a crash kept from Optuna.
+        """Find the trials of an earlier start, and report results that were lost in a crash.
 
         A trial that never became a job is marked as failed.
         """
@@ -142,7 +142,7 @@ def _suggest(trial: Any, dimension: Dimension) -> Any:
 
 
 def load_optuna(name: str | None) -> Any:
-    """Optuna. Raises EnvironmentProblem where it, or what the sampler needs, is not installed."""
+    """The optuna module. Raises EnvironmentProblem if it, or a package of the sampler, is missing."""
     wanted = ("optuna", *PACKAGES.get(name or DEFAULT, ()))
     if missing := [package for package in wanted if find_spec(package) is None]:
         what = "sweep.search=optuna" if "optuna" in missing else f"sweep.sampler={name}"
@@ -155,16 +155,16 @@ def load_optuna(name: str | None) -> Any:
 
 
 def make_sampler(optuna: Any, name: str | None, seed: int, jobs: int) -> Any:
-    """A sampler for a study that has `jobs` jobs already.
+    """A sampler for a study with `jobs` jobs so far, which also determine the seed.
 
-    One without a state in the study gets another seed than at the start of the search.
+    A sampler whose state is not in the study must not repeat its first samples after a resume.
     """
     kind = name or DEFAULT
     return getattr(optuna.samplers, CLASSES[kind])(seed=seed if kind == "qmc" else seed + jobs)
 
 
 def search_problems(options: SweepConfig, search: SearchSpace, objectives: int) -> list[Problem]:
-    """What the sampler, or Optuna, does not support of the request."""
+    """What the sampler, or Optuna, does not support."""
     name = options.sampler or DEFAULT
     choices = [d.key for d in search.space if d.kind == "choice"]
     sometimes = [d.name for d in search.space if d.given]

@@ -1,11 +1,11 @@
-"""Jobs on a Slurm cluster: job arrays, which continue without their sweep.
+"""Jobs on a Slurm cluster: job arrays, which continue if their sweep ends.
 
 submit, submit, … ─▶ next poll: one array per need ─ submitit ─▶ sbatch ─▶ squeue, status files ─▶ exit codes
                                                                  scancel ◀─ signals
 
-An array that is submitted while another one is alive begins when that one has ended, so that no more run at once.
-submitit's pickles are not used: a job reads slurm/<token>.json, the attempts of an array by their indices there, which
-are the jobs' numbers; the token is the array's comment in Slurm.
+With sweep.parallel, an array starts after the arrays before it have ended, so that the limit holds. submitit's pickles
+are not used: slurm/<token>.json has the attempts of an array by index, which is the job's number; the token is the
+array's comment in Slurm.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ if TYPE_CHECKING:
 
 FOLDER = "slurm"  # of a sweep's folder
 POLL_S = (0.3, 10.0)  # between two calls of squeue, in the beginning and later
-SLOWING = 30.0  # the time between them is this part of the time since the beginning
-LATE_S = 10.0  # for a status file to come through a shared folder after its job has ended
+SLOWING = 30.0  # the interval is the time since the start, divided by this
+LATE_S = 10.0  # for a status file to appear in a shared folder after its job has ended
 MINUTE_S = 60.0
-ALREADY_ENDED = (
-    "Invalid job id specified",
-    "already completing or completed",
-)  # what scancel says of a job that has ended
+ALREADY_ENDED = ("Invalid job id specified", "already completing or completed")  # scancel, of a job that has ended
 FORMAT = "%F|%K|%T|%k|%r"
 REASONS = {
     "OUT_OF_MEMORY": StopReason("out of memory (Slurm)", "killed"),
@@ -54,7 +51,7 @@ REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class QueueEntry:
-    """One job of an array, as squeue shows it. `array`: its number; `reason`: why it waits or failed."""
+    """One job of an array in squeue's output. array: its number; reason: why it waits or failed."""
 
     array: str
     state: str
@@ -65,9 +62,9 @@ Queue = Mapping[tuple[str, int], QueueEntry]  # (token of the array, index in it
 
 
 def read_queue(name: str) -> Queue:
-    """All jobs of this name that Slurm still knows, those that ended in the last minutes included.
+    """All jobs of this name in Slurm, including those that ended in the last minutes.
 
-    Raises EnvironmentProblem where Slurm does not answer.
+    Raises EnvironmentProblem if Slurm does not respond.
     """
     text = run_slurm("squeue", "--noheader", "--array", "--states=all", f"--name={name}", f"--format={FORMAT}")
     rows = (line.strip().split("|", 4) for line in text.splitlines())
@@ -79,9 +76,9 @@ def read_queue(name: str) -> Queue:
 
 
 def waiting_reasons(sweep: Path, identities: Mapping[int, Identity]) -> Mapping[int, str]:
-    """Job → why it waits, as Slurm says: also one that has run, and waits to be started again.
+    """Job → Slurm's reason why it waits; also for a requeued job.
 
-    Raises EnvironmentProblem where no Slurm answers.
+    Raises EnvironmentProblem if Slurm does not respond.
     """
     tokens = {index: identity["batch"] for index, identity in identities.items() if "batch" in identity}
     queue = read_queue(sweep.name) if tokens else {}
@@ -90,19 +87,19 @@ def waiting_reasons(sweep: Path, identities: Mapping[int, Identity]) -> Mapping[
 
 
 class SlurmExecutor(RemoteExecutor):
-    """The cluster that `sbatch` submits to from here."""
+    """Runs jobs on the cluster to which `sbatch` submits."""
 
-    cards = None  # known on the nodes only
+    cards = None  # only the nodes know
 
     def __init__(self, options: SweepConfig) -> None:
         super().__init__(options)
         self._new: list[tuple[JobAttempt, RemoteJob]] = []  # not submitted yet
-        self._tokens: dict[ResourceRequest, str] = {}  # of the arrays that those will be
+        self._tokens: dict[ResourceRequest, str] = {}  # token of the array for each request
         self._arrays: dict[str, str] = {}  # token of an array → its number
         self._queue: Queue = {}
         self._signals: list[tuple[RemoteJob, int]] = []  # not sent yet
         self._began, self._due = time.monotonic(), float("-inf")
-        self._folder = Path()  # of the sweep, whose name is that of its jobs in Slurm
+        self._folder = Path()  # of the sweep; its name is the name of the jobs in Slurm
         self._say: Say | None = None
         self._said: set[str] = set()
 
@@ -128,7 +125,7 @@ class SlurmExecutor(RemoteExecutor):
         return f"{each} each, on {where}; " + ("Slurm sets the limit" if limit is None else f"{limit} at once")
 
     def has_room(self, need: ResourceRequest) -> bool:
-        """Slurm itself holds back the jobs of a grid; those of a search are not even chosen before."""
+        """Slurm queues all jobs of a grid; jobs of a search are proposed only when there is room."""
         return self.options.search is None or super().has_room(need)
 
     def submit(self, need: ResourceRequest, attempt: JobAttempt) -> RemoteJob:
@@ -157,7 +154,7 @@ class SlurmExecutor(RemoteExecutor):
     def poll(self) -> None:
         """Submit new jobs, send signals, and call squeue when it is due.
 
-        Raises EnvironmentProblem where Slurm refuses the jobs.
+        Raises EnvironmentProblem if Slurm rejects the jobs.
         """
         self._submit_new()
         self._send_signals()
@@ -170,7 +167,7 @@ class SlurmExecutor(RemoteExecutor):
             self._say_once(f"{error}; retrying")
             return
         self.version += 1
-        for job in self.jobs:  # those that do not wait for their turn may wait for ever
+        for job in self.jobs:  # with an unusual reason, which may last forever
             entry = self._entry(job)
             if entry is not None and entry.state == "PENDING" and entry.reason not in USUAL_REASONS:
                 self._say_once(f"job {job.index} waits in Slurm: {entry.reason}")
@@ -180,7 +177,7 @@ class SlurmExecutor(RemoteExecutor):
         if entry is not None and entry.state not in FINISHED_STATES:
             return None
         reason = REASONS.get(entry.state) if entry else None
-        if job.has_ended or (reason is not None and job.status is None):  # it noted its end, or never began
+        if job.has_ended or (reason is not None and job.status is None):  # it has written its end, or never started
             return JobEnd(reason)
         if reason is None:
             said = f"Slurm reports {entry.state}, {entry.reason}" if entry else "Slurm has no record of it"
@@ -188,9 +185,7 @@ class SlurmExecutor(RemoteExecutor):
                 reason = StopReason(f"did not start on its node ({said}); see its log", "failed")
             else:
                 reason = StopReason(f"its process on {job.status.host} was killed ({said})", "killed")
-        return JobEnd(
-            reason, 0.0 if signal.SIGKILL in job.signals else LATE_S
-        )  # one that was killed notes nothing more
+        return JobEnd(reason, 0.0 if signal.SIGKILL in job.signals else LATE_S)  # a killed job writes no status
 
     def signal(self, job: RemoteJob, number: int) -> None:
         if job.identity["batch"] in self._tokens.values():
@@ -200,7 +195,7 @@ class SlurmExecutor(RemoteExecutor):
 
     def is_queued(self, job: RemoteJob) -> bool:
         entry = self._entry(job)
-        return entry is not None and entry.state == "PENDING"  # also one that is to be started again
+        return entry is not None and entry.state == "PENDING"  # also a requeued job
 
     def _entry(self, job: RemoteJob) -> QueueEntry | None:
         return self._queue.get((job.identity["batch"], job.index))
@@ -218,18 +213,18 @@ class SlurmExecutor(RemoteExecutor):
                 write_json(path, {attempt.index: asdict(attempt) for attempt in attempts})
                 self._arrays[token] = self._sbatch(need, path, [attempt.index for attempt in attempts])
                 self._due = time.monotonic()
-            del self._tokens[need]  # Slurm has it, also where it refuses the next
+            del self._tokens[need]  # submitted, even if Slurm rejects the next array
         self._new = []
 
     def _sbatch(self, need: ResourceRequest, path: Path, indices: Sequence[int]) -> str:
-        """Submit an array; its number. Raises EnvironmentProblem with Slurm's own words where it refuses."""
+        """Submit an array; returns its number. Raises EnvironmentProblem with Slurm's message if rejected."""
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         own = {"comment": path.stem, "array": array_spec(indices, self.options.parallel)}
         own["output"] = str(self._folder / "jobs" / "%3a.log")
         alive = dict.fromkeys(self._arrays.get(job.identity["batch"], "") for job in self.jobs if job.exit_code is None)
         if self.options.parallel is not None and self.options.search is None and (after := list(filter(None, alive))):
-            own["dependency"] = "afterany:" + ":".join(after)  # else no limit; or `has_room` keeps it
+            own["dependency"] = "afterany:" + ":".join(after)  # otherwise there is no limit, or `has_room` applies it
         asked = {**submitit_options(self.options, need), "job_name": self._folder.name}
         executor = submitit_executor(path.parent, asked, own)
         program = ["exec", sys.executable, "-P", "-m", "runner.sweep.slurm_executor_job", str(path)]
@@ -241,7 +236,7 @@ class SlurmExecutor(RemoteExecutor):
         return str(job.job_id)
 
     def _send_signals(self) -> None:
-        """Cancel jobs that wait, and signal those that run."""
+        """Cancel waiting jobs and send signals to running ones."""
         sent, self._signals = self._signals, []
         if not sent:
             return
@@ -266,9 +261,9 @@ class SlurmExecutor(RemoteExecutor):
 
 
 def scancel(*arguments: str) -> None:
-    """Call scancel; a job that has ended already is no error.
+    """Call scancel; a job that has already ended is not an error.
 
-    Raises EnvironmentProblem where Slurm refuses anything else.
+    Raises EnvironmentProblem for other errors of Slurm.
     """
     try:
         run_slurm("scancel", *arguments)
@@ -278,8 +273,8 @@ def scancel(*arguments: str) -> None:
 
 
 def submitit_options(options: SweepConfig, need: ResourceRequest) -> dict[str, Any]:
-    """The resources of one job, by submitit's names; others are in `additional_parameters`."""
-    limit = options.timeout_s  # a minute less than Slurm's, so that a job saves and tells why it ends
+    """The resources of one job by submitit's names; `additional_parameters` has other options of sbatch."""
+    limit = options.timeout_s  # shorter than Slurm's, so that a job can save and report why it ended
     asked: dict[str, Any] = {
         "partition": options.partition,
         "account": options.account,
@@ -298,7 +293,7 @@ def submitit_options(options: SweepConfig, need: ResourceRequest) -> dict[str, A
 
 
 def array_spec(indices: Iterable[int], at_once: int | None) -> str:
-    """`0-3,7%2`: the jobs of an array, and how many of them at once."""
+    """`0-3,7%2`: the jobs of an array and the number of concurrent ones."""
     runs: list[list[int]] = []
     for index in sorted(indices):
         if runs and index == runs[-1][1] + 1:
@@ -310,7 +305,7 @@ def array_spec(indices: Iterable[int], at_once: int | None) -> str:
 
 
 def submitit_executor(folder: Path, asked: Mapping[str, Any], own: Mapping[str, Any]) -> submitit.SlurmExecutor:
-    """submitit's executor, set up. Raises EnvironmentProblem where it is missing."""
+    """submitit's executor with its parameters. Raises EnvironmentProblem if submitit is missing."""
     try:
         from submitit import SlurmExecutor as Submitter
     except ImportError as error:

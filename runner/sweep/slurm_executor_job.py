@@ -1,11 +1,11 @@
 """Runs inside a Slurm job on its node: starts one job of a sweep, forwards signals, writes its status.
 
 sbatch ─▶ exec python -m runner.sweep.slurm_executor_job slurm/<token>.json GRES all|first
-              └─▶ the job, or, where Slurm starts it again, what resumes it; its status in jobs/003.note.json
+              └─▶ the job's command or, after a requeue, the command that resumes it; status: jobs/003.note.json
 
-GRES      what Slurm calls the job's cards            all       Slurm's SIGTERM reaches all processes of a job
+GRES      Slurm's name of the job's cards             all       Slurm's SIGTERM reaches all processes of a job
 SIGUSR1   the sweep: save and end                     SIGTERM   Slurm ends the job: cancelled, preempted, requeued
-SIGUSR2   Slurm's time limit is near: save and end, and back into the queue to resume there
+SIGUSR2   Slurm's time limit is near: save and end; the job is requeued and resumes
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAVE, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
 
 
 def main(path: str, gres: str, signalled: str) -> int:
-    """Run the job of this array index; its exit code, which Slurm then has, too."""
+    """Run the job of this array index; returns its exit code, for Slurm."""
     forwarded: dict[int, int] = dict.fromkeys((SAVE, LIMIT, ENDED), signal.SIGTERM)
     if signalled == "all":
         forwarded[ENDED] = 0
@@ -45,13 +45,13 @@ def main(path: str, gres: str, signalled: str) -> int:
     status = begin_status(attempt, [f"{host}:{card}" for card in listed.split(",")] if listed else [host])
     code, reason = wrapper.run(), wrapper.reason
     if wrapper.first == LIMIT and code in STOP_CODES and (reason := requeue(run, before)) is None:
-        return 0  # Slurm starts it again; its status is that it runs until that start writes another
+        return 0  # requeued: its status stays "running" until the next start
     status.write_end(Path(attempt.note), code, reason)
     return code if code >= 0 else 128 - code
 
 
 def requeue(run: RunFolder, before: int) -> StopReason | None:
-    """Put this job back into Slurm's queue, if it made more steps than it had `before`; why not, else."""
+    """Requeue this job if it has made more steps than `before`; returns why not, None if it was requeued."""
     if steps_of(run) <= before:
         return StopReason("no step was finished within Slurm's time limit", "timeout")
     try:
@@ -62,9 +62,9 @@ def requeue(run: RunFolder, before: int) -> StopReason | None:
 
 
 def visible_cards_env(attempt: JobAttempt, gres: str) -> dict[str, str]:
-    """The variable that shows the job its cards, where Slurm does not set it: for NPUs.
+    """The variable that lists the job's cards, if Slurm does not set it: for NPUs.
 
-    It may be in the environment all the same, from where the sweep was typed.
+    The environment may have another value, from where the sweep was started.
     """
     variable = attempt.visible
     shown = {kind.visible for kind in KINDS.values() if kind.shown_by_slurm}

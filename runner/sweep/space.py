@@ -1,6 +1,6 @@
-"""What a search may try: one dimension per key that varies, read from Hydra's grammar.
+"""The search space: one dimension per varied key, read from Hydra's grammar.
 
-A dimension that a recipe brings along exists only in jobs of that recipe, where a search varies the recipe itself.
+If a search varies the recipe, a dimension of a recipe exists only in the jobs of that recipe.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from runner.core.device_kinds import ResourceRequest
 
 T = TypeVar("T")
 Pair = tuple[str, str]  # the word that sets a value, and the value as it is shown
-WITHIN = 0.618  # a real number that is not whole by accident
-MOST_COMBINED = 64  # combinations of choices that are all tried before a search begins; of more, each choice is
+WITHIN = 0.618  # fraction of an interval whose value is unlikely to be an integer
+MOST_COMBINED = 64  # up to so many combinations of choices are all checked before a search; otherwise each choice
 
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """The values of one key: an interval (`float`, `int`; both ends belong to it), or a choice of words.
+    """The values of one key: an interval (`float`, `int`; both ends included), or a choice of words.
 
-    word: what stands before the equals sign, as typed; values: for a choice, the word and the value as it is shown;
-    given: the word that must be among a job's for the dimension to exist, empty: it always does
+    word: the key as typed; values: of a choice, the word and the displayed value; given: a word that a job must have
+    for the dimension to exist, empty = always
     """
 
     key: str
@@ -39,28 +39,25 @@ class Dimension:
 
     @property
     def name(self) -> str:
-        """What tells it from all others: recipes may vary the same key in different ways."""
+        """A unique name: recipes may vary the same key in different ways."""
         return f"{self.given}: {self.key}" if self.given else self.key
 
     @property
     def size(self) -> int | None:
-        """How many values it has; None for an interval of real numbers."""
+        """The number of values; None for an interval of real numbers."""
         if self.kind == "float":
             return None if self.low < self.high else 1
         return len(self.values) if self.kind == "choice" else int(self.high - self.low) // self.step + 1
 
     def corners(self) -> list[Pair]:
-        """Both ends and, of real numbers, a value between them; or all choices.
-
-        A value that is wrong here is wrong in the whole space.
-        """
+        """Both ends and, of real numbers, a value between them; or all choices. Used to check the space."""
         if self.kind == "choice":
             return list(self.values)
         within = [self.low + (self.high - self.low) * WITHIN] if self.kind == "float" else []
         return [self.override_for(value) for value in dict.fromkeys((self.low, *within, self.high))]
 
     def override_for(self, value: Any) -> Pair:
-        """The word that sets a value, and the value as it is shown."""
+        """The word that sets a value, and the displayed value."""
         if self.kind == "choice":
             return next(pair for pair in self.values if pair[0] == value)
         text = str(int(value)) if self.kind == "int" else f"{value:.6g}"
@@ -77,9 +74,9 @@ class Dimension:
 
 @dataclass(frozen=True, slots=True)
 class SearchSpace:
-    """What a search varies, and how a job is made from values, one at a time.
+    """The dimensions of a search, and the words of a job with certain values.
 
-    fixed: the words that all jobs share; prefix: the options with dashes that their command needs, too
+    fixed: words of all jobs; prefix: options with dashes of their commands
     """
 
     space: tuple[Dimension, ...]
@@ -95,26 +92,26 @@ class SearchSpace:
         return tuple(dimension for dimension in self.space if not dimension.given)
 
     def only_in(self, values: Mapping[str, Any]) -> tuple[Dimension, ...]:
-        """The dimensions that a job with these values has beside those of every job."""
+        """The further dimensions of a job with these values."""
         chosen = {dimension.override_for(values[dimension.name])[0] for dimension in self.always}
         return tuple(dimension for dimension in self.space if dimension.given in chosen)
 
     def words(self, values: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-        """The words of a job with these values (dimension's name → value), and what of them it varies."""
+        """The words of a job with these values (dimension's name → value), and its varied values."""
         pairs = {d.key: d.override_for(values[d.name]) for d in self.space if d.name in values}
         return [*self.fixed, *(word for word, _ in pairs.values())], {key: shown for key, (_, shown) in pairs.items()}
 
     def size(self) -> int | None:
-        """How many different jobs there are; None: more than anyone counts."""
+        """The number of different jobs; None if it is infinite or not known."""
         sizes = [dimension.size for dimension in self.space]
         if None in sizes or len(self.always) < len(self.space):
             return None
         return math.prod(size for size in sizes if size is not None)
 
     def corners(self) -> list[tuple[list[str], dict[str, str]]]:
-        """Words of jobs that together try every end and every choice, with the values each of them varies.
+        """Words and varied values of jobs that together have every end and every choice.
 
-        Combinations of choices are tried as far as they are few.
+        With few combinations of choices, all of them are included.
         """
         choices = [[(d, pair) for pair in d.corners()] for d in self.always if d.kind == "choice"]
         few = math.prod(map(len, choices)) <= MOST_COMBINED
@@ -125,12 +122,12 @@ class SearchSpace:
         ]
 
     def _ends(self, chosen: Sequence[str]) -> Iterator[tuple[tuple[Dimension, Pair], ...]]:
-        """The ends of what is no choice of every job, where these choices are made."""
+        """The ends of the other dimensions of a job with these choices."""
         rest = [d for d in self.space if d.given in chosen or (not d.given and d.kind != "choice")]
         return _side_by_side([[(d, pair) for pair in d.corners()] for d in rest]) if rest else iter([()])
 
 
 def _side_by_side(columns: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
-    """Rows that together have every entry of every column; a column that is at its end repeats its last."""
+    """Rows that together have every entry of every column; a shorter column repeats its last entry."""
     for row in range(max(map(len, columns), default=0)):
         yield tuple(column[min(row, len(column) - 1)] for column in columns)
