@@ -254,6 +254,7 @@ def export(args: Namespace) -> int:
         raise UsageError(f"'{more[0]}' is not supported; type: run export latest --checkpoint 100 --out FOLDER")
     _check_export(args, source)
     from runner.inference.model_source import prepare_process, source_spec
+    from runner.model.model_folder import is_adapter
     from runner.run_dir.folder import RunFolder, display_path
 
     if source.kind == "run":
@@ -274,7 +275,7 @@ def export(args: Namespace) -> int:
         weights = args.weights or (1.0,) * len(source.adapters)
         density = 0.5 if args.density is None else args.density
         infer_export.combine_adapters(source, target, args.combine, weights, density, args.merge, **settings)
-    whole = not infer_export.is_adapter(target)
+    whole = not is_adapter(target)
     kind = "a Hugging Face folder" if whole else "a PEFT adapter (--merge writes a full model)"
     print_text(f"{what}: {kind}", file=sys.stderr)
     if whole:

@@ -20,14 +20,14 @@ import psutil
 from runner.core.fsync_io import remove_temporary_folder
 from runner.core.subprocess import ChildProcess, JsonLines, kill_session
 
-# The module by its path: whatever an environment has in store for Python's start is not for this process
+# Isolated: no site-packages, no PYTHON* variables; the module is found by its path
 PROGRAM = "import sys; sys.path += sys.argv[1:]; from runner.launch.cleanup_process import main; main(sys.stdin.buffer)"
 PATHS = [str(Path(__file__).resolve().parents[2]), str(Path(psutil.__file__).resolve().parents[1])]
-SETTLE_S = 0.2  # for killed processes to be gone before the folders that they might write in
+SETTLE_S = 0.2  # until killed processes have ended and no longer write to the folders
 
 
 class CleanupProcess:
-    """The launcher's end: a process that lives a moment longer than this one."""
+    """Starts the cleanup process, which outlives the launcher."""
 
     def __init__(self) -> None:
         quiet = subprocess.DEVNULL
@@ -35,43 +35,42 @@ class CleanupProcess:
         self._process = ChildProcess(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
         assert self._process.stdin is not None
         self._stdin = self._process.stdin
-        self._lines = JsonLines(
-            writing=self._stdin.fileno()
-        )  # one that somebody has killed leaves the next start to remove what is stale
+        # if a user kills this process, the next start removes what is left
+        self._lines = JsonLines(writing=self._stdin.fileno())
 
     def remove(self, *folders: Path) -> None:
-        """These folders, where they are there, go at the end, whatever this process ends of."""
+        """Remove these folders, if they exist, when the launcher ends for any reason."""
         for folder in folders:
             self._lines.send({"folder": str(folder)})
 
     def watch(self, group: int) -> None:
-        """This session, by its leader's number, ends with the launcher."""
+        """Kill this session (the process id of its leader) when the launcher ends."""
         self._lines.send({"watch": group})
 
     def forget(self, group: int) -> None:
-        """It has ended; its number may be another one's soon."""
+        """Stop watching an ended session, whose id may be used again."""
         self._lines.send({"forget": group})
 
     def close(self) -> None:
-        """Have it done now; the processes that are watched have ended by themselves, or are killed."""
+        """Clean up now: kill the watched sessions and remove the folders."""
         self._stdin.close()
         self._process.wait()
 
 
 def main(lines: Iterable[bytes]) -> None:
-    """Listen until the launcher ends, then clean up after it."""
+    """Read messages until the launcher ends, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
+        signal.signal(number, signal.SIG_IGN)  # it ends with the launcher
     groups: set[int] = set()
     folders: list[str] = []
     for line in lines:
-        told = json.loads(line)
-        if "watch" in told:
-            groups.add(told["watch"])
-        elif "forget" in told:
-            groups.discard(told["forget"])
+        message = json.loads(line)
+        if "watch" in message:
+            groups.add(message["watch"])
+        elif "forget" in message:
+            groups.discard(message["forget"])
         else:
-            folders.append(told["folder"])
+            folders.append(message["folder"])
     for group in groups:
         kill_session(group)
     if groups:

@@ -22,7 +22,7 @@ class LaunchConfig(ComponentConfig):
     """How the processes of a job are started."""
 
     group: ClassVar[str] = "launch"
-    queued: ClassVar[bool] = False  # whether it waits in Slurm's queue, whose signals it obeys
+    queued: ClassVar[bool] = False  # whether it runs as a Slurm job and handles Slurm's signals
     devices: int = Field(default=1, ge=1, description="Number of ranks that train, one process per device.")
     samplers: int = Field(
         default=0, ge=0, description="Number of further devices that only sample; 0 = the ranks sample."
@@ -35,7 +35,7 @@ class LaunchConfig(ComponentConfig):
     )
 
     def sweep_problem(self) -> tuple[str, str] | None:
-        """Why a job of a sweep cannot have it: key and message; None = it can."""
+        """Key and message of the error if a sweep's job uses this launch; None = it can."""
         return None
 
     @property
@@ -45,22 +45,22 @@ class LaunchConfig(ComponentConfig):
 
     @property
     def machines(self) -> int:
-        """Machines on each of which somebody types the command, for `devices` of its own."""
+        """Number of machines with `devices` ranks each, on which the command is typed."""
         return 1
 
     @property
     def machine(self) -> int:
-        """The number of this one, from 0."""
+        """The number of this machine, from 0."""
         return 0
 
     @property
-    def meeting(self) -> tuple[str, int]:
-        """Host and port of machine 0, of several."""
-        raise NotImplementedError(f"launch={self.name} is typed on one machine")
+    def rdzv_address(self) -> tuple[str, int]:
+        """Host and port of machine 0, with several machines."""
+        raise NotImplementedError(f"launch={self.name} runs on one machine")
 
     @property
     def world(self) -> int:
-        """Processes that train, on all machines."""
+        """Number of ranks on all machines."""
         return self.devices * self.machines
 
     @property
@@ -90,7 +90,7 @@ class LaunchConfig(ComponentConfig):
 
 
 class MultiNodeConfig(LaunchConfig):
-    """What is typed on each of several machines."""
+    """A launch whose command is typed on each of several machines."""
 
     nodes: int = Field(default=1, ge=1, description="Machines; start the same command on each, with its node_rank.")
     node_rank: int | None = Field(
@@ -109,9 +109,9 @@ class MultiNodeConfig(LaunchConfig):
         return self.node_rank or 0
 
     @property
-    def meeting(self) -> tuple[str, int]:
+    def rdzv_address(self) -> tuple[str, int]:
         found = ADDRESS.fullmatch(self.rdzv_endpoint or "")
-        assert found is not None  # `problems` saw to it
+        assert found is not None  # checked by `problems`
         return found["host"].strip("[]"), int(found["port"])
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
@@ -131,24 +131,20 @@ class MultiNodeConfig(LaunchConfig):
             found.append(("launch.node_rank", text))
         named = ADDRESS.fullmatch(self.rdzv_endpoint or "")
         if named is None or not 0 < int(named["port"]) < 2**16:
-            found.append(
-                (
-                    "launch.rdzv_endpoint",
-                    "expected HOST:PORT of machine 0, the same on each, e.g. 10.0.0.1:29400",
-                )
-            )
+            text = "expected HOST:PORT of machine 0, the same on each, e.g. 10.0.0.1:29400"
+            found.append(("launch.rdzv_endpoint", text))
         return found
 
 
 class ExternalLaunchConfig(MultiNodeConfig):
-    """What something else starts on each machine, and tells the machine's number and machine 0's address."""
+    """A launch by another program, which sets the machine's number and the address of machine 0."""
 
     nodes: int = Field(default=1, ge=1, description="Number of machines; set by the launcher.")
     node_rank: int | None = Field(default=None, ge=0, description="This machine's number; set by the launcher.")
     rdzv_endpoint: str | None = Field(default=None, description="HOST:PORT of machine 0; set by the launcher.")
 
     def sweep_problem(self) -> tuple[str, str] | None:
-        return "launch", (f"{self.name}: the sweep starts its jobs itself; for Slurm type sweep.on=slurm launch=local")
+        return "launch", f"{self.name}: the sweep starts its jobs itself; for Slurm type sweep.on=slurm launch=local"
 
     def _node_problems(self, job: Any) -> list[tuple[str, str]]:
         told = self.node_rank is not None or self.rdzv_endpoint is not None
@@ -201,11 +197,9 @@ class RayConfig(LaunchConfig):
         return self.address is None
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where Ray is not installed, or its cluster not there."""
-        from runner.launch.ray.driver_connection import (
-            check_reachable,  # here, because every command reads this module
-            require_ray,
-        )
+        """Raise EnvironmentProblem if Ray is not installed or its cluster cannot be reached."""
+        # here, because every command reads this module
+        from runner.launch.ray.driver_connection import check_reachable, require_ray
 
         require_ray("launch=ray")
         if self.address is not None:
@@ -234,7 +228,7 @@ class RayConfig(LaunchConfig):
         return found
 
 
-# Options of Slurm that a job and a sweep have alike
+# Options of Slurm that jobs and sweeps share
 Partition = Annotated[str | None, Field(description="Slurm partition; null = the cluster's default.")]
 Account = Annotated[str | None, Field(description="Slurm account.")]
 Qos = Annotated[str | None, Field(description="Slurm quality of service.")]
@@ -251,11 +245,11 @@ SAID_BY_LAUNCH = {
     ),
     **{name: f"launch.{name}" for name in ("partition", "account", "qos", "gres", "time", "nodes")},
     **{"cpus-per-task": "launch.cpus", "ntasks": "launch.nodes", "ntasks-per-node": "launch.nodes"},
-}  # what launch.sbatch may not say, and where it is said
+}  # options that launch.sbatch must not set → what sets them
 
 
 def sbatch_problems(sbatch: Mapping[str, object], elsewhere: Mapping[str, str]) -> Iterator[str]:
-    """What is wrong with more options of sbatch; `elsewhere`: those that are set, and by what."""
+    """Errors in further options of sbatch; elsewhere: options that are set otherwise → what sets them."""
     for name, value in sbatch.items():
         if who := elsewhere.get(name.replace("_", "-")):
             yield f"{name} is set by {who}; leave it out"
@@ -287,7 +281,7 @@ class SlurmConfig(ExternalLaunchConfig):
     follow: bool = Field(default=False, description="Wait for the submitted job and return its exit code.")
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where there is neither a Slurm job nor a command that submits one."""
+        """Raise EnvironmentProblem if this is no Slurm job and sbatch is not installed."""
         if "SLURM_JOB_ID" not in os.environ and shutil.which("sbatch") is None:
             text = "launch=slurm: sbatch is not installed; run the command on a login node, or leave launch=slurm out"
             raise EnvironmentProblem(f"{text}\n  sudo apt-get install slurm-client  # and the cluster's slurm.conf")

@@ -1,4 +1,4 @@
-"""Why a job of several processes ended: the one cause among their reports; and how they report.
+"""Why a job of several processes ended: the cause among their reports, and how they report.
 
 HeartbeatWriter ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
 killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
@@ -20,31 +20,33 @@ from typing import Any, NamedTuple, Self
 
 from runner.core.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
 from runner.core.rank_info import Host, RankInfo
+from runner.core.signals import signal_name
 from runner.core.subprocess import JsonLines
 
-NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # how a message begins that says whose it is: it is passed on
-LOST = 75  # exit code of a job of which a process, or a machine, is gone
-LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of what is wrong with the job, its data or its disk: it would come again
-KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the order in which they explain the end of a job
-HINTS = {
+NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # begins a message that names its process: it is passed on
+LOST = 75  # exit code of a job that lost a process or a machine
+LASTING = (2, 3, 4, 5, 7, 8)  # exit codes of errors of the job, its data or its disk: they would occur again
+KILLED, OWN, LAGGED, INTERRUPTED, WAITED = range(5)  # the first one explains the end of a job best
+CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+HINTS: dict[int, str] = {
     signal.SIGKILL: "out of host memory (see dmesg), or killed by a user or a batch system",
     signal.SIGABRT: "a library aborted; its last output is in {log}",
+    **dict.fromkeys(CRASHES, "a library crashed; the stacks are in {log}"),
 }
-ONLY = str(RankInfo())  # whose errors are the job's
-CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+ONLY = str(RankInfo())  # the name of the only rank, which messages need not repeat
 BEAT_S = 1.0
-WAITS = (DeadlineExceeded, RankLost)  # what a rank ends with because another one does not answer
+WAITS = (DeadlineExceeded, RankLost)  # errors of a rank to which another rank does not respond
 
 
 class ExitCause(NamedTuple):
-    """Why the ranks of a machine ended; `strength` as the constants, the least one explains best."""
+    """Why the ranks of a machine ended; strength: KILLED … WAITED, the least explains best."""
 
     strength: int
     message: str
     exit_code: int
 
     def to_error(self, stopped: bool = False) -> RunnerError:
-        """What the command ends with. `stopped`: a signal requested its end."""
+        """The error of the command. stopped: a signal requested the end."""
         if self.strength == INTERRUPTED:
             return Interrupted(self.exit_code - 128, self.message)
         return JobFailed(self.message, self.exit_code, stopped)
@@ -68,8 +70,8 @@ def is_final(error: RunnerError) -> bool:
 class ProcessExit:
     """A process that has ended.
 
-    code: as subprocess has it; ours: the supervisor killed it, which explains nothing; lost: what is known of a process
-    whose connection is lost
+    code: the return code, negative for a signal; ours: the supervisor killed it, which explains nothing; lost: what is
+    known of a process whose connection is lost
     """
 
     name: str  # rank 2 of 4
@@ -81,7 +83,7 @@ class ProcessExit:
 
 
 def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> ExitCause | None:
-    """The verdict on the ranks of one machine, None if all ended well.
+    """The cause of the end of one machine's ranks, None if all ended well.
 
     passed_on: the signals that the launcher passed on to them
     """
@@ -92,7 +94,7 @@ def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> E
 
 
 def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) -> ExitCause:
-    """The verdict on ranks that the others waited for in vain."""
+    """The cause where ranks did not respond to the others."""
     do = "does" if len(names) == 1 else "do"
     text = "\n  ".join([f"{', '.join(names)} {do} not respond; the others waited {waited_s:g} s", *details])
     return ExitCause(LAGGED, text, DeadlineExceeded.exit_code)
@@ -111,19 +113,15 @@ def _cause_of(rank: ProcessExit, passed_on: Sequence[int], said: Mapping[str, in
         named = strength == INTERRUPTED or known
         return ExitCause(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):
-        return ExitCause(INTERRUPTED, f"{signal.Signals(passed_on[0]).name}: stopped immediately", 128 + passed_on[0])
+        return ExitCause(INTERRUPTED, f"{signal_name(passed_on[0])}: stopped immediately", 128 + passed_on[0])
     if rank.code < 0:
         return ExitCause(KILLED, f"{rank.name} was lost: {rank.lost}" if rank.lost else _signal_text(rank), LOST)
     return ExitCause(OWN, f"{rank.name} exited with code {rank.code} and no message; see {rank.log}", rank.code)
 
 
 def _signal_text(rank: ProcessExit) -> str:
-    number = signal.Signals(-rank.code) if -rank.code in set(signal.Signals) else None
-    name = number.name if number else f"signal {-rank.code}"
-    hint = HINTS.get(number) if number else None
-    if number in CRASHES:
-        hint = "a library crashed; the stacks are in {log}"
-    return f"{rank.name} was killed ({name})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")
+    hint = HINTS.get(-rank.code)
+    return f"{rank.name} was killed ({signal_name(-rank.code)})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")
 
 
 class ExitReport(NamedTuple):
@@ -150,11 +148,11 @@ class HeartbeatWriter:
         threading.Thread(target=self._beat, name="beat", daemon=True).start()
 
     def step(self, step: int) -> None:
-        """So many steps are finished."""
+        """Set the number of finished steps."""
         self._step = step
 
     def report(self, report: ExitReport) -> None:
-        """The last words."""
+        """Send why this process ends."""
         self._lines.send({"report": report})
 
     def _beat(self) -> None:
@@ -167,9 +165,9 @@ class HeartbeatWriter:
 
 @dataclass(slots=True)
 class HeartbeatReader:
-    """The launcher's end: what one process has sent so far, and the time of its last message.
+    """What one process has sent to the launcher so far, and the time of its last message.
 
-    handle: the pipe's descriptor; None where what it says is brought (`take`) by other means
+    handle: the pipe's descriptor; None if messages come by other means (`feed`)
     """
 
     handle: int | None = None
@@ -185,7 +183,7 @@ class HeartbeatReader:
         self._lines = JsonLines(self.handle)
 
     def receive(self) -> None:
-        """Take in what is there."""
+        """Read what has arrived."""
         if self.open and self.handle is not None:
             if (messages := self._lines.receive()) is None:
                 self.close()
@@ -193,11 +191,11 @@ class HeartbeatReader:
                 self._handle_messages(messages)
 
     def feed(self, content: bytes) -> None:
-        """Take in a message."""
+        """Parse bytes that came by other means."""
         self._handle_messages(self._lines.parse(content))
 
     def close(self) -> None:
-        """End it."""
+        """Close the pipe."""
         if self.open:
             self.open = False
             if self.handle is not None:

@@ -1,4 +1,4 @@
-"""Writes an export with its model card: first aside, then renamed, so that a reader never sees a part.
+"""Writes an export with its model card: staged, then renamed, so that it is never incomplete.
 
 model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .export.<hex>.old ─▶ gone
 """
@@ -19,8 +19,7 @@ from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
-from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base, is_hub_id
-from runner.model.model_folder import is_adapter as is_adapter_folder
+from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
 from runner.run_dir.folder import display_path
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.job import JobSpec
@@ -31,7 +30,10 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
 
 @dataclass(frozen=True, slots=True)
 class CardFacts:
-    """Facts of the model card beside the spec. values: metrics of the exported step; samples: evaluated."""
+    """Facts of the model card that are not in the spec.
+
+    values: metrics of the exported step; samples: of its evaluation
+    """
 
     step: int
     values: Mapping[str, float]
@@ -39,16 +41,16 @@ class CardFacts:
     samples: Sequence[Mapping[str, Any]] = ()
 
 
-CheckFolder = Callable[[Path], object]  # raises where the folder is not what it should be; its text goes into the card
+CheckFolder = Callable[[Path], object]  # raises for a wrong folder; the text of its result goes into the card
 
 
 def write_export(
     model: TrainableModel, target: Path, spec: JobSpec, facts: CardFacts, check: CheckFolder | None = None
 ) -> object:
-    """Write `model` and its card as the folder `target`; returns what `check` found, None without it.
+    """Write `model` and its card as the folder `target`; returns the result of `check`, None without it.
 
-    Raises StorageError where the disk refuses or something else than a folder is there, and what `check` does; `target`
-    is then as it was.
+    Raises StorageError if it cannot be written or `target` is not a folder, and what `check` raises; `target` is then
+    unchanged.
     """
     staging = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     with _translate_errors(target):
@@ -68,7 +70,7 @@ def write_export(
 
 
 def _open_to_readers(staging: Path) -> None:
-    """Give every file the mode of the user's umask: safetensors are written for their owner alone."""
+    """Give every file the mode of the user's umask: safetensors writes files that only the owner can read."""
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
@@ -95,14 +97,13 @@ def _translate_errors(target: Path) -> Iterator[None]:
 
 
 def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = None) -> None:
-    """Write README.md into an export: how it was made and how to load it, with no path of this machine."""
-    is_adapter = (export / "adapter_config.json").is_file()
+    """Write README.md into an export: how it was trained and how to load it, without local paths."""
     base = base_of(spec)
     head = {
-        "library_name": "peft" if is_adapter else "transformers",
+        "library_name": "peft" if is_adapter(export) else "transformers",
         "pipeline_tag": "text-generation",
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
-        **({"base_model": base} if base and is_hub_id(base) else {}),  # others can follow it
+        **({"base_model": base} if base and is_hub_id(base) else {}),
         **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
     shown = sorted(name for name in facts.values if name.startswith(("eval/", "train/loss")))
@@ -115,7 +116,7 @@ def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = No
         *((name, f"{facts.values[name]:.4g}") for name in shown),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export, is_adapter)]
+    parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export)]
     if facts.samples:
         parts += ["## Samples", *map(_sample_text, facts.samples)]
     if check is not None:
@@ -128,7 +129,7 @@ def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = No
 def base_of(spec: JobSpec) -> str | None:
     """The folder or hub id of the model that training began with; that of an adapter is its base's."""
     source = spec.model.source
-    return adapter_base(source) if source and is_adapter_folder(source) else source
+    return adapter_base(source) if source and is_adapter(source) else source
 
 
 def _sources(spec: JobSpec) -> tuple[str, ...]:
@@ -137,14 +138,16 @@ def _sources(spec: JobSpec) -> tuple[str, ...]:
 
 
 def _public_name(source: str) -> str:
-    """A source as others may know it: a folder or file of this machine by its name alone."""
+    """The public name of a source: only the file name of a local folder or file."""
     return source if not Path(source).is_absolute() and not Path(source).exists() else f"{Path(source).name} (local)"
 
 
-def _loading_code(export: Path, is_adapter: bool) -> str:
-    """Python that loads a folder, by its kind."""
-    library, kind = ("peft", "AutoPeftModelForCausalLM") if is_adapter else ("transformers", "AutoModelForCausalLM")
-    if not is_adapter and "ForSequenceClassification" in (export / "config.json").read_text(encoding="utf-8"):
+def _loading_code(export: Path) -> str:
+    """Python code that loads the exported folder."""
+    library, kind = "transformers", "AutoModelForCausalLM"
+    if is_adapter(export):
+        library, kind = "peft", "AutoPeftModelForCausalLM"
+    elif "ForSequenceClassification" in (export / "config.json").read_text(encoding="utf-8"):
         kind = "AutoModelForSequenceClassification"
     lines = [
         f"from {library} import {kind}",
@@ -159,4 +162,4 @@ def _loading_code(export: Path, is_adapter: bool) -> str:
 
 def _sample_text(row: Mapping[str, Any]) -> str:
     text = f"{str(row.get('prompt', '')).strip()}\n→ {str(row.get('answer', '')).strip()}"
-    return "\n".join(f"    {line}" for line in text.splitlines())  # indented: a fence could be in it
+    return "\n".join(f"    {line}" for line in text.splitlines())  # indented, because it may have a code fence

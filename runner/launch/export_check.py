@@ -1,7 +1,7 @@
-"""Check that an exported folder answers like the run.
+"""Check that an exported folder generates like the run's model.
 
-Another process, which has transformers alone, gets the run's own prompts, and its tokens and log-probabilities
-are compared with those of the run's model.
+Another process loads the folder with transformers alone, and gets the run's own prompts. Its tokens and
+log-probabilities are compared with those of the run's model.
 
 run's model ─▶ greedy answers, log-probabilities ─┐
 folder ─export_probe.py─▶ the same ───────────────┴─▶ ExportCheck | ParityError
@@ -38,12 +38,12 @@ PROBE = Path(__file__).with_name("export_probe.py")
 NUM_PROMPTS = 8
 MAX_NEW_TOKENS = 24
 LARGEST_CHECKED = 2_000_000_000  # bytes of weights; above, only with --check
-FALLBACK = ("Hello", "What is 2 + 2?", "Write one sentence about the sea.")  # of a run without samples
+FALLBACK = ("Hello", "What is 2 + 2?", "Write one sentence about the sea.")  # for a run without samples
 
 
 @dataclass(frozen=True, slots=True)
 class ExportCheck:
-    """What was compared. max_logprob_diff: in nats, over all tokens of all answers."""
+    """The result. max_logprob_diff: in nats, over all tokens of all completions."""
 
     num_prompts: int
     num_tokens: int
@@ -56,10 +56,10 @@ class ExportCheck:
 
 
 def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle) -> ExportCheck:
-    """Compare a written folder with the model that it was written of. The model does not change.
+    """Compare an exported folder with its model, which does not change.
 
-    Raises ParityError where the folder renders a prompt otherwise, writes other tokens, or has other log-probabilities
-    than the data type explains; RunnerError where it cannot be loaded.
+    Raises ParityError if the folder cannot be loaded, tokenizes a prompt otherwise, generates other tokens, or has
+    log-probabilities that differ by more than the data type's rounding.
     """
     ids = [prompt_ids(model.tokenizer, prompt, style) for prompt in prompts]
     config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
@@ -93,7 +93,7 @@ def _unlike(folder: Path, why: str) -> ParityError:
 
 
 def _logprobs(model: GenerativeModel, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> list[list[float]]:
-    """log p of each token of each answer."""
+    """log p of each token of each completion."""
     rows = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
     batch = pack(rows, [[1.0] * len(row) for row in rows]).to(model.device)
     with torch.no_grad():
@@ -136,13 +136,13 @@ def _ask_folder(
 
 
 def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) -> list[int]:
-    """What stands before a plain text in training, which no folder says."""
+    """The tokens before a plain text in training, which no exported folder records."""
     plain = len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
     return list(ids[: len(ids) - plain]) if style == "text" else []
 
 
 def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
-    """Prompts of the run's own: those of its newest evaluation."""
+    """The run's own prompts: those of its newest evaluation."""
     rows = []
     if folder.samples.is_file():
         with folder.samples.open(encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""Answer questions with an exported folder, by transformers (and peft) alone.
+"""Generate with an exported folder, by transformers (and peft) alone.
 
-A program of its own, which imports nothing of ours, so that it sees what any other user of the folder sees.
+This program imports nothing of this project, so it sees what any other user of the folder sees.
 
 python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer"}]}
                        > [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]
@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  
 
 
 def load(folder: Path, dtype: str) -> Any:
-    """The folder's model in evaluation mode; an adapter on the base that it names."""
+    """The folder's model in evaluation mode; an adapter with its base."""
     kind: Any = AutoModelForCausalLM
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as kind
@@ -32,7 +32,7 @@ def load(folder: Path, dtype: str) -> Any:
 
 
 def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
-    """A prompt in the folder's own tokens."""
+    """A prompt tokenized by the folder's tokenizer."""
     if style == "chat":
         messages = [{"role": "user", "content": text}]
         rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -42,13 +42,13 @@ def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
 
 @torch.no_grad()
 def answer(model: Any, tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
-    """The likeliest answer, and log p of each id of the answer that is given with the question."""
+    """The greedy completion, and log p of each id of the question's completion."""
     prompt, given = prompt_ids(tokenizer, question["text"], question["style"]), question["answer"]
     own = model.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     settings = GenerationConfig(do_sample=False, max_new_tokens=question["max_new_tokens"], eos_token_id=ends)
     settings.pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    model.generation_config = settings  # or the folder's sampling options would be mixed in
+    model.generation_config = settings  # without the folder's sampling options
     start = question["begin"] + prompt
     ids = torch.tensor([start])
     greedy = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))[0, len(start) :].tolist()
@@ -59,7 +59,7 @@ def answer(model: Any, tokenizer: Any, question: dict[str, Any]) -> dict[str, An
 
 
 def main() -> None:
-    """Read the questions, write the answers."""
+    """Read the questions from stdin, write the answers to stdout."""
     asked = json.load(sys.stdin)
     warnings.simplefilter("ignore")
     torch.set_num_threads(asked["threads"])

@@ -1,4 +1,4 @@
-"""Uses what a run made: answers prompts from a checkpoint, or exports one."""
+"""Exports a run's checkpoint or adapters, and tokenizes prompts for `run infer`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
 def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
     """A prompt tokenized as in training: a user's message, or plain text after the start token.
 
-    Raises DataError for a plain prompt without a token.
+    Raises DataError for an empty plain prompt.
     """
     said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
@@ -43,7 +43,7 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
 
 @dataclass(frozen=True, slots=True)
 class ExportResult:
-    """What was written. check: what was compared, None = nothing was."""
+    """An export. check: the result of the comparison, None = not compared."""
 
     folder: Path
     step: int
@@ -61,9 +61,9 @@ def export(
 ) -> ExportResult:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint.
 
-    Without `out` that is in the run's folder, which must not be running: export/ for the newest checkpoint,
-    export-step-N/ for one that was named. `merge` writes an adapter merged into its base, to a name with -merged.
-    `check` compares the folder with the run's model (see `check_export`); None = where its weights are below 2 GB.
+    Without `out` it is written to the run's folder, which must not be running: export/ for the newest checkpoint,
+    export-step-N/ for a named one. merge: write an adapter merged into its base, to a folder with -merged. check:
+    compare the folder with the run's model (see `check_export`); None = if its weights are below 2 GB.
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
@@ -97,7 +97,7 @@ def _folder_check(
 def _evaluation_samples(
     folder: RunFolder, step: int, tokenizer: Any, style: PromptStyle, chat: ChatConfig
 ) -> list[Mapping[str, Any]]:
-    """Three answers of the last evaluation until a step, in plain words."""
+    """Three samples of the last evaluation until a step, as plain text."""
     if not folder.samples.is_file():
         return []
     with folder.samples.open(encoding="utf-8") as file:
@@ -117,9 +117,10 @@ def combine_adapters(
     merge: bool,
     **loading: Any,
 ) -> None:
-    """Write a source's adapters as one: combined by peft as `how` says, or, with `merge`, in the base.
+    """Write a source's adapters as one, combined by peft; with `merge`, merged into the base.
 
-    weights: one for each adapter; density: of ties and dare. Raises EnvironmentProblem where peft cannot combine them.
+    how: peft's combination type; weights: one per adapter; density: for ties and dare. Raises EnvironmentProblem if
+    peft cannot combine them.
     """
     loaded = load_source(source, **loading)
     names = list(loaded.adapters.values())
@@ -138,7 +139,7 @@ def combine_adapters(
         loaded.model.save(out)
         return
     module.save_pretrained(out, selected_adapters=[active], save_embedding_layers=False)
-    if (inner := out / active).is_dir():  # where peft puts an adapter that is not called default
+    if (inner := out / active).is_dir():  # peft writes an adapter that is not named default here
         for path in inner.iterdir():
             shutil.move(path, out / path.name)
         inner.rmdir()
@@ -166,15 +167,10 @@ def push(folder: Path, target: str) -> str:
     except ImportError as error:
         text = "--push modelscope needs the package modelscope: pip install 'posttrain-run[modelscope]'"
         raise EnvironmentProblem(text) from error
-    except Exception as error:  # requests', httpx' and the libraries' own
+    except Exception as error:  # of requests, httpx and the libraries
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         login = "hf auth login" if where == "hub" else "modelscope login"
         raise EnvironmentProblem(
             f"--push {target}: {first}\n"
             f"  the export is complete in {display_path(folder)}; log in ({login}) and try again"
         ) from error
-
-
-def is_adapter(export: Path) -> bool:
-    """Whether an export is an adapter without its base."""
-    return (export / "adapter_config.json").is_file()

@@ -1,4 +1,4 @@
-"""Runs a job: starts it in a new folder or resumes it, with at most `launch.attempts` attempts.
+"""Run a job: start it in a new folder or resume it, with at most `launch.attempts` attempts.
 
                         ┌─ one device ───────────▶ Session, in this process
 start, resume ─▶ begin ─┤
@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from runner.launch.run_records import (
     write_yaml,
 )
 from runner.launch.session import WITHOUT_CALLBACKS, Session, run_argument
+from runner.launch.slurm import srun_task, submission
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,
@@ -64,9 +65,7 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join_run(spec, typed_job)
-    if spec.launch.queued:
-        from runner.launch.slurm import srun_task, submission
-    if later := spec.launch.queued and srun_task.is_outside_slurm(spec):
+    if later := srun_task.is_outside_slurm(spec):
         spec = check_spec(spec)
         submission.check_submission(spec)
     else:
@@ -83,15 +82,6 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
             return begin_attempt(spec, folder, 1, typed_job)
         submission.mark_waiting(folder)
     return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUST_REMOTE_CODE])
-
-
-def _handle_slurm_signals(spec: JobSpec) -> AbstractContextManager[None]:
-    """A block in which a job in Slurm's queue ends as Slurm requires."""
-    if not spec.launch.queued:
-        return nullcontext()
-    from runner.launch.slurm import srun_task
-
-    return srun_task.handle_slurm_signals(spec)
 
 
 def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
@@ -142,8 +132,6 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         refuse_ignored_changes(before, spec_to_write(spec), more)
         print_text(f"{here}: {early or f'finished after {before.steps} steps'}; to continue: {more}")
         return 0
-    from runner.launch.slurm import srun_task, submission
-
     refuse_other_launcher(spec)
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
@@ -166,7 +154,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
 
 
 def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) -> int:
-    """Begin a run that was submitted, where it runs."""
+    """Start a submitted run on the machine where it runs."""
     with hold_lock(folder):
         spec = prepare_spec(spec)
         write_spec(folder, spec)
@@ -174,13 +162,10 @@ def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) ->
 
 
 def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
-    """Say that more steps change a decaying schedule: the curve differs from that of one longer run."""
+    """Print that more steps change a decaying schedule: the curve differs from that of one longer run."""
     if spec.steps != before.steps and spec.schedule.falls:
         moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"
-        print_text(
-            f"note: {moved}: the learning rate rises again, unlike in one run of that length",
-            file=sys.stderr,
-        )
+        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:
@@ -211,7 +196,7 @@ def read_status(folder: RunFolder) -> dict[str, object]:
 
 
 def next_attempt(folder: RunFolder) -> int:
-    """One more than the last attempt that left a trace: status.json may be lost."""
+    """The number after that of the last recorded attempt; status.json may be lost."""
     last = read_status(folder).get("attempt")
     kept = [int(path.name) for path in folder.attempts.glob("*") if path.name.isdecimal()]
     return max([1, *kept, *([last] if isinstance(last, int) else [])]) + 1
@@ -224,7 +209,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
     """
 
     def run(now: int) -> None:
-        with _handle_slurm_signals(spec):
+        with srun_task.handle_slurm_signals(spec):
             _run(spec, folder, now, typed)
 
     run_attempts(spec, folder, number, run)
@@ -242,9 +227,8 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
         except Interrupted as error:
             if is_upstream_run():
                 raise
-            raise Interrupted(
-                error.exit_code - 128, f"{error}\n{labeled_line('continue', f'run resume {run_argument(folder)}')}"
-            ) from error
+            more = labeled_line("continue", f"run resume {run_argument(folder)}")
+            raise Interrupted(error.exit_code - 128, f"{error}\n{more}") from error
         except RunnerError as error:
             from runner.launch.exit_cause import is_final
 
@@ -259,16 +243,16 @@ def run_attempts(spec: JobSpec, folder: RunFolder, number: int, run: Callable[[i
 
 
 def is_other_machine(spec: JobSpec) -> bool:
-    """Whether machine 0 of the job is another one, which makes the run's folder."""
+    """Whether machine 0 of the job, which creates the run folder, is another machine."""
     return bool(spec.launch.machine) and not is_launched_rank(os.environ)
 
 
 def join_run(spec: JobSpec, typed: Mapping[str, Any]) -> int:
-    """Take part in the job of machine 0, with this machine's devices; returns 0. Raises RunnerError."""
+    """Join the job of machine 0 with this machine's devices; returns 0. Raises RunnerError."""
     from runner.launch.multi_node import join_node0
 
     refuse_unready([spec.device.preflight])
-    with _handle_slurm_signals(spec), join_node0(spec, typed) as (machines, folder, number):
+    with srun_task.handle_slurm_signals(spec), join_node0(spec, typed) as (machines, folder, number):
         _run_supervised(spec, folder, number, machines)
     return 0
 
@@ -290,15 +274,15 @@ def _run(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]
 
 
 def _run_in_process(spec: JobSpec, folder: RunFolder, number: int) -> None:
-    """Run it in this process; what an engine leaves where that is killed is removed after it."""
+    """Run it in this process; a cleanup process removes an engine's files if this process is killed."""
     if not spec.sampler.engine:
         Session(spec, folder, number).run()
         return
     from runner.core.fsync_io import temporary_folder
     from runner.launch.cleanup_process import CleanupProcess
 
-    with closing(CleanupProcess()) as janitor:
-        janitor.remove(folder.engine, temporary_folder(folder.engine))
+    with closing(CleanupProcess()) as cleanup:
+        cleanup.remove(folder.engine, temporary_folder(folder.engine))
         Session(spec, folder, number).run()
 
 
@@ -306,22 +290,22 @@ def _run_supervised(spec: JobSpec, folder: RunFolder, number: int, machines: Pee
     """Start this machine's processes, and watch them to their end."""
     from runner.launch.supervisor import Supervisor
 
-    with closing(LocalLauncher(spec, machines)) as starter:
-        Supervisor(spec, folder, number, starter, machines).run()
+    with closing(LocalLauncher(spec, machines)) as launcher:
+        Supervisor(spec, folder, number, launcher, machines).run()
 
 
 class LocalLauncher:
-    """The `WorkerLauncher` of launch=local; of several machines, that of this one."""
+    """The `WorkerLauncher` of launch=local, on this machine."""
 
     def __init__(self, spec: JobSpec, machines: PeerNodes | None = None) -> None:
-        """Raises EnvironmentProblem where devices are missing."""
+        """Raises EnvironmentProblem if devices are missing."""
         from runner.launch.cleanup_process import CleanupProcess
         from runner.launch.multi_node import LOOPBACK
 
         self._spec, self._machines = spec, machines
         self._cards = _local_cards(spec)
         self._own = None if machines is not None else socket.create_server((LOOPBACK, 0), backlog=512)
-        self._janitor = CleanupProcess() if spec.algorithm.needs_sampler else None
+        self._cleanup = CleanupProcess() if spec.algorithm.needs_sampler else None
 
     def local_ranks(self) -> list[RankInfo]:
         """The ranks of this machine."""
@@ -330,59 +314,59 @@ class LocalLauncher:
         return [RankInfo(first + local, self._spec.launch.world, local, size) for local in range(size)]
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Where all ranks meet."""
+        """Host and port of the ranks' store."""
         if self._machines is not None:
             return self._machines.store
         assert self._own is not None
         host, port = self._own.getsockname()
         return host, port
 
-    def start(self, order: WorkerSpec) -> LocalWorker:
+    def start(self, worker: WorkerSpec) -> LocalWorker:
         """Start a process. Raises StorageError, EnvironmentProblem."""
         from runner.launch.worker_process import LocalWorker
 
         listener = self._machines.listener if self._machines is not None else self._own
-        handle = listener.fileno() if listener is not None and order.meets else None
-        if self._janitor is not None:
-            self._janitor.remove(*order.scratch)
-        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(order)}
-        own |= order.environment
-        member = LocalWorker.start(order, own, handle, self._janitor)
-        if self._own is not None and order.meets:
-            self._own.close()  # rank 0 has it: where that exited, no rank may wait for a response
+        handle = listener.fileno() if listener is not None and worker.hosts_store else None
+        if self._cleanup is not None:
+            self._cleanup.remove(*worker.scratch)
+        own = {**without_rank_variables(os.environ), **self._common_environment(), **self._visible_cards(worker)}
+        own |= worker.environment
+        member = LocalWorker.start(worker, own, handle, self._cleanup)
+        if self._own is not None and worker.hosts_store:
+            self._own.close()  # rank 0 has it: after rank 0 exits, connections must fail at once
         return member
 
     def close(self) -> None:
-        """Nothing of what was started is left."""
+        """Close the store's socket and clean up."""
         if self._own is not None:
             self._own.close()
-        if self._janitor is not None:
-            self._janitor.close()
+        if self._cleanup is not None:
+            self._cleanup.close()
 
     def _common_environment(self) -> Mapping[str, str]:
-        """What all processes of this machine have in their environment."""
+        """Variables of all processes on this machine."""
         from runner.launch.multi_node import LOOPBACK, address_towards, gloo_interface
 
         processes = self._spec.launch.devices + self._spec.launch.samplers
         found = {}
         if "OMP_NUM_THREADS" not in os.environ:
             found["OMP_NUM_THREADS"] = str(max(len(os.sched_getaffinity(0)) // processes, 1))
-        if "GLOO_SOCKET_IFNAME" not in os.environ:  # a host's own name need not lead anywhere, as in many containers
+        if "GLOO_SOCKET_IFNAME" not in os.environ:  # in many containers the host name has no address
             found |= gloo_interface(LOOPBACK if self._machines is None else address_towards(self._machines.store[0]))
         return found
 
-    def _visible_cards(self, order: WorkerSpec) -> Mapping[str, str]:
-        """The cards that a process is to see: a rank sees all, and takes the one of its place."""
+    def _visible_cards(self, worker: WorkerSpec) -> Mapping[str, str]:
+        """The cards that are visible to a process: a rank sees all and uses that of its local rank."""
         variable = self._spec.device.kind.visible
-        if order.role == "rank" or variable is None or self._cards is None:
+        if worker.role == "rank" or variable is None or self._cards is None:
             return {}
-        return {variable: ",".join(self._cards[number] for number in order.cards)}
+        return {variable: ",".join(self._cards[number] for number in worker.cards)}
 
 
 def _local_cards(spec: JobSpec) -> tuple[str, ...] | None:
-    """The devices here by their names in a list of visible ones; None on the CPU or without samplers.
+    """Names of this machine's visible devices; None on the CPU or without samplers.
 
-    Without a list, drivers count from 0. Raises EnvironmentProblem where ranks and samplers need more than exist.
+    Without a list, drivers count from 0. Raises EnvironmentProblem if ranks and samplers need more devices.
     """
     from runner.core.device_kinds import listed_cards
 

@@ -1,6 +1,6 @@
 """Checks before a job starts, without torch: the machine, the launcher, secrets in the job's spec.
 
-Secrets are kept out of spec.yaml: in the texts of `tracker` (tags, notes) they are masked, elsewhere they are refused.
+spec.yaml must not have secrets: in texts of `tracker` (tags, notes) they are masked, elsewhere they are an error.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from runner.core.errors import EnvironmentProblem, NotReady, RunnerError, SecurityError
 from runner.core.rank_info import is_launched_rank
 from runner.run_dir.manifest import redact
-from runner.spec.base import origin_of
+from runner.spec.base import iter_leaves, origin_of
 from runner.spec.job import JobSpec
 from runner.tracker.text import print_text
 
@@ -21,7 +21,7 @@ TEXTS = "tracker"
 
 
 def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[], None]]]:
-    """(part of the job, what it checks of this machine) in the order in which to install what is missing."""
+    """(part of the job, check of this machine), in the order in which to install what is missing."""
     if here:
         yield "device", spec.device.preflight
         yield "sampler", spec.sampler.preflight_here
@@ -38,7 +38,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
 
 
 def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
-    """Raise NotReady with everything that is missing, or the first other RunnerError if nothing is."""
+    """Raise NotReady with everything that is missing, or else the first other RunnerError."""
     faults: list[RunnerError] = []
     for check in checks:
         try:
@@ -54,10 +54,10 @@ def refuse_unready(checks: Iterable[Callable[[], None]]) -> None:
 def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | None = None) -> JobSpec:
     """The spec with secrets in its tracker's texts masked. Raises SecurityError for secrets elsewhere.
 
-    noted: options of which a note was printed before, for the jobs of a sweep
+    noted: options for which a note was already printed, for the jobs of a sweep
     """
     noted = set() if noted is None else noted
-    found = [key for key, text in _texts(spec.model_dump(mode="json"), "") if redact(text) != text]
+    found = [key for key, value in iter_leaves(spec.model_dump(mode="json")) if _mask_value(value) != value]
     for key in found:
         if not key.startswith(f"{TEXTS}."):
             who = origin_of(key, origins)
@@ -75,20 +75,8 @@ def mask_secrets(spec: JobSpec, origins: Mapping[str, str], noted: set[str] | No
     return spec.model_copy(update={TEXTS: spec.tracker.model_copy(update=masked)})
 
 
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(key, text) of every text below a value."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _texts(inner, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner, key)
-
-
 def _mask_value(value: Any) -> Any:
-    """The same kind of value, its texts masked."""
+    """The value with its texts masked."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -97,7 +85,7 @@ def _mask_value(value: Any) -> Any:
 
 
 def refuse_other_launcher(spec: JobSpec) -> None:
-    """Raise EnvironmentProblem for a launch that contradicts who started this process."""
+    """Raise EnvironmentProblem for a launch that contradicts how this process was started."""
     own, is_rank = spec.launch, is_launched_rank(os.environ)
     if own.name == "torchrun" and not is_rank and not (os.environ.get("WORLD_SIZE") == "1" and own.world == 1):
         from runner.launch.torchrun import torchrun_command

@@ -1,7 +1,7 @@
-"""One process of a job on several devices: reads the job from its run folder, and takes part in it.
+"""One rank of a job with several processes: reads the job from its run folder and runs it.
 
-python -m runner.launch.rank_main FOLDER ATTEMPT PIPE LISTENER        its place is in torchrun's variables
-    PIPE: descriptor of the pipe to the launcher; LISTENER: that of the socket of the job's store, or - but for rank 0
+python -m runner.launch.rank_main FOLDER ATTEMPT PIPE LISTENER        the rank is in torchrun's variables
+    PIPE: descriptor of the pipe to the launcher; LISTENER: descriptor of the store's socket for rank 0, - for others
 """
 
 from __future__ import annotations
@@ -29,44 +29,44 @@ from runner.spec.job import JobSpec
 
 
 def main(root: str, attempt: str, pipe: str, listener: str) -> int:
-    """Returns the rank's exit code; the launcher receives the reason."""
+    """Run the rank; returns its exit code. The launcher reads the reason from the pipe."""
     stop = StopSignal()
     stop.install()
     take_token()
-    link = HeartbeatWriter(int(pipe))
+    heartbeat = HeartbeatWriter(int(pipe))
     place = RankInfo.from_environment(os.environ)
     folder = RunFolder(Path(root)).for_rank(place.rank)
 
-    def take_part() -> None:
-        session = Session(read_spec(folder), folder, int(attempt), place, link.step, stop=stop)
+    def run() -> None:
+        session = Session(read_spec(folder), folder, int(attempt), place, heartbeat.step, stop=stop)
         if listener != "-":
-            session.meet = lambda: serve_store(int(listener))
+            session.open_store = lambda: serve_store(int(listener))
         session.run()
 
-    return run_and_report(link, folder, take_part)
+    return run_and_report(heartbeat, folder, run)
 
 
-def run_and_report(link: HeartbeatWriter, folder: RunFolder, work: Callable[[], object]) -> int:
-    """Do `work`; the exit code of a process that reports to the launcher why it ends."""
-    with folder.log.open("a") as log:  # held open: the dumps go there, and a library that writes to the screen
+def run_and_report(heartbeat: HeartbeatWriter, folder: RunFolder, work: Callable[[], object]) -> int:
+    """Do `work` and report to the launcher why the process ends; returns the exit code."""
+    with folder.log.open("a") as log:  # stays open for stack dumps
         enable_stack_dumps(log.fileno())
         try:
             work()
         except RunnerError as error:
-            link.report(ExitReport.from_error(error))
+            heartbeat.report(ExitReport.from_error(error))
             return error.exit_code
         except Exception as error:
             log.write(redact(traceback.format_exc()))
             text = f"this is a bug in this project: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
-            link.report(ExitReport.from_error(RunnerError(text)))
+            heartbeat.report(ExitReport.from_error(RunnerError(text)))
             return RunnerError.exit_code
     return 0
 
 
 def serve_store(listener: int) -> object:
-    """Serve the job's rendezvous store in this process; the supervisor has opened its port already.
+    """Serve the job's rendezvous store at the port that the supervisor has opened.
 
-    It imports torch, so the environment is set before.
+    Imports torch, so the environment must be set before.
     """
     from runner.core import torch_compat
 
@@ -75,18 +75,18 @@ def serve_store(listener: int) -> object:
 
 
 def read_spec(folder: RunFolder) -> JobSpec:
-    """The job in a run folder. Raises EnvironmentProblem where it cannot be read, SpecError."""
+    """The job in a run folder. Raises EnvironmentProblem if it cannot be read, SpecError."""
     return decode(read_mapping(folder.spec, must_exist=True), {})
 
 
 def exit_process(code: int) -> NoReturn:
     """End the process without shutting libraries down.
 
-    gloo's threads need seconds for it, or crash, where other ranks have ended.
+    After other ranks have ended, gloo's threads take seconds to shut down, or crash.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # no process is left to read it
+        with suppress(OSError):  # the reader has ended
             stream.flush()
     os._exit(code)
 

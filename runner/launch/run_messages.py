@@ -1,4 +1,4 @@
-"""Messages of a run: model, data, and an example prompt; and where messages are shown.
+"""Messages of a run: model, data and an example prompt; and the console that shows logs.
 
 spec, built job ─▶ run_facts · data_text · example_prompt        logging, warnings ─▶ console_logging ─▶ screen, run.log
 """
@@ -24,7 +24,7 @@ from runner.tracker.text import count_noun, format_number, format_rate
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
-LONGEST_EXAMPLE = 100  # characters of a prompt that is offered to be typed
+LONGEST_EXAMPLE = 100  # characters of a prompt in a suggested command
 NO_EXAMPLE = '"…"'
 FIRST_WORDS = 4  # of a plain text, as a prompt to continue from
 LOGGER = "runner"
@@ -32,7 +32,7 @@ RETRIES = "huggingface_hub.utils._http"
 
 
 def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
-    """The facts of a run's first line: what learns, how many numbers of it, and where."""
+    """The facts of a run's first line: model, adapter, parameters, device, seed."""
     everything = sum(_numbers(p) for p in model.module.parameters())
     trainable = sum(_numbers(p) for p in model.trainable().values())
     share = "all" if trainable >= everything else format_rate(trainable)
@@ -47,19 +47,19 @@ def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
 
 
 def _numbers(parameter: Any) -> int:
-    """How many numbers a parameter has; DeepSpeed says so of one that lies in pieces."""
+    """The size of a parameter; of one that DeepSpeed shards, its full size."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _first_weights(spec: JobSpec) -> str:
-    """Where they come from, if not from model.path."""
+    """The source of the initial weights, if it is not model.path."""
     if spec.init_from is not None:
         return f" (weights of {display_path(Path(spec.init_from))})"
-    return " (random weights)" if spec.model.draws_weights else ""  # tiny has no other
+    return " (random weights)" if spec.model.draws_weights else ""
 
 
 def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
-    """How the ranks of a job stand to one another, and where those that have no screen write."""
+    """The layout of the job's ranks, and the logs of ranks without a screen."""
     own = spec.parallelism
     said = f"ranks    {place.size}: parallelism={own.name}"
     if not own.deepspeed:
@@ -69,18 +69,18 @@ def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
 
 
 def data_text(spec: JobSpec, items: int) -> str:
-    """How much data a run sees: items, per step, and how often it sees each."""
+    """The number of data items, items per step, steps and epochs."""
     per_step = spec.algorithm.batch_size
     amount = "a stream" if spec.data.is_stream else count_noun(items, "item")
     said = f"data     {amount} · {per_step} per step · {count_noun(spec.steps, 'step')}"
-    if spec.data.is_mixture or spec.data.is_stream:  # a mixture's sources are gone through at paces of their own
+    if spec.data.is_mixture or spec.data.is_stream:  # the sources of a mixture have different epochs
         return said
     return f"{said} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
 
 
 @dataclass(frozen=True, slots=True)
 class ChatMarkers:
-    """What a chat template puts around the last user's message."""
+    """The text that a chat template puts around the last user's message."""
 
     opening: str
     closing: str
@@ -88,7 +88,7 @@ class ChatMarkers:
 
     @classmethod
     def from_tokenizer(cls, tokenizer: Any, chat: ChatConfig) -> ChatMarkers:
-        """The marks of a tokenizer that has a chat template."""
+        """The markers of a tokenizer with a chat template."""
         from runner.data.chat import Renderer
 
         rendered = Renderer(tokenizer, chat).render_prompt([{"role": "user", "content": "MESSAGE"}])
@@ -96,7 +96,7 @@ class ChatMarkers:
         return cls(before[max(before.rfind("<"), before.rfind("["), 0) :], after, tuple(tokenizer.all_special_tokens))
 
     def user_message(self, prompt: str) -> str:
-        """The last user's message of a rendered prompt; the whole prompt where it ends in another way."""
+        """The last user's message of a rendered prompt; the whole prompt if it ends otherwise."""
         if not (self.opening and self.closing and prompt.endswith(self.closing)):
             return prompt
         _, opened, message = prompt.removesuffix(self.closing).rpartition(self.opening)
@@ -120,7 +120,7 @@ def plain_sample(row: Mapping[str, Any], turn: ChatMarkers | None) -> Mapping[st
 
 
 def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | None) -> str:
-    """The first item's prompt, quoted for a shell; "…" in quotes where it is too long to type."""
+    """The first item's prompt, quoted for a shell; "…" if it is too long to type."""
     item = items[0]
     if hasattr(item, "weights"):
         text = _context(item, tokenizer)
@@ -132,9 +132,9 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
 
 
 def _context(item: Any, tokenizer: Any) -> str:
-    """Text before the first trained token; of a text that is trained on as a whole, its first words."""
+    """Text before the first trained token; the first words if all tokens are trained."""
     first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
-    if first > 1:  # the very first token has nothing before it to be predicted from
+    if first > 1:  # the first token is never predicted
         return str(tokenizer.decode(list(item.ids[:first])))
     return " ".join(tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
 
@@ -156,7 +156,7 @@ class _ToConsole(logging.Handler):
 def console_logging(path: Path, *, silent: bool = False) -> Iterator[Console]:
     """A console that also shows logs under "runner" and Python's warnings inside the block.
 
-    silent: only in the log at `path`, as for the ranks that do not print to the user
+    silent: only in the log at `path`, for ranks that do not print to the user
     """
     loggers = [logging.getLogger(LOGGER), logging.getLogger("py.warnings")]
     levels = {name: logging.getLogger(name).level for name in (LOGGER, RETRIES)}
@@ -168,7 +168,7 @@ def console_logging(path: Path, *, silent: bool = False) -> Iterator[Console]:
             logger.addHandler(handler)
             logger.propagate = False
         loggers[0].setLevel(logging.INFO)
-        logging.getLogger(RETRIES).setLevel(logging.ERROR)  # five lines a file, before the error that says it all
+        logging.getLogger(RETRIES).setLevel(logging.ERROR)  # it logs five lines per file before the error
         try:
             yield console
         finally:

@@ -1,9 +1,9 @@
-"""What an attempt leaves in the run's folder, of which rank 0 writes all.
+"""What an attempt writes to the run's folder.
 
-status_of(folder)      the process that was started: running ─▶ done | interrupted | failed, then report.html
-archive_attempt(folder) the same, before another attempt: attempts/N/, what that one will write again
-RunRecords             rank 0: manifest, metrics, samples, trackers, what a resume cuts away
-NullRecords            another rank: nothing; it has a log of its own
+status_of(folder)        the launcher: status.json: running ─▶ done | interrupted | failed; then report.html
+archive_attempt(folder)  the launcher, before another attempt: moves files that it will rewrite to attempts/N/
+RunRecords               rank 0: manifest, metrics, samples, trackers; archives what a resume removes
+NullRecords              other ranks: nothing but their log
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
 from runner.tracker.text import labeled_line
 
 log = logging.getLogger("runner")
-UPSTREAM_RUN = "RUNNER_STAGE"  # set in the environment of a recipe that is run first
-TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # what no spec.yaml may say for the user
+UPSTREAM_RUN = "RUNNER_STAGE"  # variable of a run that another job needs first
+TRUST_REMOTE_CODE = "model.trust_remote_code=true"  # which only the user may set, not a spec.yaml
 
 
 def is_upstream_run() -> bool:
@@ -41,7 +41,7 @@ def is_upstream_run() -> bool:
 
 @contextmanager
 def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
-    """status.json, as the block goes; report.html after it."""
+    """Keep status.json up to date with the block; write report.html after it."""
 
     def write(state: str, exit_code: int | None = None, error: str | None = None, **more: str) -> None:
         record = {"state": state, "attempt": attempt, "pid": os.getpid(), "exit_code": exit_code, "error": error}
@@ -50,16 +50,10 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
     write("running")
     try:
         yield
-    except Interrupted as error:
-        write("interrupted", error.exit_code, str(error))
-        write_report(folder, is_said=True)
-        raise
-    except RunnerError as error:
-        write("failed", error.exit_code, str(error))
-        write_report(folder, is_said=True)
-        raise
     except BaseException as error:
-        write("failed", 1, f"{type(error).__name__}: {error}")
+        text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
+        state = "interrupted" if isinstance(error, Interrupted) else "failed"
+        write(state, getattr(error, "exit_code", RunnerError.exit_code), text)
         write_report(folder, is_said=True)
         raise
     early = manifest.early_stop(read_mapping(folder.manifest))
@@ -68,9 +62,9 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
 
 
 def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
-    """Write report.html; what prevents that is a warning, as the run itself has ended.
+    """Write report.html; an error is only a warning, because the run itself has ended.
 
-    is_said: name the page on the screen, if any step was finished
+    is_said: print the page's path, if a step was finished
     """
     from runner.tools.report.page import write_page
 
@@ -84,7 +78,7 @@ def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
 
 
 def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> None:
-    """Move to attempts/N/ what this attempt will rewrite, with the spec before and the typed words."""
+    """Move files that this attempt will rewrite to attempts/N/, with the earlier spec and the typed words."""
     kept = folder.attempts / str(attempt)
     try:
         kept.mkdir(parents=True, exist_ok=True)
@@ -98,12 +92,12 @@ def archive_attempt(folder: RunFolder, attempt: int, typed: Sequence[str]) -> No
 
 
 def write_yaml(path: Path, value: object, head: str = "") -> None:
-    """`write_atomic` of YAML, after a line of words."""
+    """Write YAML atomically, after the text `head`."""
     write_atomic(path, head + yaml.safe_dump(value, sort_keys=False, allow_unicode=True))
 
 
 def write_spec(folder: RunFolder, spec: JobSpec) -> None:
-    """Write spec.yaml: every value filled in, fit for `run --spec`."""
+    """Write spec.yaml, with all values, for `run --spec`."""
     write_yaml(
         folder.spec,
         spec_to_write(spec).model_dump(mode="json"),
@@ -112,7 +106,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
 
 
 def spec_to_write(spec: JobSpec) -> JobSpec:
-    """The spec without the options that are set again at each start."""
+    """The spec without options that the launcher sets at each start."""
     if not isinstance(spec.launch, ExternalLaunchConfig):
         return spec
     launch = spec.launch.model_copy(update={"node_rank": None, "rdzv_endpoint": None})
@@ -121,17 +115,17 @@ def spec_to_write(spec: JobSpec) -> JobSpec:
 
 @dataclass(slots=True)
 class RunRecords:
-    """Of rank 0, or of the only process."""
+    """The records of rank 0."""
 
     spec: JobSpec
     folder: RunFolder
     attempt: int
     decide: Decisions
-    made_of: dict[str, Any] = field(default_factory=dict)  # the manifest, but for what was decided
+    made_of: dict[str, Any] = field(default_factory=dict)  # the manifest without automatic choices
     trackers: list[Any] = field(default_factory=list)
 
     def truncate_after(self, step: int, console: Console) -> None:
-        """Set aside what was written after the checkpoint of `step`, and say what is missing before."""
+        """Move lines after the checkpoint of `step` aside, and warn of missing earlier ones."""
         truncate_after(self.folder, step, self.attempt)
         if damage := missing_steps(self.folder, step):
             console.message(f"{display_path(self.folder.metrics)} is damaged: {damage}", "warning")
@@ -153,17 +147,17 @@ class RunRecords:
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """A finished step's numbers."""
+        """Log the metrics of a finished step."""
         for tracker in self.trackers:
             tracker.log(step, values)
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Some answers."""
+        """Log samples."""
         for tracker in self.trackers:
             tracker.log_samples(step, rows)
 
     def describe(self, device: Mapping[str, Any], processes: Mapping[str, Any]) -> None:
-        """Write the manifest: of this process, and what it has to say of all."""
+        """Write the manifest. processes: the facts of all ranks."""
         self.made_of = manifest.collect_manifest(self.spec.model_dump(mode="json"), device) | dict(processes)
         self._write_manifest()
 
@@ -171,18 +165,18 @@ class RunRecords:
         write_json(self.folder.manifest, self.made_of | manifest.redact_values(self.decide.records()))
 
     def close(self, ending: str) -> list[str]:
-        """End the trackers; returns what they have to say."""
+        """Close the trackers; returns their last messages."""
         lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
-        if self.made_of:  # again: what a tracker had to decide comes out while the run continues
+        if self.made_of:  # again, with the automatic choices that trackers made during the run
             self._write_manifest()
         return lines
 
 
 class NullRecords(RunRecords):
-    """Of the ranks from 1."""
+    """The records of ranks from 1: nothing is written."""
 
     def truncate_after(self, step: int, console: Console) -> None:
-        """Rank 0 does it."""
+        """Done by rank 0."""
 
     def open(self, first: int, console: Console) -> None:
         """No tracker."""

@@ -1,4 +1,4 @@
-"""Rollout server process of a job: reads the job from its run folder, builds its sampler, serves it.
+"""Rollout server process of a job: reads the job from its run folder and serves its sampler.
 
 python -m runner.launch.sampler_main FOLDER ATTEMPT PIPE INDEX        PIPE: descriptor of the pipe to the launcher
 
@@ -31,14 +31,14 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
     stop = StopSignal()
     stop.install()
     take_token()
-    link = HeartbeatWriter(int(pipe))
+    heartbeat = HeartbeatWriter(int(pipe))
 
     def work() -> None:
         if stop.number is None:
             with suppress(Interrupted), stop.interrupt_immediately():
                 _serve(folder, int(attempt), int(index))
 
-    return run_and_report(link, folder, work)
+    return run_and_report(heartbeat, folder, work)
 
 
 def _serve(folder: RunFolder, attempt: int, index: int) -> None:

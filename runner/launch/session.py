@@ -1,10 +1,10 @@
-"""One attempt at a run in one process, from its environment to what its end says.
+"""One attempt at a run in one process, from setting its environment to its last messages.
 
 environment that the device needs, before torch is imported
 checkpoint ─▶ trackers ─▶ build ─▶ loop ─▶ export
 └─ a signal ends it at once ─┘
 
-Every rank of a job on several devices does the same; what is written, `RunRecords` writes, of rank 0.
+Every rank of a job does the same; only rank 0 writes files, by `RunRecords`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is
 
 @dataclass(slots=True)
 class Session:
-    """An attempt at `spec` in `folder`, which the caller has locked, at this `place` of the job.
+    """An attempt at `spec` in `folder`, which the caller has locked; place: this process's rank.
 
     `attempt` counts from 1; every later one resumes.
     """
@@ -59,14 +59,14 @@ class Session:
     folder: RunFolder
     attempt: int
     place: RankInfo = field(default_factory=RankInfo)
-    progress: Callable[[int], None] = field(default=lambda step: None)  # so many steps are finished
+    progress: Callable[[int], None] = field(default=lambda step: None)  # called with the number of finished steps
     stop: StopSignal = field(default_factory=StopSignal)
-    values: Mapping[str, float] = field(default_factory=dict)  # the newest step's numbers, for the model card
-    markers: ChatMarkers | None = None  # what stands around a user's message, where the data are conversations
-    meet: Callable[[], object] = field(default=lambda: None)  # called with torch there; the result is held to the end
+    values: Mapping[str, float] = field(default_factory=dict)  # metrics of the newest step, for the model card
+    markers: ChatMarkers | None = None  # of the chat template, if the data are conversations
+    open_store: Callable[[], object] = field(default=lambda: None)  # called after torch is imported; kept until the end
 
     def run(self) -> None:
-        """Run to the end. Raises RunnerError for everything that is worded for the user."""
+        """Run to the end. Raises RunnerError for every error with a message for the user."""
         with console_logging(self.folder.log, silent=not self.place.is_rank0) as console:
             self.stop.install()
             with translate_rank_errors(self.place):
@@ -80,7 +80,7 @@ class Session:
         with self.stop.interrupt_immediately():
             set_environment(self.spec, decide)
             load_torch(self.spec.device.name)
-            held = self.meet()
+            store = self.open_store()
         kind = RunRecords if self.place.is_rank0 else NullRecords
         records = kind(self.spec, self.folder, self.attempt, decide)
         ending = "failed"
@@ -95,7 +95,7 @@ class Session:
             tracker_lines = records.close(ending)
         lines = [*self._ending(built, seconds, steps), *tracker_lines]
         built.world.close()
-        del held
+        del store
         console.stop(lines if self.place.is_rank0 else [])
 
     def _build(self, records: RunRecords, console: Console) -> tuple[BuiltJob, int]:
@@ -130,10 +130,10 @@ class Session:
             write_spec(self.folder, spec)
 
     def _load(self, store: CheckpointStore, records: RunRecords, console: Console) -> LoadedCheckpoint | None:
-        """The newest whole checkpoint, if this is a resume; what was written after it is cut away and kept."""
+        """The newest valid checkpoint if this is a resume; later lines of the logs are moved to attempts/."""
         if self.attempt == 1:
             return None
-        loaded = store.load(mapped=self.place.size > 1)  # of which a rank may need a part
+        loaded = store.load(mapped=self.place.size > 1)  # a rank may need only a part
         step = 0 if loaded is None else loaded.step
         if loaded is not None:
             check_spec_unchanged(self.spec, loaded.state["identity"])
@@ -159,7 +159,7 @@ class Session:
         return outlets(step=sinks, log_first=records.log, **said)
 
     def _loop(self, built: BuiltJob, first: int, console: Console) -> tuple[float, int]:
-        """The seconds that it takes, and the steps that are done at the end."""
+        """Run the loop; returns the seconds that it took and the number of finished steps."""
         from runner.trainer.loop import run_loop
 
         console.message(data_text(self.spec, len(built.data)))
@@ -171,11 +171,9 @@ class Session:
 
     def _ending(self, built: BuiltJob, seconds: float, steps: int) -> list[str]:
         lines = [labeled_line("done", f"{count_noun(steps, 'step')} in {seconds:.0f} s")]
-        lines.append(
-            labeled_line("report", display_path(self.folder.report))
-        )  # which whoever started the ranks writes at the end
+        lines.append(labeled_line("report", display_path(self.folder.report)))  # the launcher writes it at the end
         if self.spec.checkpoint.export and not self.place.is_rank0:
-            built.model.save(None)  # rank 0 writes, and may need this rank's pieces
+            built.model.save(None)  # rank 0 writes, and may need this rank's shards
         elif self.spec.checkpoint.export:
             facts = CardFacts(steps, self.values, built.data.prompt_style)
             write_export(built.model, self.folder.export, self.spec, facts)
@@ -188,26 +186,25 @@ class Session:
         return lines
 
     def _try_it(self, built: BuiltJob) -> str:
-        """The command that uses what was made."""
+        """The command that uses the trained model."""
         from runner.interfaces import as_generative
 
         if as_generative(built.model) is None:
-            return (
-                f"as a reward: reward=model reward.path={display_path(self.folder.export)} (with algorithm=grpo or ppo)"
-            )
+            path = display_path(self.folder.export)
+            return f"as a reward: reward=model reward.path={path} (with algorithm=grpo or ppo)"
         own = self.spec.data.example_prompt()
         given = example_prompt(built.data.take(0, 1), built.model.tokenizer, self.markers)
         return f"run infer {run_argument(self.folder)} {given if own == NO_EXAMPLE else own}"
 
 
 def run_argument(folder: RunFolder) -> str:
-    """How a run is called in a command."""
+    """The argument that names a run in a command."""
     return "latest" if is_latest(folder) else display_path(folder.root)
 
 
 @contextmanager
 def translate_rank_errors(place: RankInfo) -> Iterator[None]:
-    """Reword errors of libraries when another rank has ended or hangs: RankLost, DeadlineExceeded."""
+    """Raise RankLost or DeadlineExceeded for a library's error after another rank has ended or hangs."""
     try:
         yield
     except RuntimeError as error:
@@ -227,13 +224,13 @@ def _process_facts(built: BuiltJob) -> dict[str, Any]:
 
 
 def _device_facts(built: BuiltJob) -> dict[str, Any]:
-    """What the manifest says of the device: the name that `device=` has, and what exactness depends on."""
+    """The manifest's record of the device: its name, and what exact results depend on."""
     return {"name": built.job.device.name, **built.job.device.describe()}
 
 
 @contextmanager
 def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
-    """Word an exhausted device memory."""
+    """Raise OutOfMemory with advice if the device's memory is exhausted."""
     import torch
 
     try:

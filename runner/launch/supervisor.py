@@ -1,11 +1,11 @@
-"""The processes of a job that one launcher has started: begun together, watched, and ended together.
+"""Supervises the processes that one launcher has started: starts, watches and ends them together.
 
-start ─▶ all ranks end well                             ─▶ done: samplers are stopped
-      ├▶ a rank ends otherwise ─▶ the others have 5 s   ─▶ its error, once
-      ├▶ a rank is silent, or waited for too long       ─▶ every rank's stacks, who lags, the end
-      ├▶ a sampler is lost                              ─▶ restart it, a limited number of times; its work is repeated
-      └▶ SIGINT, SIGTERM, passed on to each rank once   ─▶ they save together; again: they end at once
-      └▶ SIGUSR1, passed on to each rank                ─▶ they save together, and continue
+start ─▶ all ranks succeed                              ─▶ done: samplers are stopped
+      ├▶ a rank fails ─▶ the others have 5 s            ─▶ its error, once
+      ├▶ a rank sends no heartbeat, or does not respond ─▶ stacks of all ranks, the lagging rank; the job ends
+      ├▶ a sampler is lost                              ─▶ it is restarted, a limited number of times
+      ├▶ SIGINT, SIGTERM, forwarded to each rank once   ─▶ they save together; a second signal stops them immediately
+      └▶ SIGUSR1, forwarded to each rank                ─▶ they save together and continue
 """
 
 from __future__ import annotations
@@ -40,42 +40,42 @@ from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 
 POLL_S = 0.05
-GRACE_S = 5.0  # for processes to end by themselves once a rank has ended
-CAUSE_S = 3.0  # for a cause to arrive where ranks report that they waited in vain
+GRACE_S = 5.0  # for the other processes to exit after a rank has ended
+CAUSE_S = 3.0  # for the cause to arrive after ranks report that another rank did not respond
 SHOW_CURSOR = "\x1b[?25h"
-SILENT = 1 / 3  # of sampler.timeout_s at most: then there is time left to start another one, and for that one to answer
-SILENT_S = 300.0  # at most: as long as a library may be read from a slow disk, when no other thread can send
-REPLACEMENTS = 3  # where launch.max_worker_restarts says nothing
-NOTES = "*.json"  # in the folders of their logs: where each is reached
+SILENT = 1 / 3  # at most this part of sampler.timeout_s, so that there is time for a restarted sampler to respond
+SILENT_S = 300.0  # at most: importing a library from a slow disk can block the heartbeat for so long
+RESTARTS = 3  # default of launch.max_worker_restarts
+NOTES = "*.json"  # endpoint files, beside the samplers' logs
 
 
 @dataclass(slots=True)
 class Supervisor:
-    """The ranks and samplers that `starter` starts, in attempt `attempt` at a job."""
+    """The ranks and samplers that `launcher` starts, in attempt `attempt` at a job."""
 
     spec: JobSpec
     folder: RunFolder
     attempt: int
-    starter: WorkerLauncher
+    launcher: WorkerLauncher
     machines: PeerNodes | None = None
-    members: list[WorkerProcess] = field(default_factory=list)  # the ranks
-    services: SamplerProcesses = field(init=False)
-    roster: WorkerStatusFile = field(init=False)
+    members: list[WorkerProcess] = field(default_factory=list)  # the ranks of this machine
+    samplers: SamplerProcesses = field(init=False)
+    status_file: WorkerStatusFile = field(init=False)
     interrupts: SignalRecorder = field(default_factory=lambda: SignalRecorder(saves=True))
-    noticed: int = 0  # signals that arrived and were handled
-    signals_forwarded: int = 0  # those of them that stop the ranks
-    deadline: float = float("inf")  # when ranks that still run are killed
-    waited_since: float = 0.0  # when the first rank reported that it waited in vain; 0: none did
-    hung: ExitCause | None = None
+    handled_signals: int = 0  # number of received signals that were handled
+    signals_forwarded: int = 0  # number of handled signals that stop the ranks
+    deadline: float = float("inf")  # when running ranks are killed
+    waited_since: float = 0.0  # when a rank first reported that another does not respond; 0 = never
+    hang: ExitCause | None = None
 
     def __post_init__(self) -> None:
         shared = {TOKEN: secrets.token_urlsafe(32)} if self.spec.launch.samplers else {}
         say = Console(self.folder.log).message
-        self.roster = WorkerStatusFile(self.folder, self.attempt, self.spec.launch.machine)
-        self.services = SamplerProcesses(self.spec, self.folder, self.attempt, self.starter, shared, say)
+        self.status_file = WorkerStatusFile(self.folder, self.attempt, self.spec.launch.machine)
+        self.samplers = SamplerProcesses(self.spec, self.folder, self.attempt, self.launcher, shared, say)
 
     def run(self) -> None:
-        """Run to the end. Raises the error of the process that is the cause where it does not end well."""
+        """Run to the end. Raises the error of the process that caused a failure."""
         with self.interrupts.record_signals():
             try:
                 self._start()
@@ -85,39 +85,36 @@ class Supervisor:
             finally:
                 self._end()
                 self._write_status(over=True)
-        verdict = self.hung or self._exit_cause(self.members)
+        cause = self.hang or self._exit_cause(self.members)
         if self.machines is not None:
-            verdict = self.machines.agree_on_cause(verdict)
-        if verdict is not None:
-            raise self._with_resume_hint(verdict).to_error(stopped=bool(self.interrupts.stop_signals))
+            cause = self.machines.agree_on_cause(cause)
+        if cause is not None:
+            raise self._with_resume_hint(cause).to_error(stopped=bool(self.interrupts.stop_signals))
 
     def _start(self) -> None:
         self.folder.ranks.mkdir(exist_ok=True)
-        meeting, secret = self.starter.rendezvous_address(), self.services.environment
-        for place in self.starter.local_ranks():
-            order = WorkerSpec(
+        address, secret = self.launcher.rendezvous_address(), self.samplers.environment
+        for place in self.launcher.local_ranks():
+            own = place.to_environment() | dict(secret if place.is_rank0 else {})
+            worker = WorkerSpec(
                 role="rank",
                 index=place.rank,
                 folder=self.folder.for_rank(place.rank),
                 attempt=self.attempt,
                 cards=(place.local_rank,),
-                environment={
-                    **rendezvous_environment(meeting),
-                    **(secret if place.is_rank0 else {}),
-                    **place.to_environment(),
-                },
+                environment={**rendezvous_environment(address), **own},
                 place=place,
-                meets=place.is_rank0 and place.size > 1,
+                hosts_store=place.is_rank0 and place.size > 1,
             )
-            self.members.append(self.starter.start(order))
-        self.services.start()
+            self.members.append(self.launcher.start(worker))
+        self.samplers.start()
 
     def _write_status(self, *, over: bool = False) -> None:
-        """Have it written who takes part."""
-        self.roster.write([*self.members, *self.services.members], self.services.restart_counts, over=over)
+        """Write the status file."""
+        self.status_file.write([*self.members, *self.samplers.members], self.samplers.restart_counts, over=over)
 
     def _poll(self) -> bool:
-        """Take in what has happened; whether a rank still runs."""
+        """Read heartbeats, forward signals, enforce deadlines; returns whether a rank still runs."""
         running = [member for member in self.members if member.is_running()]
         for member in running:
             member.heartbeat.receive()
@@ -127,51 +124,51 @@ class Supervisor:
                 member.kill()
         elif self._is_over():
             self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
-        elif running and self.deadline == float("inf"):  # else nothing that serves them is needed any more
-            self.services.restart_lost()
-        if self.hung is None and (lag := self._unresponsive(running)):
+        elif running and self.deadline == float("inf"):  # otherwise samplers are no longer needed
+            self.samplers.restart_lost()
+        if self.hang is None and (lag := self._unresponsive(running)):
             self._end_hung_job(running, lag)
         return bool(running)
 
     def _forward_signals(self, running: Sequence[WorkerProcess]) -> None:
-        """Send received signals to the ranks; after the second one they have little time left."""
-        for number in self.interrupts.noted_signals[self.noticed :]:
-            self.noticed += 1
+        """Forward received signals to the ranks; after the second stop signal they are killed after GRACE_S."""
+        for number in self.interrupts.noted_signals[self.handled_signals :]:
+            self.handled_signals += 1
             if number == SAVE:
                 for member in running:
-                    if member.heartbeat.begun:  # one that has not has nothing to save
+                    if member.heartbeat.begun:  # otherwise it has nothing to save
                         member.signal(number)
                 continue
             self.signals_forwarded += 1
             for member in running:
                 if member.heartbeat.begun:
                     member.signal(number)
-                else:  # it cannot word it yet
+                else:  # it cannot handle signals yet
                     member.kill()
             if self.signals_forwarded > 1:
                 self.deadline = min(self.deadline, time.monotonic() + GRACE_S)
 
     def _is_over(self) -> bool:
-        """Whether a rank has failed, here or elsewhere. A rank that was interrupted after a step has not:
+        """Whether a rank has failed on any machine. A rank that was interrupted after a step has not failed:
         others may still be saving."""
-        verdict = self._exit_cause([member for member in self.members if not member.is_running()])
-        if verdict is not None and (verdict.strength != INTERRUPTED or not self._has_begun()):
+        cause = self._exit_cause([member for member in self.members if not member.is_running()])
+        if cause is not None and (cause.strength != INTERRUPTED or not self._has_begun()):
             if self.machines is not None:
                 self.machines.announce_end()
             return True
         return self.machines is not None and self.machines.is_over()
 
     def _exit_cause(self, members: Sequence[WorkerProcess]) -> ExitCause | None:
-        """Why these ranks ended, or the job has to."""
+        """Why these ranks ended, or why the job must end."""
         ranks = find_cause([member.wait_for_exit() for member in members], self.interrupts.stop_signals)
-        found = [verdict for verdict in (self.services.failed, ranks) if verdict is not None]
-        return min(found, key=lambda verdict: verdict.strength, default=None)
+        found = [cause for cause in (self.samplers.failed, ranks) if cause is not None]
+        return min(found, key=lambda cause: cause.strength, default=None)
 
     def _has_begun(self) -> bool:
         return any(member.heartbeat.step for member in self.members)
 
     def _unresponsive(self, running: Sequence[WorkerProcess]) -> list[WorkerProcess]:
-        """The ranks that are silent, or that others have waited for and that do not say why they end."""
+        """The ranks without a heartbeat, or those that do not respond to other ranks and report no error."""
         now = time.monotonic()
         if silent := [member for member in running if now - member.heartbeat.last_heard > peer_timeout_s(self.spec)]:
             return silent
@@ -181,95 +178,92 @@ class Supervisor:
         self.waited_since = self.waited_since or now
         return [m for m in running if m.heartbeat.report is None] if now - self.waited_since > CAUSE_S else []
 
-    def _end_hung_job(self, running: Sequence[WorkerProcess], lagging_ones: Sequence[WorkerProcess]) -> None:
-        """Have all stacks written, and the job ended."""
-        where = dump_stacks(running, lagging_ones)
+    def _end_hung_job(self, running: Sequence[WorkerProcess], lagging: Sequence[WorkerProcess]) -> None:
+        """Let all ranks write their stacks, and end the job."""
+        where = dump_stacks(running, lagging)
         logs = f"every rank's stacks: {display_path(self.folder.log)}, {display_path(self.folder.ranks)}/*.log"
-        self.hung = hang_cause(
-            [member.order.name for member in lagging_ones], peer_timeout_s(self.spec), [*where, logs]
-        )
+        names = [member.spec.name for member in lagging]
+        self.hang = hang_cause(names, peer_timeout_s(self.spec), [*where, logs])
         self.deadline = time.monotonic()
         if self.machines is not None:
             self.machines.announce_end()
 
     def _end(self) -> None:
-        """Whatever happened: nothing of this job is left running here."""
+        """Kill every process of the job on this machine that still runs."""
         kill_all(self.members)
-        self.services.end()
-        leader = next((member for member in self.members if member.order.is_rank0), None)
+        self.samplers.end()
+        leader = next((member for member in self.members if member.spec.is_rank0), None)
         if leader is not None and leader.wait_for_exit().code != 0 and sys.stdout.isatty():
-            sys.stdout.write(SHOW_CURSOR)  # a live screen that was killed has hidden it
+            sys.stdout.write(SHOW_CURSOR)  # a killed live screen has hidden it
             sys.stdout.flush()
 
-    def _with_resume_hint(self, verdict: ExitCause) -> ExitCause:
-        """With what to type next, where nothing is wrong with the job itself."""
-        if is_upstream_run() or verdict.strength not in (KILLED, LAGGED, WAITED):
-            return verdict
-        return verdict._replace(message=f"{verdict.message}\n  continue: run resume {run_argument(self.folder)}")
+    def _with_resume_hint(self, cause: ExitCause) -> ExitCause:
+        """The cause with the command that continues the run, unless the job itself is wrong."""
+        if is_upstream_run() or cause.strength not in (KILLED, LAGGED, WAITED):
+            return cause
+        return cause._replace(message=f"{cause.message}\n  continue: run resume {run_argument(self.folder)}")
 
 
 def kill_all(members: Sequence[WorkerProcess]) -> None:
-    """End those that still run, at once."""
+    """Kill the processes that still run, and wait until they have ended."""
     for member in members:
         member.kill()
     for member in members:
         member.wait_for_exit()
 
 
-def rendezvous_environment(meeting: tuple[str, int]) -> Mapping[str, str]:
-    """What all ranks have in their environment to meet one another, beside their places."""
+def rendezvous_environment(address: tuple[str, int]) -> Mapping[str, str]:
+    """Variables with which all ranks find the rendezvous store."""
     return {
-        "MASTER_ADDR": meeting[0],
-        "MASTER_PORT": str(meeting[1]),
-        # torch's word for: the store is held by who started the ranks, so all of them are its clients
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        # the store exists before the ranks, so all of them are its clients
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 @dataclass(slots=True)
 class SamplerProcesses:
-    """Sampler processes of one attempt. `failed`: why the job cannot continue without one of them."""
+    """Sampler processes of one attempt. failed: why the job cannot continue after the loss of one."""
 
     spec: JobSpec
     folder: RunFolder
     attempt: int
-    starter: WorkerLauncher
+    launcher: WorkerLauncher
     environment: Mapping[str, str]  # of each
     say: Callable[[str, str], None]
     members: list[WorkerProcess] = field(default_factory=list)
-    lost: dict[int, int] = field(default_factory=dict)  # how often, by place in `members`
+    lost: dict[int, int] = field(default_factory=dict)  # number of losses, by index in `members`
     failed: ExitCause | None = None
 
     @property
     def restart_counts(self) -> dict[str, int]:
-        """How often each was restarted, by name."""
-        return {self.members[at].order.name: times for at, times in self.lost.items()}
+        """Number of restarts by the sampler's name."""
+        return {self.members[at].spec.name: times for at, times in self.lost.items()}
 
     def start(self) -> None:
         """Start all. Raises StorageError, EnvironmentProblem."""
-        orders = list(self._sampler_specs())
-        for place in {order.folder.log.parent for order in orders}:
+        workers = list(self._sampler_specs())
+        for place in {worker.folder.log.parent for worker in workers}:
             place.mkdir(exist_ok=True)
             for note in place.glob(NOTES):
-                note.unlink()  # of a process that a killed launcher had
-        for order in orders:
-            self.members.append(self.starter.start(order))
+                note.unlink()  # left by a killed launcher
+        for worker in workers:
+            self.members.append(self.launcher.start(worker))
 
     def restart_lost(self) -> None:
-        """Take in what has happened, and start again what is lost. Raises StorageError, EnvironmentProblem."""
+        """Restart lost samplers. Raises StorageError, EnvironmentProblem."""
         for at, member in enumerate(self.members):
-            if self.failed is None and (verdict := self._loss_cause(member)) is not None:
-                self._restart(at, verdict)
+            if self.failed is None and (cause := self._loss_cause(member)) is not None:
+                self._restart(at, cause)
 
     def end(self) -> None:
-        """End those that still run, with the time to end what they have started, an engine and its memory."""
+        """Stop the samplers; each has GRACE_S to shut down its engine and free its memory."""
         for member in self.members:
             if member.is_running():
                 member.signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
-        while (
-            any([member.is_running() for member in self.members]) and time.monotonic() < deadline
-        ):  # all are looked at
+        while any([m.is_running() for m in self.members]) and time.monotonic() < deadline:  # a list: polls all of them
             time.sleep(POLL_S)
         kill_all(self.members)
 
@@ -287,10 +281,10 @@ class SamplerProcesses:
             )
 
     def _loss_cause(self, member: WorkerProcess) -> ExitCause | None:
-        """Why it is lost, None if it is not."""
+        """Why a sampler is lost; None if it is not."""
         if not member.is_running():
             ended = member.wait_for_exit()
-            text = f"{member.order.name} exited unexpectedly; see {ended.log}"
+            text = f"{member.spec.name} exited unexpectedly; see {ended.log}"
             return find_cause([ended]) or ExitCause(OWN, text, LOST)
         member.heartbeat.receive()
         limit = sampler_timeout_s(self.spec)
@@ -301,30 +295,29 @@ class SamplerProcesses:
         member.wait_for_exit()
         return ExitCause(KILLED, f"{where}, and sent no heartbeat for {limit:g} s", LOST)
 
-    def _restart(self, at: int, verdict: ExitCause) -> None:
-        """Start another one in its place, unless it was the last time."""
+    def _restart(self, at: int, cause: ExitCause) -> None:
+        """Restart a lost sampler, unless the limit is reached or a restart would not help."""
         given = self.spec.launch.max_worker_restarts
-        most, times = REPLACEMENTS if given is None else given, self.lost.get(at, 0)
-        order = self.members[at].order
-        if verdict.exit_code in LASTING:
-            self.failed = verdict
+        most, times = RESTARTS if given is None else given, self.lost.get(at, 0)
+        worker = self.members[at].spec
+        if cause.exit_code in LASTING:
+            self.failed = cause
         elif times >= most:
             again = f"it was restarted {times} times, the limit is launch.max_worker_restarts={most}"
-            self.failed = verdict._replace(
-                message=f"{verdict.message}\n  {again}; its log: {display_path(order.folder.log)}"
-            )
+            text = f"{cause.message}\n  {again}; its log: {display_path(worker.folder.log)}"
+            self.failed = cause._replace(message=text)
         else:
             self.lost[at] = times + 1
-            first, *_ = verdict.message.splitlines()
+            first, *_ = cause.message.splitlines()
             self.say(f"{first}; restarting it ({times + 1} of {most}) and retrying", "warning")
-            self.members[at] = self.starter.start(order)
+            self.members[at] = self.launcher.start(worker)
 
 
 def sampler_count(spec: JobSpec) -> int:
-    """How many processes launch.samplers devices are for."""
+    """Number of sampler processes on launch.samplers devices."""
     return spec.launch.samplers // spec.sampler.cards()
 
 
 def sampler_timeout_s(spec: JobSpec) -> float:
-    """Seconds without a word after which a sampler is taken for lost."""
+    """Seconds without a heartbeat after which a sampler counts as lost."""
     return min(SILENT_S, SILENT * spec.sampler.patience_s)

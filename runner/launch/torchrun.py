@@ -1,9 +1,9 @@
-"""Inside torchrun, or whatever sets its variables: this process is a rank beside others.
+"""Ranks that torchrun, or another program that sets its variables, has started.
 
-rank 0: composes, makes the folder ──store: folder, attempt──▶ the others take part
+rank 0: composes the job, creates the folder ──store: folder, attempt──▶ the other ranks join
 
-The store is torch's, and the environment of a rank's device is set before torch is imported. So rank 0 informs the
-others after that, and another rank receives it in a separate process, this module as a program.
+The store is torch's, but a rank must set its environment before it imports torch. So rank 0 publishes the job after
+that, and each other rank receives it in a separate process: this module as a program.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from runner.spec.job import JobSpec
 
 KEY = "job"
 PORT = 29500  # torchrun's own
-LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node_rank", "rdzv_endpoint"))  # what torchrun says
-LOOK = timedelta(seconds=1)  # between looks for a signal while rank 0 is waited for
+LAYOUT = tuple(f"launch.{name}=" for name in ("devices", "nodes", "node_rank", "rdzv_endpoint"))  # set by torchrun
+LOOK = timedelta(seconds=1)  # between checks for a signal while waiting for rank 0
 
 
 def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], int]) -> int:
@@ -51,7 +51,7 @@ def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], in
         code = error.exit_code
         raise
     finally:
-        os.environ[AUTOLOAD] = "0"  # it may come to this before torch is imported, and nothing is computed any more
+        os.environ[AUTOLOAD] = "0"  # torch may not be imported yet, and nothing is computed any more
         _publish_job({"ended": code})
     exit_process(code)
 
@@ -59,16 +59,13 @@ def run_under_torchrun(words: Sequence[str], begin: Callable[[Sequence[str]], in
 def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
     """The layout of torchrun as overrides. Raises EnvironmentProblem for `words` that contradict it."""
     if place.size % place.local_size:
-        raise EnvironmentProblem(
-            f"{place.local_size} processes here and {place.size} in total; start the same number on each machine"
-        )
+        text = f"{place.local_size} processes here and {place.size} in total"
+        raise EnvironmentProblem(f"{text}; start the same number on each machine")
     nodes = place.size // place.local_size
     found: dict[str, Any] = {"devices": place.local_size, "nodes": nodes}
     if nodes > 1:
-        found |= {
-            "node_rank": place.node_rank,
-            "rdzv_endpoint": ":".join(os.environ[name] for name in RENDEZVOUS_VARIABLES),
-        }
+        address = ":".join(os.environ[name] for name in RENDEZVOUS_VARIABLES)
+        found |= {"node_rank": place.node_rank, "rdzv_endpoint": address}
     for word in words:
         name, _, value = word.lstrip("+").partition("=")
         if name.startswith("launch.") and value != str(found.get(name.removeprefix("launch."), value)):
@@ -77,7 +74,7 @@ def torchrun_layout(place: RankInfo, words: Sequence[str]) -> list[str]:
 
 
 def torchrun_command(devices: int, machines: int) -> str:
-    """What is typed to have this command's job run inside torchrun."""
+    """The command that runs this command's job under torchrun."""
     words = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(LAYOUT)]
     where = ["--standalone"]
     if machines > 1:
@@ -88,17 +85,17 @@ def torchrun_command(devices: int, machines: int) -> str:
 
 
 def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
-    """Rank 0's part. Raises RunnerError."""
+    """Run rank 0. Raises RunnerError."""
     from runner.launch.session import Session
 
     folder.ranks.mkdir(exist_ok=True)
-    stores: list[Any] = []  # none before the others were informed
+    stores: list[Any] = []  # empty until the job is published
 
-    def tell() -> None:
+    def publish() -> None:
         stores.append(_publish_job({"folder": str(folder.root), "attempt": attempt, "argv": sys.argv[1:]}))
 
     try:
-        Session(spec, folder, attempt, RankInfo.from_environment(os.environ), meet=tell).run()
+        Session(spec, folder, attempt, RankInfo.from_environment(os.environ), open_store=publish).run()
     except RunnerError as error:
         for store in stores:
             _is_first(store, str(error))
@@ -106,7 +103,7 @@ def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
 
 
 def _run_other_rank(place: RankInfo) -> int:
-    """Another rank's part: returns its exit code; what rank 0 says as well is said by that alone."""
+    """Run another rank; returns its exit code. Only one rank prints an error that several ranks have."""
     from runner.launch.rank_main import read_spec
     from runner.launch.session import Session
 
@@ -120,7 +117,7 @@ def _run_other_rank(place: RankInfo) -> int:
         raise EnvironmentProblem(f"{place}: cannot see rank 0's folder {folder.root} here; use shared storage")
     stores: list[Any] = []
     try:
-        Session(read_spec(folder), folder, job["attempt"], place, meet=lambda: stores.append(_store())).run()
+        Session(read_spec(folder), folder, job["attempt"], place, open_store=lambda: stores.append(_store())).run()
     except RunnerError as error:
         time.sleep(LOOK.total_seconds())
         if all(_is_first(store, str(error)) for store in stores):
@@ -130,7 +127,7 @@ def _run_other_rank(place: RankInfo) -> int:
 
 
 def _receive_job() -> dict[str, Any]:
-    """What rank 0 sends, received by a separate process. Raises RankLost if rank 0 is gone."""
+    """The job that rank 0 publishes, received by a separate process. Raises RankLost if rank 0 is lost."""
     from runner.core.subprocess import with_pdeathsig
 
     command = with_pdeathsig([sys.executable, "-P", "-m", "runner.launch.torchrun"])
@@ -145,7 +142,7 @@ def _receive_job() -> dict[str, Any]:
 
 
 def print_job() -> None:
-    """Print what rank 0 tells, or that it is gone."""
+    """Print the job that rank 0 publishes, or that rank 0 is lost."""
     try:
         said = _wait_for_job(_store())
     except RankLost as error:
@@ -154,14 +151,14 @@ def print_job() -> None:
 
 
 def _publish_job(job: Mapping[str, Any]) -> Any:
-    """Tell the other ranks of the job, or that it ended if they know of none; returns the store."""
+    """Publish the job, or its end if no job was published; returns the store."""
     store = _store()
     store.compare_set(KEY, "", json.dumps(job))
     return store
 
 
 def _wait_for_job(store: Any) -> dict[str, Any]:
-    """What rank 0 tells. Raises RankLost if it is gone; torchrun ends this process in that case, too."""
+    """The job that rank 0 publishes. Raises RankLost if it is lost; torchrun then ends this process, too."""
     from torch.distributed import DistNetworkError, DistStoreError
 
     while True:
@@ -175,15 +172,15 @@ def _wait_for_job(store: Any) -> dict[str, Any]:
 
 
 def _is_first(store: Any, message: str) -> bool:
-    """Whether no other rank has ended with these words."""
+    """Whether no other rank has ended with this message."""
     try:
         return bool(store.add(hashlib.sha256(message.encode()).hexdigest(), 1) == 1)
-    except RuntimeError:  # the store is gone
+    except RuntimeError:  # the store has ended
         return True
 
 
 def _store() -> Any:
-    """The store at which all ranks meet, held by torchrun, or else by rank 0 for as long as it is used."""
+    """The ranks' rendezvous store, served by torchrun or else by rank 0."""
     from torch import distributed
 
     store, _, _ = next(distributed.rendezvous("env://"))  # type: ignore[attr-defined]

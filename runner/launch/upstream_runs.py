@@ -1,17 +1,17 @@
-"""Initial weights of a job (`init_from`), or its teacher: a run, an export, a recipe that runs first.
+"""Initial weights (`init_from`) or teacher of a job: a run, an export, or a recipe that runs first.
 
-recipe:NAME ──a run in a process of its own, or one made before──▶ its export ─┐
-a run's folder ──▶ its export ─────────────────────────────────────────────────┴──▶ an absolute folder
+recipe:NAME ──a run in its own process, or an earlier one──▶ its export ─┐
+a run's folder ──▶ its export ───────────────────────────────────────────┴──▶ an absolute folder
 
-What can be said of those paths is said before the run folder is made and torch is imported.
+These paths are checked before the run folder is created and torch is imported.
 
-A recipe runs first in a folder of its own:
+A recipe that runs first (an upstream run) has its own folder:
 
-outputs/stages/<recipe>/<key>/      a run's folder; <key>.lock beside it is held by the job that runs it
+outputs/stages/<recipe>/<key>/      a run folder; the job that runs it holds <key>.lock beside it
 
-The key is that of the resolved spec, of the stages that it needs itself, of the files that it names, and of the code:
-equal keys are the same run, so that it is done once for all jobs of a sweep, and for every later start. On how many
-devices it is made, and how it is spread over them, is no part of it.
+The key is a hash of the resolved spec, of the upstream runs and files that it names, and of the code. Equal keys are
+the same run, which is made once for all jobs of a sweep and all later starts. The number of devices and the parallelism
+are not part of the key.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ import yaml
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError, StorageError
 from runner.core.rank_info import without_rank_variables
 from runner.core.signals import SignalRecorder
+from runner.core.subprocess import ChildProcess
 from runner.inference.model_source import MODELSCOPE, resolve_model_path
 from runner.launch.run_records import TRUST_REMOTE_CODE, UPSTREAM_RUN, is_upstream_run
+from runner.launch.slurm.commands import count_stage
+from runner.launch.slurm.srun_task import handle_slurm_signals
 from runner.model.model_folder import TOKENIZERS, adapter_base, check_model_folder, has_tokenizer, is_adapter, is_hub_id
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, read_mapping
 from runner.run_dir.manifest import LIBRARIES, fingerprint
@@ -47,13 +50,13 @@ from runner.tracker.text import labeled_line, print_text
 
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
-NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # what changes nothing of the result
-LAYOUT = ("launch", "parallelism")  # nor does this, up to the order of summation
+NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # these do not change the result
+LAYOUT = ("launch", "parallelism")  # these change only the order of summation
 KEY_CHARACTERS = 16
 
 
 class UpstreamRunFailed(RunnerError):
-    """A recipe that was to be run first is no job, or did not end well."""
+    """A recipe that must run first is not a job, or failed."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -61,14 +64,14 @@ class UpstreamRunFailed(RunnerError):
 
 
 def upstream_environment() -> Mapping[str, str]:
-    """The environment of a stage's process."""
+    """The environment of an upstream run."""
     return {**without_rank_variables(os.environ), UPSTREAM_RUN: "1"}
 
 
 def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> list[str]:
-    """Words of a recipe that a job (`spec`, plain data) runs first, on its device, with model.
+    """Words of a recipe that a job (`spec`, plain data) runs first, on the job's device.
 
-    The model is the job's unless the recipe has its own.
+    own_model: the recipe has its own model; otherwise it uses the job's
     """
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
     words = [f"+recipe={_quote_recipe(recipe)}", f"seed={spec['seed']}"]
@@ -84,11 +87,9 @@ def _quote_recipe(recipe: str) -> str:
 
 
 def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[str], str]:
-    """Words for the layout of an upstream run, and, where it cannot have the job's, why it is one process.
+    """Words for an upstream run's layout, and why it is one process if it cannot have the job's layout.
 
-    spec: the job as plain data.
-
-    Of a job on several machines the stage has the one that the job was typed first on.
+    spec: the job as plain data. The upstream run of a job on several machines uses only machine 0.
     """
     wanted = _layout(spec["launch"], spec["parallelism"])
     try:
@@ -99,7 +100,7 @@ def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[st
 
 
 def _layout(launch: Mapping[str, Any], parallelism: Mapping[str, Any]) -> list[str]:
-    here = {"name": "local", "devices": launch["devices"], "attempts": launch["attempts"]}  # whoever starts the job
+    here = {"name": "local", "devices": launch["devices"], "attempts": launch["attempts"]}  # however the job starts
     said = (("launch", here), ("parallelism", parallelism))
     return [word for group, values in said for word in (f"{group}={values['name']}", *_options(group, values))]
 
@@ -111,13 +112,13 @@ def _options(group: str, values: Mapping[str, Any]) -> list[str]:
 
 
 def cache_folder(recipe: str, words: Sequence[str]) -> Path:
-    """Where the stage that these words describe is kept. Raises StageFailed where they describe none."""
-    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe  # a file may be anywhere
+    """The folder of the upstream run of these words. Raises UpstreamRunFailed if they are not a job."""
+    name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe  # a recipe's file
     return STAGES / name / cache_key(words)
 
 
 def cache_key(words: Sequence[str]) -> str:
-    """Key of upstream runs that give the same weights. Raises UpstreamRunFailed where words make no job."""
+    """Key of upstream runs with the same weights. Raises UpstreamRunFailed if the words are not a job."""
     spec = _resolve_spec(words)
     inner = {
         key: cache_key(command_words(value.removeprefix(RECIPE), spec, own_model=key != "init_from"))
@@ -132,7 +133,7 @@ def cache_key(words: Sequence[str]) -> str:
 
 
 def _resolve_spec(words: Sequence[str]) -> dict[str, Any]:
-    """The spec of words, from another process: composing is the command line's job."""
+    """The spec of these words, composed by the command line in another process."""
     command = [sys.executable, "-P", "-m", "runner", "--cfg", "job", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=upstream_environment())
     if done.returncode:
@@ -141,12 +142,12 @@ def _resolve_spec(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _files(key: str, value: Any) -> Iterator[tuple[str, int, int]]:
-    """Name, size and time of change of the files that an option names; nothing where it names none."""
+    """Name, size and modification time of the files that an option names, if any."""
     for text in value if isinstance(value, list) else [value]:
         if not isinstance(text, str) or not ("/" in text or "." in text or key.endswith("path")):
             continue
         path = Path(text).expanduser()
-        with suppress(OSError, ValueError):  # a text that can be no file's name
+        with suppress(OSError, ValueError):  # not a valid file name
             inside = sorted(path.rglob("*")) if path.is_dir() else [path]
             stats = [(str(file), file.stat()) for file in inside if file.is_file()]
             yield from ((name, found.st_size, found.st_mtime_ns) for name, found in stats)
@@ -163,7 +164,7 @@ def _code() -> str:
 
 
 def continue_hint(recipe: str, typed: Sequence[str] | None = None) -> str:
-    """What to type where a stage was interrupted; empty if the job is a stage itself.
+    """The command that continues after an interrupted upstream run; empty in an upstream run.
 
     typed: the words of the job; None = those of this process
     """
@@ -174,9 +175,9 @@ def continue_hint(recipe: str, typed: Sequence[str] | None = None) -> str:
 
 
 def resolve_init_from(spec: JobSpec) -> JobSpec:
-    """The spec with `init_from` as an absolute folder of weights; a recipe is run now.
+    """The spec with `init_from` as an absolute folder of weights; a recipe runs now.
 
-    Raises SpecError if there are no weights, Interrupted or StageFailed if the recipe did not end well.
+    Raises SpecError if there are no weights, Interrupted or UpstreamRunFailed if the recipe failed.
     """
     if spec.init_from is None:
         return spec
@@ -195,16 +196,15 @@ def resolve_init_from(spec: JobSpec) -> JobSpec:
 def resolve_other_models(spec: JobSpec) -> JobSpec:
     """The spec with each other model of its algorithm, e.g. a teacher, as a folder or hub id.
 
-    A recipe is run now, on a model of its own.
-
-    Raises SpecError if a folder has no weights, Interrupted or StageFailed if the recipe did not end well.
+    A recipe runs now, with its own model. Raises SpecError if a folder has no weights, Interrupted or UpstreamRunFailed
+    if the recipe failed.
     """
     found = {option: _resolve_model(spec, option, path) for option, path in spec.algorithm.upstream_models().items()}
     return spec.model_copy(update={"algorithm": spec.algorithm.model_copy(update=found)}) if found else spec
 
 
 def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
-    """The absolute folder or hub id that `path`, which an option of the algorithm says, stands for."""
+    """The absolute folder or hub id that an option of the algorithm names by `path`."""
     key, revision = f"algorithm.{option}", f"{option.removesuffix('_path')}_revision"
     if path.startswith(RECIPE):
         where = _run_upstream(spec, path.removeprefix(RECIPE), key, own_model=True)
@@ -225,14 +225,14 @@ def _resolve_model(spec: JobSpec, option: str, path: str) -> str:
 
 
 def _locate(text: str, key: str) -> Path:
-    """The folder that a model's name means; `latest` and modelscope:ID as everywhere. Raises SpecError."""
+    """The folder of a model: a path, `latest` or modelscope:ID. Raises SpecError."""
     if text == "latest" or text.startswith(MODELSCOPE):
         return Path(resolve_model_path(text, key))
     return Path(text).expanduser()
 
 
 def _weights_folder(where: Path, key: str) -> Path:
-    """The folder with safetensors at `where`, or in its export: a model's, or an adapter's."""
+    """The folder with a model's or adapter's safetensors: `where`, or its export."""
     for folder in (where / "export", where):
         if is_adapter(folder) or list(folder.glob("*.safetensors")):
             if is_adapter(folder) or (folder / "config.json").exists():
@@ -243,9 +243,9 @@ def _weights_folder(where: Path, key: str) -> Path:
 
 
 def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> Path:
-    """The run of the recipe that the option `key` names: a finished one, or one run or resumed now.
+    """The run of the recipe that `key` names: a finished one, or one that is run or resumed now.
 
-    One job at a time runs it; other jobs wait for it.
+    Only one job runs it at a time; other jobs wait.
     """
     words = command_words(recipe, spec.model_dump(mode="json"), own_model=own_model)
     try:
@@ -256,21 +256,17 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
     with _lock_upstream_run(folder, f"{key}: +recipe={recipe}") as lock:
         if _is_done(folder):
             again = f"(to run it again: rm -r {display_path(folder.root)})"
-            print_text(
-                f"{key}: using the weights of an earlier +recipe={recipe} with this spec and code {again}",
-                file=sys.stderr,
-            )
+            text = f"{key}: using the weights of an earlier +recipe={recipe} with this spec and code {again}"
+            print_text(text, file=sys.stderr)
             return folder.root
         layout = _layout_of(recipe, key, words, spec)
-        from runner.launch.slurm.srun_task import handle_slurm_signals
-
         with handle_slurm_signals(spec):
             _run(folder, recipe, key, words, layout, lock, own_model=own_model)
     return folder.root
 
 
 def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> list[str]:
-    """The words of the stage's layout: the job's, or, said so, one process."""
+    """The words for the upstream run's layout: the job's or, with a message, one process."""
     layout, why_not = layout_words(words, spec.model_dump(mode="json"))
     said = f"{key}: running +recipe={recipe}"
     if why_not:
@@ -284,15 +280,11 @@ def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> li
 def _run(
     folder: RunFolder, recipe: str, key: str, words: Sequence[str], layout: Sequence[str], lock: int, *, own_model: bool
 ) -> None:
-    from runner.core.subprocess import ChildProcess
-    from runner.launch.slurm.commands import count_stage
-
     what = "its own model" if own_model else "this job's model"
     begun = folder.spec.is_file()
     verb = "continuing" if begun else "running"
-    print_text(
-        f"{key}: {verb} +recipe={recipe} first, on {what} ({display_path(folder.root)})", file=sys.stderr, flush=True
-    )
+    where = display_path(folder.root)
+    print_text(f"{key}: {verb} +recipe={recipe} first, on {what} ({where})", file=sys.stderr, flush=True)
     trust = [word for word in words if word == TRUST_REMOTE_CODE]
     typed = ["resume", str(folder.root), *trust] if begun else [*words, "--folder", str(folder.root)]
     typed += layout
@@ -300,36 +292,32 @@ def _run(
     count_stage(folder)
     interrupts = SignalRecorder(saves=True)
     with interrupts.record_signals():
-        # The lock is held until the stage has saved, too. The first signal that it is sent makes it save and end.
-        stage = ChildProcess(
-            command, end_signal=signal.SIGTERM, stdin=None, env=upstream_environment(), pass_fds=(lock,)
-        )
+        # The lock is also held until the upstream run has saved: the first signal makes it save and end.
+        own = upstream_environment()
+        stage = ChildProcess(command, end_signal=signal.SIGTERM, stdin=None, env=own, pass_fds=(lock,))
         code = stage.wait_and_forward(interrupts.noted_signals)
-    if interrupts.stop_signals and code <= 0:  # it was done by then, or had not yet begun to listen
+    if interrupts.stop_signals and code <= 0:  # it had already ended, or did not handle signals yet
         code = 128 + interrupts.stop_signals[0]
     if code in (130, 143):
-        raise Interrupted(
-            code - 128, f"while running +recipe={recipe} first; this job did not start{continue_hint(recipe)}"
-        )
+        text = f"while running +recipe={recipe} first; this job did not start{continue_hint(recipe)}"
+        raise Interrupted(code - 128, text)
     if code:
         raise UpstreamRunFailed(f"+recipe={recipe}, which {key} needs, failed with exit code {code}", code)
     if not _is_done(folder):
-        raise EnvironmentProblem(
-            f"+recipe={recipe} succeeded, but there is no finished run in {display_path(folder.root)}"
-        )
+        raise EnvironmentProblem(f"+recipe={recipe} succeeded, but there is no finished run in {where}")
 
 
 def _is_done(folder: RunFolder) -> bool:
-    """Whether an upstream run succeeded. The caller looks for its export."""
+    """Whether an upstream run succeeded. The caller checks its export."""
     try:
         return read_mapping(folder.status).get("state") == "done"
-    except EnvironmentProblem:  # cut off: it is continued
+    except EnvironmentProblem:  # unreadable: the run is resumed
         return False
 
 
 @contextmanager
 def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
-    """Hold a stage for this job and what it starts; yields the descriptor. Raises StorageError."""
+    """Hold an upstream run's lock; yields the descriptor, which its process inherits. Raises StorageError."""
     try:
         folder.root.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder.root.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
@@ -339,11 +327,8 @@ def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print_text(
-                f"another job runs {whose}; waiting for it ({display_path(folder.root)})",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"another job runs {whose}; waiting for it ({display_path(folder.root)})"
+            print_text(text, file=sys.stderr, flush=True)
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield handle
     finally:

@@ -4,8 +4,8 @@ Supervisor ──WorkerSpec──▶ WorkerLauncher ──▶ WorkerProcess     
                                                 ├─▶ WorkerStatusFile ─▶ members/<machine>.json, for `run status`
                                                 └─▶ dump_stacks: where each thread is, of a hanging process
 
-A LocalWorker is a process in a session of its own, killed by the kernel when the supervisor ends. No step waits for the
-status file, and no job ends for it: where the disk refuses it, readers see an old one.
+A LocalWorker is a process in its own session, which the kernel kills when the supervisor ends. No step waits for the
+status file, and a write error does not end a job: readers then see an old file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from runner.run_dir.folder import RunFolder, display_path
 from runner.weight_sync.store_dir import store_dirs
 
 Role = Literal["rank", "sampler"]
-# What a process of each role runs, after the interpreter
+# The program of each role: arguments of the interpreter
 PROGRAMS: dict[Role, tuple[str, ...]] = {
     "rank": ("-P", "-m", "runner.launch.rank_main"),
     "sampler": ("-P", "-m", "runner.launch.sampler_main"),
@@ -57,11 +57,11 @@ STOPPED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSpec:
-    """A process that is to be started, as plain data: it may be carried to another machine.
+    """A process to start, as plain data that can be sent to another machine.
 
-    index: the rank, or the number among those of its role; place: of a rank; cards: the numbers of its devices among
-    those of the job on its machine; environment: all that the launcher adds to what the machine gives; meets: holds
-    what ranks meet at
+    index: the rank, or the sampler's number; place: of a rank; cards: the numbers of its devices among those of the job
+    on its machine; environment: variables that the launcher adds to those of the machine; hosts_store: whether it
+    serves the ranks' rendezvous store
     """
 
     role: Role
@@ -71,7 +71,7 @@ class WorkerSpec:
     cards: tuple[int, ...]
     environment: Mapping[str, str]
     place: RankInfo | None = None
-    meets: bool = False
+    hosts_store: bool = False
 
     @property
     def name(self) -> str:
@@ -85,13 +85,13 @@ class WorkerSpec:
 
     @property
     def scratch(self) -> tuple[Path, ...]:
-        """The folders that it may leave where it is killed."""
-        first = self.place is not None and self.place.local_rank == 0  # who has the weights for samplers
+        """Folders that remain if it is killed."""
+        first = self.place is not None and self.place.local_rank == 0  # this rank stores the weights for samplers
         engine = self.folder.engine
         return (engine, temporary_folder(engine), *(store_dirs(self.folder.root) if first else ()))
 
     def command_line(self, pipe: int, listener: int | None) -> list[str]:
-        """What follows the interpreter.
+        """The arguments of the interpreter.
 
         pipe: the descriptor for messages to its launcher; listener: that of the socket of the ranks' store
         """
@@ -100,55 +100,53 @@ class WorkerSpec:
 
 
 class WorkerProcess(Protocol):
-    """A process of the job that was started, wherever it runs."""
+    """A started process of the job, on any machine."""
 
-    order: WorkerSpec
+    spec: WorkerSpec
     heartbeat: HeartbeatReader
 
-    def is_running(self) -> bool: ...  # once it does not, all its output was read, and what it had started is killed
+    def is_running(self) -> bool: ...  # once False, its output was read and its children are killed
 
-    def signal(self, number: int) -> None: ...  # to itself alone
+    def signal(self, number: int) -> None: ...  # not to its children
 
-    def kill(self) -> None: ...  # it, and what it started
+    def kill(self) -> None: ...  # and its children
 
-    def wait_for_exit(self) -> ProcessExit: ...  # how; waits for one that was killed just now
+    def wait_for_exit(self) -> ProcessExit: ...  # waits for a process that was just killed
 
-    def status(self) -> str: ...  # one of psutil.STATUS_*; empty where it is not known
+    def status(self) -> str: ...  # one of psutil.STATUS_*; empty if unknown
 
 
 class WorkerLauncher(Protocol):
     """Starts the processes of an attempt. Its methods raise StorageError, EnvironmentProblem."""
 
-    def local_ranks(self) -> Sequence[RankInfo]: ...  # of the ranks that it is to start
+    def local_ranks(self) -> Sequence[RankInfo]: ...  # the ranks that it starts
 
-    def rendezvous_address(
-        self,
-    ) -> tuple[str, int]: ...  # host and port of the ranks' store, where somebody listens by now
+    def rendezvous_address(self) -> tuple[str, int]: ...  # where the ranks' store already listens
 
-    def start(self, order: WorkerSpec) -> WorkerProcess: ...
+    def start(self, worker: WorkerSpec) -> WorkerProcess: ...
 
 
 @dataclass(slots=True)
 class LocalWorker:
     """A process on this machine. `killed`: by this supervisor, because the job ends or it hangs."""
 
-    order: WorkerSpec
+    spec: WorkerSpec
     process: ChildProcess
     heartbeat: HeartbeatReader
-    janitor: CleanupProcess | None = None  # ends what the process has started where the launcher is killed
+    cleanup: CleanupProcess | None = None  # kills the children if the launcher is killed
     killed: bool = False
 
     def __post_init__(self) -> None:
-        if self.janitor is not None:
-            self.janitor.watch(self.process.pid)
+        if self.cleanup is not None:
+            self.cleanup.watch(self.process.pid)
 
     @classmethod
     def start(
         cls,
-        order: WorkerSpec,
+        spec: WorkerSpec,
         environment: Mapping[str, str],
         listener: int | None = None,
-        janitor: CleanupProcess | None = None,
+        cleanup: CleanupProcess | None = None,
         screen: tuple[int | None, int | None] = (None, None),
     ) -> LocalWorker:
         """Start it. Rank 0 has the screen, the others write to their logs.
@@ -156,60 +154,59 @@ class LocalWorker:
         environment: all of it; listener: the socket of the ranks' store; screen: what rank 0 has for stdout and stderr,
         by descriptor (None: this process's). Raises StorageError, EnvironmentProblem.
         """
-        log_path = order.folder.log
+        log_path = spec.folder.log
         hearing, telling = os.pipe()
         handles = [telling, *([] if listener is None else [listener])]
         try:
             with log_path.open("ab") as log:
-                stdout, stderr = screen if order.is_rank0 else (log, log)
+                stdout, stderr = screen if spec.is_rank0 else (log, log)
                 process = ChildProcess(
-                    [sys.executable, *order.command_line(telling, listener)],
+                    [sys.executable, *spec.command_line(telling, listener)],
                     end_signal=signal.SIGKILL,
                     stdout=stdout,
                     stderr=stderr,
                     env=environment,
                     pass_fds=handles,
                 )
-        except PermissionError as error:
-            os.close(hearing)
-            raise StorageError(f"cannot write {log_path}: {error.strerror}") from error
         except OSError as error:
             os.close(hearing)
-            raise EnvironmentProblem(f"cannot start {order.name}: {error}") from error
+            if isinstance(error, PermissionError):
+                raise StorageError(f"cannot write {log_path}: {error.strerror}") from error
+            raise EnvironmentProblem(f"cannot start {spec.name}: {error}") from error
         finally:
             os.close(telling)
-        return cls(order, process, HeartbeatReader(hearing), janitor)
+        return cls(spec, process, HeartbeatReader(hearing), cleanup)
 
     def is_running(self) -> bool:
-        """Whether it still does. Once it does not, what it has started is killed, and all its output was read."""
+        """Whether it still runs. Once False, its children are killed and its output was read."""
         if self.process.is_running():
             return True
         if self.heartbeat.open:
-            if self.janitor is not None:
-                self.janitor.forget(self.process.pid)
+            if self.cleanup is not None:
+                self.cleanup.forget(self.process.pid)
             self.heartbeat.receive()
             self.heartbeat.close()
         return False
 
     def signal(self, number: int) -> None:
-        """Send the process, and nothing that it started, a signal."""
+        """Send a signal to the process alone."""
         self.process.send_signal(number)
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """Kill the process and its children."""
         if self.is_running():
             self.killed = True
             self.process.kill()
 
     def wait_for_exit(self) -> ProcessExit:
-        """How it ended; waits for the end of one that was killed."""
+        """How it ended; waits until it has."""
         while self.is_running():
             os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
-        log = display_path(self.order.folder.log)
-        return ProcessExit(self.order.name, self.process.returncode, self.heartbeat.report, log, self.killed)
+        log = display_path(self.spec.folder.log)
+        return ProcessExit(self.spec.name, self.process.returncode, self.heartbeat.report, log, self.killed)
 
     def status(self) -> str:
-        """What the process does, one of psutil.STATUS_*; empty where it is gone."""
+        """The state of the process, one of psutil.STATUS_*; empty if it has ended."""
         try:
             return psutil.Process(self.process.pid).status()
         except psutil.NoSuchProcess:
@@ -218,7 +215,7 @@ class LocalWorker:
 
 @dataclass(slots=True)
 class WorkerStatusFile:
-    """What one launcher, of machine `machine`, writes of attempt `attempt`."""
+    """The status file that the launcher of a machine writes during an attempt."""
 
     folder: RunFolder
     attempt: int
@@ -232,7 +229,7 @@ class WorkerStatusFile:
         self.due = time.monotonic() + BEAT_S
         here = Host.current()
         launcher = {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}
-        said = [self._worker_status(member, replaced.get(member.order.name, 0)) for member in members]
+        said = [self._worker_status(member, replaced.get(member.spec.name, 0)) for member in members]
         content = {"attempt": self.attempt, "written": _now(), "over": over, "launcher": launcher, "members": said}
         path = self.folder.members / f"{self.machine}.json"
         with suppress(OSError):
@@ -242,18 +239,18 @@ class WorkerStatusFile:
             staged.replace(path)
 
     def _worker_status(self, member: WorkerProcess, replaced: int) -> dict[str, Any]:
-        order, ear = member.order, member.heartbeat
+        spec, heartbeat = member.spec, member.heartbeat
         return {
-            "name": order.name,
-            "role": order.role,
-            "index": order.index,
-            **ear.where,
+            "name": spec.name,
+            "role": spec.role,
+            "index": spec.index,
+            **heartbeat.where,
             "runs": member.is_running(),
-            "begun": ear.begun,
-            "step": ear.step if order.role == "rank" else None,
-            "heard": _now() - (time.monotonic() - ear.last_heard),
+            "begun": heartbeat.begun,
+            "step": heartbeat.step if spec.role == "rank" else None,
+            "heard": _now() - (time.monotonic() - heartbeat.last_heard),
             "replaced": replaced,
-            "log": str(order.folder.log.relative_to(order.folder.root)),
+            "log": str(spec.folder.log.relative_to(spec.folder.root)),
         }
 
 
@@ -269,31 +266,31 @@ def enable_stack_dumps(handle: int) -> None:
 
 
 def dump_stacks(members: Sequence[WorkerProcess], lagging: Sequence[WorkerProcess]) -> list[str]:
-    """Have each process write its stacks to its log; returns a line for each of the lagging ones."""
-    before = {member.order.name: log_size(member.order.folder.log) for member in members}
+    """Let each process write its stacks to its log; returns a line for each lagging process."""
+    before = {member.spec.name: log_size(member.spec.folder.log) for member in members}
     for member in members:
         member.signal(STACKS)
     time.sleep(DUMP_S)
-    return [f"{member.order.name} {_activity_text(member, before[member.order.name])}" for member in lagging]
+    return [f"{member.spec.name} {_activity_text(member, before[member.spec.name])}" for member in lagging]
 
 
 def log_size(log: Path) -> int:
-    """Bytes that a log has; 0 if it is not there."""
+    """Size of a log in bytes; 0 if it does not exist."""
     return log.stat().st_size if log.exists() else 0
 
 
 def _activity_text(member: WorkerProcess, before: int) -> str:
-    """What a process does, as the kernel and its main thread's stack tell; of a rank, in which step."""
-    step = [f"in step {member.heartbeat.step + 1}"] if member.order.role == "rank" else []
+    """What a process does, from the kernel and its main thread's stack; of a rank, also in which step."""
+    step = [f"in step {member.heartbeat.step + 1}"] if member.spec.role == "rank" else []
     if stopped := STOPPED.get(member.status()):
         return " and ".join(f"is {words}" for words in (*step, stopped))
-    log = member.order.folder.log
+    log = member.spec.folder.log
     found = main_thread_location(log.read_bytes()[before:].decode(errors="replace")) if log.exists() else ""
     return f"is {', '.join((*step, found or 'at an unknown place: a library blocks its threads'))}"
 
 
 def main_thread_location(stacks: str) -> str:
-    """Where the main thread is, outside of libraries (faulthandler writes it last); empty if nowhere."""
+    """Location of the main thread outside of libraries (faulthandler writes it last); empty if unknown."""
     last = HEAD.split(stacks)[-1] if HEAD.search(stacks) else ""
     frames = list(FRAME.finditer(last))
     own = next((frame for frame in frames if not frame["file"].startswith(LIBRARIES)), next(iter(frames), None))

@@ -13,7 +13,7 @@ MACHINES = (*TWO, "launch.nodes=2", "launch.node_rank=1", "launch.rdzv_endpoint=
 
 def test_the_processes_of_a_job_are_those_of_all_machines() -> None:
     spec = compose_job(MACHINES).spec
-    assert spec.launch.world == 4 and spec.launch.meeting == ("node-0.local", 29400)
+    assert spec.launch.world == 4 and spec.launch.rdzv_address == ("node-0.local", 29400)
     assert compose_job(["+recipe=sft_demo"]).spec.launch.world == 1
 
 

@@ -33,7 +33,7 @@ LOSS = ExitCause(WAITED, "rank 2 of 4 lost another rank", 75)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorter waits; and no signal handlers, which only a main thread may install."""
     monkeypatch.setattr(module, "RETRY_S", 0.02)
-    monkeypatch.setattr(module, "VERDICT_S", 0.5)
+    monkeypatch.setattr(module, "CAUSE_S", 0.5)
     monkeypatch.setattr(StopSignal, "handle_signals", lambda self: nullcontext())
 
 
@@ -154,7 +154,7 @@ def test_a_machine_that_is_typed_again_has_its_number_back(tmp_path: Path, port:
 
 
 def test_a_folder_that_is_not_shared_is_said(tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.RunFolder, "spec", tmp_path / "nowhere")
+    monkeypatch.setattr(module.RunFolder, "spec", tmp_path / "nowhere", raising=False)
     monkeypatch.setattr("tests.launch.test_multi_node.write_spec", lambda folder, spec: None)
     _, second = ended(Machine(spec_of(0, port), tmp_path), Machine(spec_of(1, port), tmp_path))
     assert "which machine 0 created; use storage that all machines share" in str(second)
@@ -201,7 +201,7 @@ def test_a_machine_that_is_gone_is_the_cause(tmp_path: Path, port: int) -> None:
 def test_a_machine_that_is_done_waits_for_one_that_still_writes(
     tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "VERDICT_S", 0.1)
+    monkeypatch.setattr(module, "CAUSE_S", 0.1)
 
     def write(machines: PeerNodes) -> ExitCause | None:
         until = time.monotonic() + 0.6

@@ -48,7 +48,7 @@ def npus(*counts: int) -> list[dict[str, float]]:
     return [{"CPU": 8.0, "NPU": float(count)} if count else {"CPU": 8.0} for count in counts]
 
 
-def test_seats_follow_from_the_job() -> None:
+def test_bundles_follow_from_the_job() -> None:
     words = ["+recipe=grpo_demo", "parallelism=ddp", "launch=ray", "launch.devices=2", "launch.samplers=1"]
     spec = compose_job([*words, "device.threads=3"]).spec
     assert bundles(spec) == [Bundle("rank", 0, "CPU", 3), Bundle("rank", 1, "CPU", 3), Bundle("sampler", 0, "CPU", 3)]
@@ -97,7 +97,7 @@ def test_it_is_refused_exactly_where_no_placement_exists(
         accepted = True
     except EnvironmentProblem:
         accepted = False
-    assert accepted == fits(tuple(there), tuple(seat.count for seat in reversed(wanted)))
+    assert accepted == fits(tuple(there), tuple(bundle.count for bundle in reversed(wanted)))
 
 
 def fits(there: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
@@ -179,7 +179,7 @@ def order(root: Path, asked: str | None = None, **more: Any) -> WorkerSpec:
             "cards": (0,),
             "environment": environment,
             "place": place,
-            "meets": True,
+            "hosts_store": True,
             **more,
         }
     )
@@ -208,14 +208,14 @@ def begun(asked: str | None, folder: Path) -> ActorProcess:
         return ActorProcess(order(folder, asked), dict(os.environ), os.dup(listener.fileno()))
 
 
-def heard(child: ActorProcess, ear: HeartbeatReader) -> int:
+def heard(child: ActorProcess, heartbeat: HeartbeatReader) -> int:
     """Hear it to its end."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
-        said = child.hear(0.5)
+        said = child.receive(0.5)
         assert len(said["pipe"]) <= CHUNK
         if said["pipe"]:
-            ear.feed(said["pipe"].encode("latin-1"))
+            heartbeat.feed(said["pipe"].encode("latin-1"))
         if said["code"] is not None:
             return int(said["code"])
     raise AssertionError("it did not end")
@@ -223,17 +223,17 @@ def heard(child: ActorProcess, ear: HeartbeatReader) -> int:
 
 @pytest.mark.parametrize(("asked", "code"), [(None, 0), ("data", 3), ("kill", -signal.SIGKILL), ("wordless", 9)])
 def test_an_actor_tells_all_that_its_process_said_and_how_it_ended(asked: str | None, code: int, toys: Path) -> None:
-    ear = HeartbeatReader()
-    assert heard(begun(asked, toys), ear) == code
-    assert ear.begun and (ear.report is not None) == (asked == "data")
-    assert ear.report is None or ear.report.message == "rank 0 of 2: line 7 is no JSON"
+    heartbeat = HeartbeatReader()
+    assert heard(begun(asked, toys), heartbeat) == code
+    assert heartbeat.begun and (heartbeat.report is not None) == (asked == "data")
+    assert heartbeat.report is None or heartbeat.report.message == "rank 0 of 2: line 7 is no JSON"
 
 
 def test_what_an_actor_kills_is_gone(toys: Path) -> None:
     child = begun("long", toys)
     said, end = toys / "ranks" / "0.said", time.monotonic() + 30
     while not (said.exists() and said.read_text()):
-        assert child.hear(0.1)["code"] is None and time.monotonic() < end
+        assert child.receive(0.1)["code"] is None and time.monotonic() < end
     pid = json.loads(said.read_text())["pid"]
     child.kill()
     assert heard(child, HeartbeatReader()) == -signal.SIGKILL and not alive([pid])
@@ -253,19 +253,19 @@ def test_an_actor_that_cannot_start_its_process_says_why(
         raise OSError(24, "Too many open files")
 
     monkeypatch.setattr(place, lacking, refuse)
-    ear, child = HeartbeatReader(), begun("long", toys)
-    assert heard(child, ear) == 1
+    heartbeat, child = HeartbeatReader(), begun("long", toys)
+    assert heard(child, heartbeat) == 1
     assert child._member is None or child._member.process.wait(10) == -signal.SIGKILL
-    assert ear.report is not None and "OSError: [Errno 24] Too many open files" in ear.report.message
-    assert ear.report.message.startswith(f"rank 0 of 2, on {socket.gethostname()}: ")
+    assert heartbeat.report is not None and "OSError: [Errno 24] Too many open files" in heartbeat.report.message
+    assert heartbeat.report.message.startswith(f"rank 0 of 2, on {socket.gethostname()}: ")
 
 
 def test_a_folder_that_a_node_does_not_see_is_said(tmp_path: Path) -> None:
-    ear = HeartbeatReader()
+    heartbeat = HeartbeatReader()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         child = ActorProcess(order(tmp_path / "elsewhere"), dict(os.environ), os.dup(listener.fileno()))
-    assert heard(child, ear) == 2
-    assert ear.report is not None and "use storage that all nodes share" in ear.report.message
+    assert heard(child, heartbeat) == 2
+    assert heartbeat.report is not None and "use storage that all nodes share" in heartbeat.report.message
 
 
 def test_a_guard_leaves_nothing_of_a_driver_that_was_killed(tmp_path: Path) -> None:
@@ -356,7 +356,7 @@ class Actor:
 
 
 @pytest.fixture
-def seated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, Any]]]:
+def driver_with_actor(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, Any]]]:
     """A driver with one actor, that, and what the driver tells."""
     pytest.importorskip("ray")
     import ray
@@ -367,27 +367,27 @@ def seated(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Actor, list[dict[str, 
     actor, lines = Actor(), SimpleNamespace(send=told.append)
     monkeypatch.setattr(ray, "kill", lambda actor: actor.asked.append("end"))
     one = driver.RayJobDriver(cast(Any, lines))
-    one._seats = [driver.ActorSlot("sampler", "CPU", 1, actor=actor, taken=("10.0.0.3", "left", []))]
+    one._slots = [driver.ActorSlot("sampler", "CPU", 1, actor=actor, location=("10.0.0.3", "left", []))]
     return one, actor, told
 
 
 def test_an_actor_that_is_told_to_kill_what_it_has_yet_to_start_is_told_again(
-    seated: tuple[Any, Actor, list[dict[str, Any]]],
+    driver_with_actor: tuple[Any, Actor, list[dict[str, Any]]],
 ) -> None:
-    driver, actor, _ = seated
+    driver, actor, _ = driver_with_actor
     driver._start(0, {})
     driver._kill(0)
     driver._handle_answer("start", 0, None)
-    assert actor.asked == ["start", "kill", "hear", "kill"]
+    assert actor.asked == ["start", "kill", "receive", "kill"]
     driver._start(0, {})
     driver._handle_answer("start", 0, None)
-    assert actor.asked[4:] == ["start", "hear"], "who follows is another one"
+    assert actor.asked[4:] == ["start", "receive"], "who follows is another one"
 
 
 def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
-    seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    driver_with_actor: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, actor, told = seated
+    driver, actor, told = driver_with_actor
     started: list[int] = []
     monkeypatch.setattr(driver, "_start_actor", started.append)
     driver._start(0, {})
@@ -396,13 +396,13 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
     driver._start(0, {"role": "sampler"})
     assert actor.asked == ["start", "end"] and started == [0]
     driver._collect_answers()
-    assert told == [] and driver._seats[0].order == {"role": "sampler"}
+    assert told == [] and driver._slots[0].spec == {"role": "sampler"}
 
 
 def test_an_actor_is_lost_once_however_much_it_was_asked(
-    seated: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+    driver_with_actor: tuple[Any, Actor, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver, _, told = seated
+    driver, _, told = driver_with_actor
     import ray
     from ray.exceptions import RayError
 
@@ -411,7 +411,7 @@ def test_an_actor_is_lost_once_however_much_it_was_asked(
 
     monkeypatch.setattr(ray, "wait", lambda calls, **_: (calls, []))
     monkeypatch.setattr(ray, "get", gone)
-    driver._call_actor("hear", 0)
+    driver._call_actor("receive", 0)
     driver._kill(0)
     driver._collect_answers()
     assert [(event["is"], event["why"]) for event in told] == [("lost", "its node left (10.0.0.3) was lost")]

@@ -49,8 +49,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
         what = {"0": rank} | {name.replace("_", " "): lives for name, lives in asked.items()}
         monkeypatch.setenv("TOY", json.dumps(what))
         spec = a_job("launch.samplers=2", *words)
-        with closing(LocalLauncher(spec)) as starter:
-            Supervisor(spec, RunFolder(tmp_path), 1, starter).run()
+        with closing(LocalLauncher(spec)) as launcher:
+            Supervisor(spec, RunFolder(tmp_path), 1, launcher).run()
         return capsys.readouterr().out
 
     return made
@@ -94,16 +94,16 @@ def test_of_the_ranks_only_the_one_that_asks_samplers_has_the_token(tmp_path: Pa
 def test_a_sampler_that_dies_with_a_rank_is_not_started_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOY", json.dumps({"0": "kill", "sampler 0": ["kill"]}))
     spec = a_job("launch.samplers=1")
-    with closing(LocalLauncher(spec)) as starter:
-        job = Supervisor(spec, RunFolder(tmp_path), 1, starter)
+    with closing(LocalLauncher(spec)) as launcher:
+        job = Supervisor(spec, RunFolder(tmp_path), 1, launcher)
         try:
             job._start()
-            for one in [*job.members, *job.services.members]:
+            for one in [*job.members, *job.samplers.members]:
                 assert isinstance(one, worker_process.LocalWorker)
                 os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)  # both are dead when it looks
             while job._poll():
                 time.sleep(0.01)
-            assert job.services.restart_counts == {}
+            assert job.samplers.restart_counts == {}
         finally:
             job._end()
 

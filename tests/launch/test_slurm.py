@@ -129,7 +129,7 @@ def test_cores_are_asked_of_slurm_where_there_are_no_cards(more: str, cores: int
 @pytest.fixture
 def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A run whose Slurm job has ended well, of which Slurm is asked without a pause."""
-    monkeypatch.setattr(submission, "ASK_S", 0.0)
+    monkeypatch.setattr(submission, "POLL_S", 0.0)
     folder = RunFolder(tmp_path)
     folder.status.write_text(json.dumps({"state": "done", "exit_code": 0, "error": None}))
     return folder

@@ -30,7 +30,7 @@ HeartbeatWriter(int(sys.argv[3])).report(ExitReport.from_error(DataError("line 7
 
 
 class Watched:
-    """Stands for a janitor: the groups that it is to end."""
+    """Stands for a cleanup: the groups that it is to end."""
 
     def __init__(self) -> None:
         self.groups: set[int] = set()
@@ -48,19 +48,19 @@ def dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalWorke
     monkeypatch.setitem(module.PROGRAMS, "rank", ("-c", PROGRAM))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     order = WorkerSpec(role="rank", index=0, folder=RunFolder(tmp_path), attempt=1, cards=(0,), environment={})
-    one = LocalWorker.start(order, environment, janitor=cast(CleanupProcess, Watched()))
+    one = LocalWorker.start(order, environment, cleanup=cast(CleanupProcess, Watched()))
     os.waitid(os.P_PID, one.process.pid, os.WEXITED | os.WNOWAIT)
     yield one
     one.kill()
 
 
 def test_a_signal_to_one_that_has_just_ended_takes_nothing_from_its_end(dead: LocalWorker) -> None:
-    started = int(dead.order.folder.log.read_text())
+    started = int(dead.spec.folder.log.read_text())
     assert alive([started])
     dead.signal(signal.SIGUSR1)
     assert not dead.is_running()
     assert dead.heartbeat.report is not None and dead.heartbeat.report.message == "line 7 is no JSON"
-    assert gone([started]) and cast(Watched, dead.janitor).groups == set()
+    assert gone([started]) and cast(Watched, dead.cleanup).groups == set()
 
 
 def test_no_signal_reaches_a_number_that_is_another_ones_by_now(

@@ -1,10 +1,10 @@
 """The attempts of launch=ray: Ray reserves resources, actors start processes, `Supervisor` watches.
 
-Messages go through the connection to Ray's driver, with a `WorkerProcess` for each process of an actor.
+Messages go through the connection to Ray's driver; each actor's process is a `WorkerProcess`.
 
                         ┌─▶ runner.launch.ray.driver_connection ▷ runner.launch.ray.driver ─▶ actor 0 ─▶ rank 0
 attempt ─▶ Supervisor ──┤                                                       ├▶ actor 1 ─▶ rank 1 …
-                        └◀── what they say, how they end ───────────────────────┴▶ actor N ─▶ sampler 0 …
+                        └◀── heartbeats, output, exit codes ────────────────────┴▶ actor N ─▶ sampler 0 …
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from runner.run_dir.folder import RunFolder, display_path
 from runner.spec.job import JobSpec
 from runner.tracker.console import Console
 
-FREE_S = 30.0  # for what somebody else has to become free: an attempt that ended just now gives it back
-PATIENCE_S = 2.0  # before that is said
-ACTOR_START_S = 120.0  # for the actors to begin, and to answer
+FREE_S = 30.0  # for resources to become free: an attempt that just ended releases its own
+PATIENCE_S = 2.0  # until the message that it waits
+ACTOR_START_S = 120.0  # for the actors to start and respond
 POLL_S = 0.1
-MEET_S = 60.0  # for an actor to listen
+LISTEN_S = 60.0  # for an actor to listen
 KILL_S = 10.0  # until a killed process is reported; then its actor is killed
 SIGKILL = 9
 
 
 def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, Any]) -> int:
-    """Make attempt `number` at a job in a folder that the caller has locked, and others; returns 0.
+    """Run attempt `number` in a folder that the caller has locked, and further attempts; returns 0.
 
-    Raises EnvironmentProblem where Ray is not there or has no room, RunnerError.
+    Raises EnvironmentProblem if Ray is missing or has too few resources, RunnerError.
     """
     require_ray("launch=ray")
     run_attempts(spec, folder, number, lambda now: _run(spec, folder, now))
@@ -62,28 +62,28 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
 
 
 def _run(spec: JobSpec, folder: RunFolder, number: int) -> None:
-    with reserve_placement(spec, Console(folder.log).message) as starter:
-        Supervisor(spec, folder, number, starter).run()
+    with reserve_placement(spec, Console(folder.log).message) as launcher:
+        Supervisor(spec, folder, number, launcher).run()
 
 
 @contextmanager
 def reserve_placement(spec: JobSpec, say: Callable[[str], None]) -> Iterator[RayLauncher]:
-    """All bundles of a job, for as long as the block lasts. Raises EnvironmentProblem, Interrupted."""
-    starter, stop = RayLauncher(spec, bundles(spec)), StopSignal()
+    """Reserve all bundles of a job for the block. Raises EnvironmentProblem, Interrupted."""
+    launcher, stop = RayLauncher(spec, bundles(spec)), StopSignal()
     with stop.handle_signals(), stop.interrupt_immediately():
-        starter.__enter__()
-    with close_after(starter):
+        launcher.__enter__()
+    with close_after(launcher):
         with stop.handle_signals(), stop.interrupt_immediately():
-            say(starter.reserve(say))
-        yield starter
+            say(launcher.reserve(say))
+        yield launcher
 
 
 @contextmanager
-def close_after(link: RayConnection) -> Iterator[None]:
-    """End Ray after the block, in bounded time.
+def close_after(launcher: RayConnection) -> Iterator[None]:
+    """Shut Ray down after the block, in bounded time.
 
-    A signal meanwhile does not change how the block has ended, but no other attempt follows it. Raises JobFailed for an
-    error that another attempt would follow.
+    A signal during the shutdown does not change the block's error, but prevents another attempt: an error that allows
+    one becomes a JobFailed that does not.
     """
     held = SignalRecorder()
     try:
@@ -91,7 +91,7 @@ def close_after(link: RayConnection) -> Iterator[None]:
             yield
         finally:
             with held.record_signals():
-                link.__exit__(None, None, None)
+                launcher.__exit__(None, None, None)
     except RunnerError as error:
         if not held.stop_signals or isinstance(error, Interrupted) or is_final(error):
             raise
@@ -101,8 +101,8 @@ def close_after(link: RayConnection) -> Iterator[None]:
 class RayLauncher(RayConnection):
     """Ray's driver as the `WorkerLauncher` of launch=ray: each process in its bundle.
 
-    taken: where the bundles are; free: what the cluster has left, before they are placed; broken: why Ray is gone
-    any more
+    locations: where the bundles are; free: the cluster's free resources until they are placed; broken: why Ray has
+    ended
     """
 
     def __init__(self, spec: JobSpec, wanted: Sequence[Bundle]) -> None:
@@ -114,32 +114,31 @@ class RayLauncher(RayConnection):
         self.locations: list[BundleLocation] = []
         self.free: Mapping[str, float] | None = None
         self.broken = ""
-        self._met: list[tuple[str, int]] = []
+        self._addresses: list[tuple[str, int]] = []
         self._processes: dict[int, RayWorker] = {}
 
     def reserve(self, say: Callable[[str], None]) -> str:
         """Wait for the resources; returns the placement as text. Raises EnvironmentProblem, DeadlineExceeded.
 
-        EnvironmentProblem where resources are not free, DeadlineExceeded where actors do not start.
+        EnvironmentProblem if resources are not free, DeadlineExceeded if actors do not start.
         """
         what = request_text(self._wanted)
         refuse_too_many(self._wanted, self.nodes, self.where)
-        brought = forwarded_env(os.environ)
-        chosen = [(seat.role, seat.resource, seat.count) for seat in self._wanted]
-        self.send(do="reserve", seats=chosen, kind=self._spec.device.kind.name, carried=brought, folder=os.getcwd())
-        begin, told = time.monotonic(), False
+        forwarded = forwarded_env(os.environ)
+        chosen = [(bundle.role, bundle.resource, bundle.count) for bundle in self._wanted]
+        self.send(do="reserve", slots=chosen, kind=self._spec.device.kind.name, forwarded=forwarded, folder=os.getcwd())
+        begin, is_said = time.monotonic(), False
         while not self.locations:
             self.receive_events(POLL_S)
             waited = time.monotonic() - begin
-            if self.free is not None and waited > PATIENCE_S and not told:
-                told = True
+            if self.free is not None and waited > PATIENCE_S and not is_said:
+                is_said = True
                 say(f"waiting  at most {FREE_S:g} s: {self._shortage()}")
             if self.free is not None and waited > FREE_S:
                 raise EnvironmentProblem(f"{self._shortage()}; `ray status` lists who uses the rest: try again later")
             if waited > FREE_S + ACTOR_START_S:
-                raise DeadlineExceeded(
-                    f"{self.where}: {what} are reserved, but the actors did not start within {ACTOR_START_S:g} s"
-                )
+                text = f"{what} are reserved, but the actors did not start within {ACTOR_START_S:g} s"
+                raise DeadlineExceeded(f"{self.where}: {text}")
         lines = [
             f"ray      {self.where}: {what} in one placement group",
             *placement_table(self._wanted, self.locations),
@@ -147,34 +146,34 @@ class RayLauncher(RayConnection):
         if self._spec.launch.here and (named := os.environ.get(ADDRESS)):
             lines.append(f"note     {ADDRESS}={named} is not used without launch.address=auto")
         if not self._spec.launch.here:
-            lines.append(f"env      passed on from here: {', '.join(sorted(brought)) or 'nothing'}")
+            lines.append(f"env      passed on from here: {', '.join(sorted(forwarded)) or 'nothing'}")
         return "\n".join(lines)
 
     def local_ranks(self) -> list[RankInfo]:
-        """Each rank sees its own device alone, as if it were on a machine of its own."""
+        """All ranks. Each sees only its own device, as if it were alone on its machine."""
         return [RankInfo(rank, self._spec.launch.world, 0, 1) for rank in range(self._spec.launch.world)]
 
     def rendezvous_address(self) -> tuple[str, int]:
-        """Address and port at which rank 0's actor listens. Raises EnvironmentProblem where it is silent."""
-        self.send(do="meet", seat=0, host=LOOPBACK if self._is_one_node() else self.locations[0].node)
-        self.wait_for(lambda: bool(self._met), MEET_S)
-        return self._met.pop()
+        """Address and port at which rank 0's actor listens. Raises EnvironmentProblem if it does not respond."""
+        self.send(do="listen", slot=0, host=LOOPBACK if self._is_one_node() else self.locations[0].node)
+        self.wait_for(lambda: bool(self._addresses), LISTEN_S)
+        return self._addresses.pop()
 
-    def start(self, order: WorkerSpec) -> RayWorker:
-        """Start a process in its bundle, whose last one has ended."""
-        seat = [(one.role, one.index) for one in self._wanted].index((order.role, order.index))
+    def start(self, worker: WorkerSpec) -> RayWorker:
+        """Start a process in its bundle; an earlier one there has ended."""
+        slot = [(one.role, one.index) for one in self._wanted].index((worker.role, worker.index))
         more = {}
         if not self._is_one_node():
-            more[SAMPLER_HOST] = self.locations[seat].node
+            more[SAMPLER_HOST] = self.locations[slot].node
         elif "GLOO_SOCKET_IFNAME" not in os.environ:
-            more["GLOO_SOCKET_IFNAME"] = "lo"  # a host's own name need not lead anywhere, as in many containers
-        order = replace(order, environment={**more, **order.environment})
-        process = self._processes[seat] = RayWorker(self, seat, order)
-        self.send(do="start", seat=seat, order=WORKER_SPEC.dump_python(order, mode="json"))
+            more["GLOO_SOCKET_IFNAME"] = "lo"  # in many containers the host name has no address
+        worker = replace(worker, environment={**more, **worker.environment})
+        process = self._processes[slot] = RayWorker(self, slot, worker)
+        self.send(do="start", slot=slot, spec=WORKER_SPEC.dump_python(worker, mode="json"))
         return process
 
     def poll(self, wait_s: float = 0.0) -> None:
-        """Take in what is said of the processes; where the driver is gone, all of them are."""
+        """Receive events; if the driver has ended, all processes are lost."""
         try:
             if not self.broken:
                 self.receive_events(wait_s)
@@ -186,14 +185,14 @@ class RayLauncher(RayConnection):
     def _handle_event(self, event: Mapping[str, Any]) -> None:
         kind = event["is"]
         if kind == "reserved":
-            self.locations = [BundleLocation(node, host, tuple(devices)) for node, host, devices in event["taken"]]
+            self.locations = [BundleLocation(node, host, tuple(devices)) for node, host, devices in event["locations"]]
         elif kind in ("waiting", "placed"):
             self.free = event.get("free")
-        elif kind == "met":
-            self._met.append((event["host"], event["port"]))
-        elif (process := self._processes.get(event["seat"])) is None:
+        elif kind == "listening":
+            self._addresses.append((event["host"], event["port"]))
+        elif (process := self._processes.get(event["slot"])) is None:
             problem = EnvironmentProblem if event["unfit"] else RankLost
-            raise problem(f"{self.where}: {event['why']}")  # an actor, before anything was started
+            raise problem(f"{self.where}: {event['why']}")  # an actor that has started nothing
         elif kind == "said":
             process.receive_output(event)
         elif kind == "ended":
@@ -205,16 +204,16 @@ class RayLauncher(RayConnection):
         return len({place.node for place in self.locations}) == 1
 
     def _shortage(self) -> str:
-        """What is missing of what is wanted."""
+        """The requested and the free resources, as text."""
         has = free_text(self._wanted, self.nodes, self.free or {})
         return f"the job needs {request_text(self._wanted)}, but {self.where} has {has} free"
 
 
 def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[str, Any]:
-    """Resources of a local cluster: what the job needs. Raises EnvironmentProblem where they are missing."""
-    count = sum(seat.count for seat in wanted)
+    """Resources of a local cluster for the job. Raises EnvironmentProblem if the machine has too few."""
+    count = sum(bundle.count for bundle in wanted)
     kind, cards = spec.device.kind, spec.device.visible()
-    if kind is CPU or cards is None:  # which any number of processes share
+    if kind is CPU or cards is None:  # any number of processes share a CPU
         return {"num_cpus": count, "num_gpus": 0}
     refuse_too_many(wanted, [{kind.resource: len(cards)}], "this machine")
     if kind is CUDA:
@@ -223,49 +222,49 @@ def _local_cluster_resources(spec: JobSpec, wanted: Sequence[Bundle]) -> dict[st
 
 
 class RayWorker:
-    """A process on another node, or below an actor on this one; see `launch.worker_process.WorkerProcess`."""
+    """A process that an actor has started on its node; see `launch.worker_process.WorkerProcess`."""
 
-    def __init__(self, link: RayLauncher, seat: int, order: WorkerSpec) -> None:
-        self.order, self.heartbeat = order, HeartbeatReader()
+    def __init__(self, launcher: RayLauncher, slot: int, spec: WorkerSpec) -> None:
+        self.spec, self.heartbeat = spec, HeartbeatReader()
         self.code: int | None = None
-        self._link, self._seat = link, seat
+        self._launcher, self._slot = launcher, slot
         self._status, self._lost, self._killed = "", "", False
 
     def is_running(self) -> bool:
-        """Whether it still does. Once it does not, all its output was received."""
-        self._link.poll()
+        """Whether it still runs. Once False, all its output was received."""
+        self._launcher.poll()
         return self.code is None
 
     def signal(self, number: int) -> None:
-        """Send the process, and nothing that it started, a signal."""
+        """Send a signal to the process alone."""
         if self.is_running():
-            self._link.send(do="signal", seat=self._seat, number=number)
+            self._launcher.send(do="signal", slot=self._slot, number=number)
 
     def kill(self) -> None:
-        """End it and what it started."""
+        """Kill the process and its children."""
         if self.is_running():
             self._killed = True
-            self._link.send(do="kill", seat=self._seat)
+            self._launcher.send(do="kill", slot=self._slot)
 
     def wait_for_exit(self) -> ProcessExit:
-        """How it ended; waits for one that was killed, and no longer than its actor answers."""
+        """How it ended; waits for a killed process at most KILL_S."""
         end = time.monotonic() + KILL_S
         while self.code is None and time.monotonic() < end:
-            self._link.poll(0.1)
+            self._launcher.poll(0.1)
         if self.code is None:
-            self._link.send(do="dismiss", seat=self._seat)
+            self._launcher.send(do="dismiss", slot=self._slot)
             self.mark_lost("its actor does not respond")
         assert self.code is not None
-        log = display_path(self.order.folder.log)
-        return ProcessExit(self.order.name, self.code, self.heartbeat.report, log, self._killed, self._lost)
+        log = display_path(self.spec.folder.log)
+        return ProcessExit(self.spec.name, self.code, self.heartbeat.report, log, self._killed, self._lost)
 
     def status(self) -> str:
-        """What the process does, one of psutil.STATUS_*, as its actor said last."""
-        self._link.poll()
+        """The state of the process, one of psutil.STATUS_*, as last reported."""
+        self._launcher.poll()
         return self._status
 
     def receive_output(self, said: Mapping[str, str]) -> None:
-        """What it said: to its launcher, to the user."""
+        """Handle the process's messages, and print its output."""
         self._status = said["status"]
         if said["pipe"]:
             self.heartbeat.feed(said["pipe"].encode("latin-1"))
@@ -273,13 +272,13 @@ class RayWorker:
         _print_bytes(sys.stderr, said["err"])
 
     def mark_lost(self, why: str) -> None:
-        """Mark it as lost; with its actor it has ended."""
+        """Mark the process as ended because its actor, or the driver, is lost."""
         if self.code is None:
             self.code, self._lost = -SIGKILL, why
 
 
 def _print_bytes(screen: TextIO, latin: str) -> None:
-    """Print bytes as they came."""
+    """Print bytes unchanged."""
     if latin:
         screen.buffer.write(latin.encode("latin-1"))
         screen.flush()

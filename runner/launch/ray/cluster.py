@@ -1,4 +1,4 @@
-"""Joins a Ray cluster, or starts a local one; for the processes that may import Ray (Linux)."""
+"""Connects to a Ray cluster or starts a local one, in the processes that import Ray (Linux)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from ray.exceptions import RayError
 from runner.core.subprocess import JsonLines
 
 NAMESPACE = "posttrain-run"
-OBJECT_STORE_BYTES = 100 << 20  # nothing is kept in it; Ray would take a third of the memory
-TIMED_OUT = "timed out during startup"  # in what Ray raises, an Exception without a class of its own
+OBJECT_STORE_BYTES = 100 << 20  # it is not used; Ray's default is a third of the memory
+TIMED_OUT = "timed out during startup"  # in the message of Ray's error, which is a plain Exception
 BUSY = "is this machine overloaded?"
-NOISE = "ray._private.accelerators.npu"  # a traceback at every start where NPUs are declared and CANN is not there
+NOISE = "ray._private.accelerators.npu"  # logs a traceback at every start if NPUs are declared and CANN is missing
 
 
 @contextmanager
 def connect_cluster(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None]:
     """The requested cluster; sends `ready` with its nodes, or `refused` with the reason.
 
-    asked: address (None: a cluster of our own, reachable on this machine only), resources and folder of that
+    asked: address (None: a local cluster, which only this machine can reach), and its resources and folder
     """
     logging.getLogger(NOISE).setLevel(logging.CRITICAL)
     try:
         _connect(asked)
-        # Ray would end the driver; who signals all processes of a job (Ray's own `job stop` does) expects it to save.
+        # Ray would exit at SIGTERM; after a signal to all processes (`ray job stop`) the job must still save.
         signal.signal(signal.SIGTERM, lambda *_: None)
         lines.send({"is": "ready", "nodes": nodes()})
         yield
@@ -42,7 +42,7 @@ def connect_cluster(asked: Mapping[str, Any], lines: JsonLines) -> Iterator[None
 
 
 def nodes() -> list[Mapping[str, float]]:
-    """What each living node has, in all."""
+    """The total resources of each living node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
@@ -57,7 +57,7 @@ def _connect(asked: Mapping[str, Any]) -> None:
             include_dashboard=False,
             object_store_memory=OBJECT_STORE_BYTES,
             _node_ip_address="127.0.0.1",
-            _temp_dir=f"{asked['folder']}/ray",  # Ray opens it to everybody; the one around it is not
+            _temp_dir=f"{asked['folder']}/ray",  # Ray makes it readable by everybody, but not its parent
             **asked["resources"],
             **quiet,
         )

@@ -1,16 +1,16 @@
-"""The connection to Ray's driver, a process of its own, and the process that cleans up after it.
+"""The connection to Ray's driver process, and the guard process that cleans up after it.
 
-Ray takes over signals, prints, and may end its process; its agents outlive a driver that was killed.
+Ray handles signals, prints, and may exit; its agents survive a killed driver.
 
-RayConnection ──pipes──▶ this module as a program ──the same pipes──▶ MODULE (Ray's driver) ──▶ a cluster of its own:
+RayConnection ──pipes──▶ this module as a program ──the same pipes──▶ MODULE (Ray's driver) ──▶ a local cluster:
                            │                                             raylet, agents, actors, their children
                            └─ the driver has ended: SIGKILL to all below, the folder removed, its exit code
 
     each driver sends {"is": "ready", "nodes": [{"CPU": 2.0, "NPU": 4.0}, …]} first, or
-    {"is": "refused", "why", "passes"}      passes: another attempt may end otherwise
+    {"is": "refused", "why", "passes"}      passes: another attempt may succeed
 
-Whichever of these is killed, the others end: the driver at the end of its stdin, the program after the driver. The
-connection first checks that the cluster can be reached: Ray would try for minutes. Ray is not imported here.
+If one of these processes is killed, the others end: the driver at the end of its stdin, the guard after the driver. The
+connection first checks that the cluster can be reached, because Ray would try for minutes. Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -36,23 +36,19 @@ from typing import Any, Self
 from runner.core.errors import EnvironmentProblem, RankLost
 from runner.core.subprocess import ChildProcess, JsonLines, descendants, is_cleaner, kill
 
-READY_S = 180.0  # for Ray to start or be reached: seconds on a free machine, a minute on a busy one
+READY_S = 180.0  # for Ray to start or to connect: seconds on an idle machine, a minute on a busy one
 END_S = 30.0  # for Ray to shut down
-KILLED_S = 10.0  # for the guard to end what is left of a driver that it had to kill
+KILLED_S = 10.0  # for the guard to clean up after a driver that it killed
 TAIL = 5  # lines of what Ray printed that an error shows
-LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # what makes Ray take 127.0.0.1 for this machine's address
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # lets Ray use 127.0.0.1 as this machine's address
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0"}  # Ray sends usage statistics, unless this is set
-# On this machine a job's processes are what they are under launch=local. Ray would let everything else go before its
-# workers (niceness 15), have the kernel end them first, and end them itself where memory becomes scarce.
-AS_LOCAL = {
-    "RAY_worker_niceness": "0",
-    "RAY_worker_oom_score_adjustment": "0",
-    "RAY_memory_monitor_refresh_ms": "0",
-}
+# On this machine processes have the same priority as under launch=local. By default Ray gives its workers niceness 15,
+# lets the kernel kill them first, and kills them itself when memory is low.
+AS_LOCAL = {"RAY_worker_niceness": "0", "RAY_worker_oom_score_adjustment": "0", "RAY_memory_monitor_refresh_ms": "0"}
 
 
 def require_ray(option: str) -> None:
-    """Raise EnvironmentProblem where the package is not installed that `option` needs."""
+    """Raise EnvironmentProblem if ray, which `option` needs, is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise EnvironmentProblem(f"{option} needs the package ray\n  pip install 'posttrain-run[ray]'")
 
@@ -65,10 +61,10 @@ def actor_options(resource: str, count: int) -> dict[str, Any]:
 
 
 class RayConnection:
-    """Ray's driver, from start to end. `nodes`: what each node has.
+    """Ray's driver, from start to end. nodes: the resources of each node.
 
-    module: the driver's program; asked: the request at its start, with the `address` (None: a cluster of its own);
-    grace_s: seconds that it may take at its end, beside Ray's own
+    module: the driver's program; asked: its first request, with the `address` (None: a local cluster); grace_s: seconds
+    that it needs at its end in addition to Ray's own
     """
 
     def __init__(self, module: str, asked: Mapping[str, Any], grace_s: float = 0.0) -> None:
@@ -77,12 +73,12 @@ class RayConnection:
         self._refused, self._passes = "", False
 
     def __enter__(self) -> Self:
-        """Start the driver. Raises EnvironmentProblem where Ray fails, RankLost where its driver is killed."""
-        if not self._is_own:
-            check_reachable(self._asked["address"])
+        """Start the driver. Raises EnvironmentProblem if Ray fails, RankLost if the driver is killed."""
         if self._is_own:
             self._asked["folder"] = tempfile.mkdtemp(prefix="run-ray-", dir="/tmp")  # short: sockets are in it
-        self._output = tempfile.TemporaryFile()  # what Ray prints; it has no name to be left behind
+        else:
+            check_reachable(self._asked["address"])
+        self._output = tempfile.TemporaryFile()  # output of Ray; unnamed, so that it cannot remain
         self._process = ChildProcess(
             [sys.executable, "-P", "-m", "runner.launch.ray.driver_connection", self._module, json.dumps(self._asked)],
             stdin=subprocess.PIPE,
@@ -95,7 +91,7 @@ class RayConnection:
         try:
             self.wait_for(lambda: bool(self.nodes), READY_S)
         except BaseException:
-            self._close(0.0)  # it may never come to read that it is to end
+            self._close(0.0)  # it may not read its stdin yet
             raise
         return self
 
@@ -103,18 +99,18 @@ class RayConnection:
         self._close(self._grace_s + END_S)
 
     def _environment(self) -> dict[str, str]:
-        """A cluster of our own is reachable on this machine only, and has its own password."""
+        """A local cluster can be reached only from this machine, and has its own token."""
         own = {**LOOPBACK, **AS_LOCAL, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         return {**os.environ, **QUIET, **(own if self._is_own else {})}
 
     def send(self, **request: Any) -> None:
-        """Send a request to the driver. `receive_events` reports one that died."""
+        """Send a request to the driver. `receive_events` raises if it has ended."""
         self._lines.send(request)
 
     def receive_events(self, wait_s: float = 0.0) -> None:
-        """Read what the driver has sent. Raises EnvironmentProblem where it has ended, RankLost by a signal.
+        """Handle what the driver has sent. Raises EnvironmentProblem if it has ended.
 
-        Also RankLost where it was too slow.
+        Raises RankLost if it was killed by a signal or was too slow.
         """
         if (events := self._lines.receive(wait_s)) is None:
             why = self._refused or f"Ray's driver exited ({self._tail() or 'it printed nothing'})"
@@ -142,22 +138,22 @@ class RayConnection:
             self._handle_event(event)
 
     def _handle_event(self, event: Mapping[str, Any]) -> None:
-        """What this driver says beside those."""
+        """Handle an event of this driver."""
         raise NotImplementedError
 
     def _close(self, within_s: float) -> None:
-        """End the driver, and with a cluster of our own all of it, also where the guard was killed."""
+        """End the driver, and a local cluster with it, even if the guard was killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         if not self._process.ends_within(within_s):
             self._process.stop(KILLED_S, signal.SIGUSR1)
         if self._asked["folder"] is not None:
-            shutil.rmtree(self._asked["folder"], ignore_errors=True)  # the guard's work, unless it was killed
+            shutil.rmtree(self._asked["folder"], ignore_errors=True)  # if the guard was killed
         self._process.stdout.close()
         self._output.close()
 
     def _was_killed(self) -> bool:
-        """Whether a signal has ended the driver, or the guard, which says so by its exit code."""
+        """Whether a signal has ended the driver or the guard, by the guard's exit code."""
         return self._process.ends_within(KILLED_S) and not 0 <= self._process.returncode <= 128
 
     @property
@@ -166,7 +162,7 @@ class RayConnection:
 
     @property
     def where(self) -> str:
-        """The cluster, in words."""
+        """The cluster as text."""
         address = self._asked["address"]
         return f"Ray at {address}" if address else "Ray on this machine"
 
@@ -178,13 +174,13 @@ class RayConnection:
 
 CONNECT_TIMEOUT_S = 10.0
 ADDRESS = "RAY_ADDRESS"
-FOLDERS = ("RAY_TMPDIR", "TMPDIR")  # the first that is set has Ray's files
+FOLDERS = ("RAY_TMPDIR", "TMPDIR")  # the first that is set is the folder of Ray's files
 
 
 def check_reachable(address: str) -> None:
-    """Raise EnvironmentProblem where no server listens.
+    """Raise EnvironmentProblem if no server listens at an address.
 
-    address: HOST:PORT or auto; what it does not say, and where no cluster of this machine is on record, is left to Ray
+    address: HOST:PORT or auto; if no address is known, the check is left to Ray
     """
     named, what = address, f"Ray at {address}"
     if address == "auto":
@@ -201,11 +197,11 @@ def check_reachable(address: str) -> None:
 
 
 def _recorded_address() -> tuple[str, str]:
-    """What Ray takes `auto` for, empty where it looks around; and who says so."""
+    """The address that Ray uses for `auto`, empty if unknown; and its source."""
     if named := os.environ.get(ADDRESS):
         return named, ADDRESS
     folder = next((os.environ[name] for name in FOLDERS if name in os.environ), "/tmp")
-    file = Path(folder) / "ray" / "ray_current_cluster"  # of the last `ray start`; one that was killed leaves it
+    file = Path(folder) / "ray" / "ray_current_cluster"  # of the last `ray start`; a killed cluster leaves it
     try:
         return file.read_text(encoding="utf-8").strip(), str(file)
     except FileNotFoundError:
@@ -213,7 +209,7 @@ def _recorded_address() -> tuple[str, str]:
 
 
 RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a command that `ray job submit` has started
-# `_` at the end: all that begin so. Those that may hold a secret are passed in memory only.
+# A name that ends in `_` is a prefix. Values are passed in memory only, as they may be secrets.
 FORWARDED = (
     "HF_", "HUGGINGFACE_", "TRANSFORMERS_", "TOKENIZERS_", "WANDB_", "SWANLAB_", "VLLM_", "TORCH_", "PYTORCH_", "GLOO_",
     "NCCL_", "HCCL_", "RUNNER_CACHE", "RUNNER_FAILPOINT", "PYTHONPATH", "NO_COLOR", "OMP_NUM_THREADS", "http_proxy",
@@ -222,32 +218,31 @@ FORWARDED = (
 
 
 def forwarded_env(environment: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment goes with a job to where it runs."""
+    """The variables of an environment that are forwarded to where the job runs."""
     prefixes = tuple(name for name in FORWARDED if name.endswith("_"))
     found = {name: value for name, value in environment.items() if name in FORWARDED or name.startswith(prefixes)}
     given = json.loads(environment.get(RAY_JOB, "{}")).get("runtime_env", {}).get("env_vars", {})
     if RAY_JOB in environment and "OMP_NUM_THREADS" not in given:
-        found.pop("OMP_NUM_THREADS", None)  # Ray's own, for the one process that it has started: 1
+        found.pop("OMP_NUM_THREADS", None)  # Ray sets it to 1 for the command
     return found
 
 
 PR_SET_CHILD_SUBREAPER = 36
 TICK_S = 0.1
-SETTLE_S = 5.0  # for what clears away after dead processes
+SETTLE_S = 5.0  # for processes that clean up after others
 
 
 def main(module: str, asked: str) -> int:
-    """Return the driver's exit code, 128 + n for signal n. SIGUSR1: the driver is killed."""
-    ctypes.CDLL(None).prctl(
-        PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0
-    )  # what the driver leaves behind stays below this process
+    """Run the driver; returns its exit code, 128 + n for signal n. SIGUSR1 kills the driver."""
+    # orphans of the driver become children of this process
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = json.loads(asked)["folder"]
     forwarded: list[int] = []
     try:
         command = [sys.executable, "-P", "-m", module, asked]
         driver = ChildProcess(command, end_signal=signal.SIGKILL, own_session=False, stdin=None)
         for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-            signal.signal(number, lambda *_: None)  # it ends with the driver; not ignored, which children inherit
+            signal.signal(number, lambda *_: None)  # it ends with the driver; SIG_IGN would be inherited
         signal.signal(signal.SIGUSR1, lambda *_: forwarded.append(signal.SIGKILL))
         code = driver.wait_and_forward(forwarded)
     finally:

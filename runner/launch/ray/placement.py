@@ -1,8 +1,8 @@
-"""The resources that a job reserves of Ray, or a refusal that shows the arithmetic.
+"""The resources that a job reserves in Ray, or an error that shows the arithmetic.
 
-spec ─▶ seats ─▶ refuse_too_many(nodes) ─▶ one placement group ─▶ table
+spec ─▶ bundles ─▶ refuse_too_many(nodes) ─▶ one placement group ─▶ table
 
-Ray itself would wait for ever for what no node has.
+Ray itself would wait forever for resources that no node has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OPTIONS: dict[Role, str] = {"rank": "devices", "sampler": "samplers"}  # of laun
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """One process of the job: what it requests of its node, `count` of `resource`."""
+    """The resources of one process: `count` of `resource` on its node."""
 
     role: Role
     index: int
@@ -35,7 +35,7 @@ class Bundle:
 
 
 class BundleLocation(NamedTuple):
-    """Where a bundle is. `devices`: as the node's list of visible ones names them; none on the processor."""
+    """Where a bundle is. devices: their names in the node's list of visible devices; none on the CPU."""
 
     node: str  # its address
     host: str
@@ -52,12 +52,12 @@ def bundles(spec: JobSpec) -> list[Bundle]:
 
 
 def refuse_too_many(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], where: str) -> None:
-    """Raise EnvironmentProblem where these nodes could not hold all bundles even without other jobs.
+    """Raise EnvironmentProblem if these nodes cannot hold all bundles even without other jobs.
 
-    A sampler's bundle is as large as several ranks', so that counting is exact: the larger ones go first.
+    A sampler's bundle is a multiple of a rank's, so the count is exact: larger bundles are placed first.
     """
     there = [int(node.get(wanted[0].resource, 0)) for node in nodes]
-    unit, asked = gcd(*(seat.count for seat in wanted)), sum(seat.count for seat in wanted)
+    unit, asked = gcd(*(bundle.count for bundle in wanted)), sum(bundle.count for bundle in wanted)
     text = f"the job needs {request_text(wanted)}, but {where} has {_total(there, wanted[0].resource)}"
     if asked > (room := sum(there)):
         raise EnvironmentProblem(f"{text}: {asked - room} too few; {_advice(room, wanted)}")
@@ -68,40 +68,37 @@ def refuse_too_many(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float
 
 
 def _refuse_large(wanted: Sequence[Bundle], there: Sequence[int], where: str) -> None:
-    """Raise EnvironmentProblem where the largest bundles do not fit on single nodes."""
-    resource, largest = wanted[0].resource, max(seat.count for seat in wanted)
-    alike = [seat for seat in wanted if seat.count == largest]
+    """Raise EnvironmentProblem if the largest bundles do not fit on the nodes."""
+    resource, largest = wanted[0].resource, max(bundle.count for bundle in wanted)
+    alike = [bundle for bundle in wanted if bundle.count == largest]
     if len(alike) > (fit := sum(count // largest for count in there)):
         each = f"{count_noun(largest, _word(resource))} of one node"
-        who = (
-            f"1 {alike[0].role} needs {each}" if len(alike) == 1 else f"{len(alike)} {alike[0].role}s need {each} each"
-        )
+        role = alike[0].role
+        who = f"1 {role} needs {each}" if len(alike) == 1 else f"{len(alike)} {role}s need {each} each"
         text = f"{who}, but {where} has {_total(there, resource)}: room for {fit}"
         raise EnvironmentProblem(f"{text}; {_advice(sum(there), wanted)}")
 
 
 def request_text(wanted: Sequence[Bundle]) -> str:
-    """All that is wanted, in words: 8 NPUs (6 to train, 2 to sample)."""
-    total = count_noun(sum(seat.count for seat in wanted), _word(wanted[0].resource))
+    """The request as text: 8 NPUs (6 to train, 2 to sample)."""
+    total = count_noun(sum(bundle.count for bundle in wanted), _word(wanted[0].resource))
     tasks = [
-        f"{sum(seat.count for seat in wanted if seat.role == role)} {task}"
+        f"{sum(bundle.count for bundle in wanted if bundle.role == role)} {task}"
         for role, task in TASKS.items()
-        if any(seat.role == role for seat in wanted)
+        if any(bundle.role == role for bundle in wanted)
     ]
-    return total if {seat.role for seat in wanted} == {"rank"} else f"{total} ({', '.join(tasks)})"
+    return total if {bundle.role for bundle in wanted} == {"rank"} else f"{total} ({', '.join(tasks)})"
 
 
 def free_text(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], left: Mapping[str, float]) -> str:
-    """How much of the requested resources is free: 3 of 8 NPUs."""
+    """The free part of the requested resource: 3 of 8 NPUs."""
     resource = wanted[0].resource
-    return (
-        f"{int(left.get(resource, 0))} of "
-        f"{count_noun(sum(int(node.get(resource, 0)) for node in nodes), _word(resource))}"
-    )
+    total = sum(int(node.get(resource, 0)) for node in nodes)
+    return f"{int(left.get(resource, 0))} of {count_noun(total, _word(resource))}"
 
 
 def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -> Iterator[str]:
-    """Who is where: role, node, devices; neighbours on one node share a line."""
+    """A table of role, node and devices; neighbors on one node share a line."""
     rows = [("role", "node", "devices")]
     pairs = zip(wanted, taken, strict=True)
     for (role, node, host), group in groupby(pairs, key=lambda pair: (pair[0].role, pair[1].node, pair[1].host)):
@@ -109,7 +106,7 @@ def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -
         first, last = own[0][0], own[-1][0]
         name = f"{role} {first.index}" if len(own) == 1 else f"{role}s {first.index} to {last.index}"
         devices = ", ".join(device for _, place in own for device in place.devices)
-        count = count_noun(sum(seat.count for seat, _ in own), _word(first.resource))
+        count = count_noun(sum(bundle.count for bundle, _ in own), _word(first.resource))
         rows.append((name, f"{host} ({node})", f"{first.resource} {devices}" if devices else count))
     widths = [max(len(row[column]) for row in rows) for column in range(2)]
     for name, where, what in rows:
@@ -119,14 +116,10 @@ def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -
 def bundle_order(nodes: Sequence[str], roles: Iterable[Role]) -> list[int]:
     """Order of bundles in which ranks of one node are neighbors: the fullest node first.
 
-    nodes, roles: of each bundle, in the order of processes; returns bundles' numbers
+    nodes: of each bundle; roles: of each process; returns indices of bundles
     """
-    found = list(enumerate(zip(nodes, roles, strict=True)))
-    many, order = {node: sum(other == node for other in nodes) for node in nodes}, list(TASKS)
-    return [
-        at
-        for at, (node, role) in sorted(found, key=lambda it: (order.index(it[1][1]), -many[it[1][0]], it[1][0], it[0]))
-    ]
+    kinds, order = list(roles), list(TASKS)
+    return sorted(range(len(nodes)), key=lambda at: (order.index(kinds[at]), -nodes.count(nodes[at]), nodes[at], at))
 
 
 def _total(there: Sequence[int], resource: str) -> str:
@@ -141,10 +134,10 @@ def _total(there: Sequence[int], resource: str) -> str:
 def _advice(total: int, wanted: Sequence[Bundle]) -> str:
     if total == 0:
         return "`ray status`, or `run doctor` there, lists the resources"
-    lower = " or ".join(f"launch.{OPTIONS[role]}" for role in dict.fromkeys(seat.role for seat in wanted))
+    lower = " or ".join(f"launch.{OPTIONS[role]}" for role in dict.fromkeys(bundle.role for bundle in wanted))
     return f"lower {lower}; `ray status`, or `run doctor` there, lists the resources"
 
 
 def _word(resource: str) -> str:
-    """What people call what Ray counts."""
+    """The word for a resource of Ray."""
     return next(kind.word for kind in KINDS.values() if kind.resource == resource)

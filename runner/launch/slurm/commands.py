@@ -1,4 +1,4 @@
-"""Slurm's commands and answers: machines and cards of a job, and its reasons (EnvironmentProblem)."""
+"""Slurm's commands and their output: state, machines and cards of a job."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import OUTPUTS, RunFolder
 from runner.tracker.jsonl import last_lines
 
-# What a job does not come back from. PREEMPTED is such a state only where preempted jobs are not requeued.
+# States in which a job has ended. A preempted job that is requeued is not shown as PREEMPTED.
 FINISHED_STATES = frozenset({
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED",
     "TIMEOUT",
 })  # fmt: skip
-# Why a job waits that will start by itself; all other reasons are worth a line.
+# Reasons for which a job waits and will start by itself; other reasons are printed.
 USUAL_REASONS = frozenset({
     "None", "Priority", "Resources", "JobArrayTaskLimit", "Dependency", "BeginTime", "Prolog", "Cleaning",
 })  # fmt: skip
-FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder that a Slurm job has made; <job>.stages: what it ran first
+FOLDERS = OUTPUTS / ".slurm"  # <job>: the run folder of a Slurm job; <job>.stages: its upstream runs
 TIMEOUT_S = 60.0
 LINE_BYTES = 2**16  # no line of metrics.jsonl is longer
 
 
 def gres_of(given: str | None, need: ResourceRequest) -> str:
-    """Slurm's default name of the cards; empty for cores."""
+    """Slurm's name of the cards: `given` or the default; empty for cores."""
     return "" if need.kind == CORE else given or kind_of(need.kind).gres or need.kind
 
 
 def signals_all() -> bool:
-    """Whether Slurm signals all processes of a job here, not only the one that it has started."""
+    """Whether Slurm on this cluster signals all processes of a job, not only the first."""
     lines = [line.partition("=") for line in run_slurm("scontrol", "show", "config").splitlines()]
     return {name.strip(): value.strip() for name, _, value in lines}.get("ProctrackType") == "proctrack/linuxproc"
 
 
 def run_slurm(*command: str, stdin: str = "") -> str:
-    """What a command of Slurm answers. Raises EnvironmentProblem with its own words where it refuses."""
+    """The output of a Slurm command. Raises EnvironmentProblem with Slurm's message if it fails."""
     if shutil.which(command[0]) is None:
         raise EnvironmentProblem(f"{command[0]} is not installed; run this on a login node")
     options = {"capture_output": True, "text": True, "check": False, "timeout": TIMEOUT_S}
@@ -54,7 +54,7 @@ def run_slurm(*command: str, stdin: str = "") -> str:
 
 
 def state_of(job: str) -> tuple[str, str] | None:
-    """A job's state and reason; None where Slurm does not know it (any more). Raises EnvironmentProblem."""
+    """A job's state and reason; None if Slurm has no record of it. Raises EnvironmentProblem."""
     try:
         said = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
     except EnvironmentProblem as error:
@@ -99,7 +99,7 @@ def _steps_of(run: RunFolder) -> int:
 
 
 def error_text(command: str, said: str) -> str:
-    """What Slurm complains of, in its own words, in one line."""
+    """Slurm's error message in one line."""
     lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
     return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""
 
@@ -108,13 +108,13 @@ ADDRESS = re.compile(r"\bNodeAddr=(\S+)")
 
 
 def hosts(listed: str) -> list[str]:
-    """The names in Slurm's short form of a list of nodes, `a[1-3,7],b2`."""
+    """The names in Slurm's list of nodes, such as `a[1-3,7],b2`."""
     is_one = not {"[", ","} & set(listed)
     return [listed] if is_one else run_slurm("scontrol", "show", "hostnames", listed).split()
 
 
 def address_of(node: str) -> str:
-    """Host name or address by which Slurm finds a node: the node's name, where it has no other."""
+    """Host name or address of a node; the node's name if Slurm shows no other."""
     found = ADDRESS.search(run_slurm("scontrol", "show", "node", node))
     return found[1] if found else node
 
@@ -124,7 +124,7 @@ CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
 
 
 def allocated_cards(job: str, gres: str, node: str = "") -> list[int]:
-    """Indices of a job's cards on a node (its only one, if none is named); empty without indices in Slurm."""
+    """Indices of a job's cards on a node ("" = its only node); empty if Slurm does not report them."""
     command = ["scontrol", "show", "job", "--details", job]
     said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     return parse_card_numbers(_lines_of_node(said, node), gres.partition(":")[0])
@@ -141,6 +141,6 @@ def parse_card_numbers(said: str, name: str) -> list[int]:
 
 
 def _lines_of_node(said: str, node: str) -> str:
-    """The line about a node: `Nodes=a3 CPU_IDs=…`; nodes that are alike share one, `Nodes=a[3-4] …`."""
+    """The line about a node: `Nodes=a3 CPU_IDs=…`; equal nodes share one, `Nodes=a[3-4] …`."""
     lines = [(found[1], line) for line in said.splitlines() if (found := NODES.search(line))]
     return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else said

@@ -1,4 +1,4 @@
-"""The machines of a Slurm job, for launch=slurm: one task per machine, whoever typed the command.
+"""launch=slurm: one task per machine of a Slurm job, however the command was started.
 
 no Slurm job                     ─▶ submitted (`submission`)
 a job's script, or salloc's shell ─▶ srun: the same command, once on each machine
@@ -10,9 +10,9 @@ sbatch ─▶ python -m runner.launch.slurm.srun_task FOLDER WORDS… ─▶ sru
 
 SIGUSR2   Slurm's time limit is near: the run saves and ends with 75, and this job goes back into the queue
 SIGUSR1   the same, but it stays out of the queue
-SIGTERM   Slurm ends the job, and signals the tasks by itself; it requeues one that was preempted by itself, too
+SIGTERM   Slurm ends the job; it signals the tasks itself, and requeues a preempted job itself
 
-A requeue continues in the same run folder.
+A requeued job continues in the same run folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from runner.core.device_kinds import CPU, find_kind
 from runner.core.errors import EnvironmentProblem, Interrupted
@@ -37,12 +37,13 @@ from runner.spec.job import JobSpec
 from runner.tracker.text import print_text
 
 NAME = "slurm"
-DEFAULT = f"launch/{NAME}"  # the origin of an option that is not set
+DEFAULT = f"launch/{NAME}"  # the origin of a default
 FIRST_PORT, PORTS = 15000, 15000  # below the ephemeral ports
-SPECIAL_STEPS = 2**32 - 256  # numbers from here are no srun of the user's: a job's script, salloc's shell
+SPECIAL_STEPS = 2**32 - 256  # from here on: a job's script or salloc's shell, not srun
 OF_SUBMISSION = {"partition", "account", "qos", "cpus", "time", "preempt_notice_s", "sbatch", "follow"}
-REQUEUE_CODE = 75  # exit code: worth a requeue
-WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+REQUEUE_CODE = 75  # exit code of a run that can be requeued
+LIMIT, ENDED = signal.SIGUSR2, signal.SIGTERM
+WARNINGS = (signal.SIGUSR1, LIMIT)
 
 
 class Preempted(Interrupted):
@@ -55,7 +56,7 @@ class Preempted(Interrupted):
 
 @dataclass(frozen=True, slots=True)
 class SlurmTask:
-    """This process among the tasks of a step: one on each of `machines`, number `node`."""
+    """This task of an srun step: number `node` of one per machine."""
 
     job: int
     machines: int
@@ -64,25 +65,24 @@ class SlurmTask:
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> SlurmTask | None:
-        """The task of Slurm's variables; None outside a step. Raises EnvironmentProblem for two on a machine."""
+        """The task by Slurm's variables; None outside a step. Raises EnvironmentProblem for two on a machine."""
         if "SLURM_JOB_ID" not in variables or not 0 <= int(variables.get("SLURM_STEP_ID", -1)) < SPECIAL_STEPS:
             return None
         machines, tasks = (int(variables[f"SLURM_STEP_NUM_{name}"]) for name in ("NODES", "TASKS"))
         if tasks != machines:
             text = f"Slurm started {tasks} tasks on {machines} machines, but launch=slurm needs one on each"
             raise EnvironmentProblem(f"{text}; type srun --nodes={machines} --ntasks-per-node=1 …, or leave srun out")
-        return cls(
-            int(variables["SLURM_JOB_ID"]), machines, int(variables["SLURM_NODEID"]), variables["SLURM_STEP_NODELIST"]
-        )
+        job, node = int(variables["SLURM_JOB_ID"]), int(variables["SLURM_NODEID"])
+        return cls(job, machines, node, variables["SLURM_STEP_NODELIST"])
 
     @property
     def address(self) -> str:
-        """Where machine 0 is found: at a port that follows from the job's number. Raises EnvironmentProblem."""
+        """The address of machine 0, at a port derived from the job's number. Raises EnvironmentProblem."""
         return f"{address_of(hosts(self.node_list)[0])}:{FIRST_PORT + self.job % PORTS}"
 
     @property
     def name(self) -> str:
-        """What Slurm calls this machine."""
+        """Slurm's name of this machine."""
         return hosts(self.node_list)[self.node]
 
 
@@ -92,11 +92,10 @@ def is_outside_slurm(spec: JobSpec) -> bool:
 
 
 def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str) -> list[str]:
-    """What Slurm says of a job's machines, as overrides of `launch`, whose options came from `origins`.
+    """The layout of the Slurm job as overrides of `launch`; origins: who set its options.
 
-    Cards of this machine that Slurm shows in no variable are made visible.
-
-    Raises EnvironmentProblem where an option contradicts Slurm.
+    Makes cards visible that Slurm does not list in a variable. Raises EnvironmentProblem if an option contradicts
+    Slurm.
     """
     typed = {name for name, value in own.items() if value is not None and origins.get(f"launch.{name}") == COMMAND_LINE}
     for name in typed & {"node_rank", "rdzv_endpoint"}:
@@ -117,19 +116,19 @@ def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str
 
 
 def _machines() -> int:
-    """On how many machines the step, or else the Slurm job, is that this process is in."""
+    """Number of machines of this process's step or, outside a step, of its Slurm job."""
     task = SlurmTask.from_environment(os.environ)
     said = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
     return task.machines if task is not None else int(said)
 
 
 def _is_set(name: str, origins: Mapping[str, str]) -> bool:
-    """Whether a person has set an option, and not the default or an attempt before."""
+    """Whether a user has set an option: it is neither a default nor from an earlier attempt."""
     return origins.get(f"launch.{name}", DEFAULT) not in (DEFAULT, "spec.yaml")
 
 
 def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | None) -> dict[str, Any]:
-    """The number of ranks, where it follows from that of the `cards` of this machine."""
+    """The number of ranks as an override, if it follows from the number of cards of this machine."""
     if cards is None:
         return {}
     beside = own.get("samplers") or 0
@@ -141,9 +140,9 @@ def _devices(own: Mapping[str, Any], origins: Mapping[str, str], cards: int | No
 
 
 def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
-    """Number of the job's cards on this machine; None where Slurm does not say.
+    """Number of the job's cards on this machine; None if Slurm does not report it.
 
-    Makes the cards visible to this process where Slurm does not.
+    Makes the cards visible to this process if Slurm does not.
     """
     kind = find_kind(device)
     if kind.gres and kind.visible and not kind.shown_by_slurm and task is not None:
@@ -155,25 +154,25 @@ def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
 
 
 def exec_srun(spec: JobSpec) -> None:
-    """In a Slurm job but in no task: become srun, which runs this command on each machine.
+    """In a Slurm job outside a task: replace this process by srun, which runs the command on each machine.
 
-    Returns elsewhere; a task prints a line there if Slurm gave it too few cores. Raises EnvironmentProblem where srun
-    is missing.
+    Returns otherwise; in a task, after a warning if it has too few cores. Raises EnvironmentProblem if srun is missing.
     """
     if spec.launch.name != NAME or "SLURM_JOB_ID" not in os.environ:
         return
     if SlurmTask.from_environment(os.environ) is not None:
         return _say_few_cores(spec)
-    machines = _machines()
+    machines, job = _machines(), os.environ["SLURM_JOB_ID"]
     command = srun_command([sys.executable, "-P", "-m", "runner", *sys.argv[1:]], machines)
-    print_text(
-        f"srun     {machines} × this command, one on each machine of Slurm job {os.environ['SLURM_JOB_ID']}", flush=True
-    )
-    _exec(command)
+    print_text(f"srun     {machines} × this command, one on each machine of Slurm job {job}", flush=True)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise EnvironmentProblem(f"{command[0]} cannot be started: {error.strerror}") from error
 
 
 def _say_few_cores(spec: JobSpec) -> None:
-    """Warn where processes on cards share cores: most clusters give a task with cards a single core."""
+    """Warn if processes on cards share cores: most clusters give a task with cards a single core."""
     processes, cores = spec.launch.devices + spec.launch.samplers, len(os.sched_getaffinity(0))
     if spec.device.kind is not CPU and cores < processes:
         who = f"{processes} process{'' if processes == 1 else 'es'} on cards"
@@ -184,21 +183,14 @@ def _say_few_cores(spec: JobSpec) -> None:
 
 def srun_command(command: Sequence[str], machines: int) -> list[str]:
     """`command` as one task on each machine of this Slurm job, with all its cores there."""
-    cores = os.environ.get("SLURM_CPUS_PER_TASK")  # srun does not take this over from sbatch
+    cores = os.environ.get("SLURM_CPUS_PER_TASK")  # srun does not inherit this from sbatch
     more = [f"--cpus-per-task={cores}"] if cores else []
     return ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--cpu-bind=none", *more, *command]
 
 
-def _exec(command: Sequence[str]) -> NoReturn:
-    try:
-        os.execvp(command[0], list(command))
-    except OSError as error:
-        raise EnvironmentProblem(f"{command[0]} cannot be started: {error.strerror}") from error
-
-
 @contextmanager
 def handle_slurm_signals(spec: JobSpec) -> Iterator[None]:
-    """Handle Slurm's signals inside the block. Raises Preempted where Slurm ended the job."""
+    """Handle Slurm's signals inside the block. Raises Preempted if Slurm ended the job."""
     if spec.launch.name != NAME or SlurmTask.from_environment(os.environ) is None:
         yield
         return
@@ -207,34 +199,27 @@ def handle_slurm_signals(spec: JobSpec) -> Iterator[None]:
     try:
         yield
     except Interrupted as error:
-        raise as_preemption(error) from error
-
-
-def as_preemption(error: Interrupted) -> Interrupted:
-    """The error of a job that Slurm stopped."""
-    told = error.exit_code == 128 + signal.SIGTERM
-    return (
-        Preempted(f"{error}\n  stopped by Slurm: exit code {REQUEUE_CODE}, a requeue continues from there")
-        if told
-        else error
-    )
+        if error.exit_code != 128 + signal.SIGTERM:
+            raise
+        text = f"{error}\n  stopped by Slurm: exit code {REQUEUE_CODE}, a requeue continues from there"
+        raise Preempted(text) from error
 
 
 def _save_and_end(number: int, frame: FrameType | None) -> None:
-    """As SIGTERM does; only once, however often Slurm warns."""
+    """Send SIGTERM to this process once, however often Slurm warns."""
     for warning in WARNINGS:
         signal.signal(warning, signal.SIG_IGN)
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def record_run_folder(folder: RunFolder) -> None:
-    """Write down that this Slurm job has made this run folder, for a requeue. Raises StorageError."""
+    """Record the run folder of this Slurm job, for a requeue. Raises StorageError."""
     FOLDERS.mkdir(exist_ok=True)
     write_atomic(FOLDERS / os.environ["SLURM_JOB_ID"], str(folder.root))
 
 
 def requeued_folder(where: Path | None) -> Path | None:
-    """The run folder of a requeued Slurm job: `where`, or the one that it made; None if there is none."""
+    """The run folder of a requeued Slurm job: `where` or the recorded one; None if there is none."""
     if int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
         return None
     kept = FOLDERS / os.environ["SLURM_JOB_ID"]
@@ -242,20 +227,17 @@ def requeued_folder(where: Path | None) -> Path | None:
     return found if found is not None and RunFolder(found).spec.is_file() else None
 
 
-WARNED, LIMIT, ENDED = signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM
-
-
 def main(root: str, words: Sequence[str]) -> int:
-    """The exit code of the run, which Slurm then has, too; 0 of one that goes back into the queue."""
+    """Run or resume the run on all machines; returns its exit code, 0 if the job was requeued."""
     received: list[int] = []
-    forwarded: list[int] = []  # the first warning: what ends the job, Slurm sends the tasks itself
+    forwarded: list[int] = []  # the first warning; Slurm itself sends SIGTERM to the tasks
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if number != ENDED and not forwarded:
             forwarded.append(number)
 
-    for number in (WARNED, LIMIT, ENDED):
+    for number in (*WARNINGS, ENDED):
         signal.signal(number, note)
     run = RunFolder(Path(root))
     before = steps_of(run)

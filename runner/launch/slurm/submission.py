@@ -1,4 +1,4 @@
-"""Submits a job to Slurm from where jobs are submitted, and follows it if that is wanted.
+"""Submits a job to Slurm from a login node, and follows it if requested.
 
 spec ─▶ sbatch --test-only ─▶ run folder: spec.yaml, status "waiting" ─▶ slurm/job.sh ─▶ sbatch ─▶ slurm/job.json
                                                  run resume FOLDER, on all machines ◀─── job ◀───┘
@@ -16,19 +16,18 @@ from pathlib import Path
 from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem, Interrupted
 from runner.launch.config import SlurmConfig
-from runner.launch.exit_cause import JobFailed
+from runner.launch.exit_cause import LOST, JobFailed
 from runner.launch.session import run_argument
 from runner.launch.slurm.commands import FINISHED_STATES, USUAL_REASONS, gres_of, run_slurm, state_of
 from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.tracker.text import count_noun, print_text
 
-WAITING = "waiting"  # the state of a run that was submitted, and has not begun
+WAITING = "waiting"  # the state of a submitted run that has not started
 SUBMITTED = re.compile(r"Submitted batch job (\d+)")
-LOST = 75  # exit code of a job that ended without a word
-ASK_S = 3.0  # between two questions to Slurm
-SILENT_S = 600.0  # after which a Slurm that does not respond is not polled any more
-LATE_S = 10.0  # for what a job has written to come through a shared disk
+POLL_S = 3.0  # between two calls of squeue
+SILENT_S = 600.0  # without a response from Slurm, after which polling ends
+LATE_S = 10.0  # for a job's files to appear on a shared disk
 
 
 def check_submission(spec: JobSpec) -> None:
@@ -40,13 +39,13 @@ def check_submission(spec: JobSpec) -> None:
 
 
 def mark_waiting(folder: RunFolder) -> None:
-    """Say in a new run's folder that it has not begun. Raises StorageError."""
+    """Write the status of a new run that has not started. Raises StorageError."""
     record = {"state": WAITING, "attempt": 0, "pid": None, "exit_code": None, "error": None}
     write_json(folder.status, record)
 
 
 def refuse_queued(folder: RunFolder) -> None:
-    """Raise EnvironmentProblem where Slurm still has a job of this run."""
+    """Raise EnvironmentProblem if Slurm still has a job of this run."""
     job = read_mapping(folder.slurm / "job.json").get("job")
     found = state_of(job) if job else None
     if found is not None and found[0] not in FINISHED_STATES:
@@ -55,9 +54,9 @@ def refuse_queued(folder: RunFolder) -> None:
 
 
 def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
-    """Submit the run in `folder` to Slurm, to begin or resume with `words`; returns 0, or its exit code.
+    """Submit the run in `folder` to Slurm, to start or resume with `words`; returns 0, or its exit code.
 
-    Raises EnvironmentProblem where Slurm refuses, and what a job that is followed ends with.
+    Raises EnvironmentProblem if Slurm rejects it, and the error of a job that is followed.
     """
     folder.slurm.mkdir(exist_ok=True)
     path = folder.slurm / "job.sh"
@@ -70,14 +69,10 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     job, log = number[1], folder.slurm / f"{number[1]}.log"
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
     print_text(f"slurm    job {job} submitted: {_request_text(spec)}; to cancel it: scancel {job}")
-    print_text(
-        f"folder   {display_path(folder.root)}\n"
-        f"log      {display_path(log)}\n"
-        f"watch    run status {run_argument(folder)}",
-        flush=True,
-    )
-    config = _launch(spec)
-    return follow(folder, job, log) if config.follow else 0
+    print_text(f"folder   {display_path(folder.root)}")
+    print_text(f"log      {display_path(log)}")
+    print_text(f"watch    run status {run_argument(folder)}", flush=True)
+    return follow(folder, job, log) if _launch(spec).follow else 0
 
 
 def batch_script(spec: JobSpec, where: Path, command: str) -> str:
@@ -108,9 +103,9 @@ def _options(spec: JobSpec) -> list[tuple[str, str | int | bool]]:
         "qos": config.qos,
         "time": config.time,
         "gres": None if is_on_cores else f"{gres_of(config.gres, need)}:{need.count}",
-        "cpus-per-task": config.cpus or (need.count if is_on_cores else None),  # beside cards: the cluster's number
+        "cpus-per-task": config.cpus or (need.count if is_on_cores else None),  # with cards: the cluster's default
         "requeue": True,
-        "open-mode": "append",  # a job that is requeued writes to the same log
+        "open-mode": "append",  # a requeued job appends to the same log
         "signal": f"B:USR2@{config.preempt_notice_s}",
     }
     return [(name, value) for name, value in {**asked, **config.sbatch}.items() if value is not None]
@@ -126,10 +121,10 @@ def _request_text(spec: JobSpec) -> str:
 
 
 def follow(folder: RunFolder, job: str, log: Path) -> int:
-    """Print what a job prints until it has ended; returns 0 where it ends well.
+    """Print a job's log until it has ended; returns 0 if it succeeds.
 
-    Raises JobFailed with its words and exit code, Interrupted at Ctrl-C and EnvironmentProblem where Slurm does not
-    answer for SILENT_S, which leave the job alone.
+    Raises JobFailed with the job's error and exit code; Interrupted at Ctrl-C, and EnvironmentProblem if Slurm does not
+    respond for SILENT_S, neither of which ends the job.
     """
     at, waits_for, last = 0, "", ("", "")
     try:
@@ -148,9 +143,9 @@ def follow(folder: RunFolder, job: str, log: Path) -> int:
 
 
 def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
-    """A job's state and reason at each poll; the last one where Slurm does not answer, with a message.
+    """A job's state and reason at each poll; if Slurm does not respond, the last ones, with a message.
 
-    Raises EnvironmentProblem where it does not answer for SILENT_S.
+    Raises EnvironmentProblem if it does not respond for SILENT_S.
     """
     found: tuple[str, str] | None = ("", "")
     heard, is_silent = time.monotonic(), False
@@ -164,7 +159,7 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
                 print_text(f"slurm    {error}; retrying", flush=True)
             is_silent = True
         yield found
-        time.sleep(ASK_S)
+        time.sleep(POLL_S)
 
 
 def _unfollowed_text(job: str) -> str:
@@ -172,7 +167,7 @@ def _unfollowed_text(job: str) -> str:
 
 
 def _print_more(log: Path, at: int) -> int:
-    """Print the log from a position; the new position."""
+    """Print the log from a position; returns the new position."""
     if log.is_file():
         with log.open("rb") as file:
             file.seek(at)
@@ -191,8 +186,7 @@ def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
             return 0
         if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":
             break
-        time.sleep(ASK_S / 10)
+        time.sleep(POLL_S / 10)
     said = status["error"] or f"its status is {status['state']}"
-    raise JobFailed(
-        f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {said}", status["exit_code"] or LOST
-    )
+    text = f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {said}"
+    raise JobFailed(text, status["exit_code"] or LOST)
