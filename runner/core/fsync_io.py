@@ -95,14 +95,12 @@ def error_reason(error: Exception) -> str:
     return str(error) if number is None else FULL.get(number) or os.strerror(number)
 
 
-def format_bytes(num_bytes: int) -> str:
-    """A readable size, e.g. 3.2 MiB."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.1f} {unit}" if unit != "bytes" else f"{num_bytes} bytes"
-        size /= 1024
-    return f"{size:.1f} TiB"
+def format_bytes(num_bytes: float) -> str:
+    """A readable size: 512 B, 3.4 MB, 41.2 GB (powers of 1000)."""
+    for limit, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if num_bytes >= limit:
+            return f"{num_bytes / limit:.3g} {unit}"
+    return f"{num_bytes:.0f} B"
 
 
 def _nearest_existing(folder: Path) -> Path:

@@ -22,13 +22,13 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.errors import RunnerError, StorageError
+from runner.core.fsync_io import format_bytes
 from runner.run_dir.manifest import redact
 from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.text import (
     METRICS,
     Progress,
     escape_for_terminal,
-    format_bytes,
     format_duration,
     format_number,
     format_rate,

@@ -1,7 +1,4 @@
-"""Numbers and foreign text in one readable line of a terminal, and the panel of the live screen.
-
-Pure functions, and print_text.
-"""
+"""Formatting of numbers and untrusted text for a terminal, and the panel of the live screen."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from runner.core.fsync_io import format_bytes
 from runner.core.package import read_table
 
 if TYPE_CHECKING:
@@ -22,8 +20,8 @@ if TYPE_CHECKING:
 
 
 BARS = "▁▂▃▄▅▆▇█"
-# What a terminal would obey instead of show: controls, line and paragraph separators, halves of characters, and marks
-# that reverse the direction of text.
+# Characters that a terminal interprets instead of showing: controls, line and paragraph separators, surrogates, and
+# marks of text direction.
 HIDDEN = frozenset({"Cc", "Cs", "Zl", "Zp"})
 BIDI = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
@@ -36,12 +34,12 @@ def escape_for_terminal(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """The text with its lines and tabs, and every other control character (C0, C1) written out."""
+    """The text with control characters escaped (C0, C1), except line breaks and tabs."""
     return "".join(_escape(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
 
 
 def print_text(text: str, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:
-    """Print text with its control characters written out: a name in it may come from a file or a web page."""
+    """Print text with control characters escaped: it may have names from a file or a web page."""
     print(escape_controls(text), end=end, file=file, flush=flush)
 
 
@@ -50,7 +48,7 @@ def _escape(character: str) -> str:
 
 
 def labeled_line(word: str, text: str) -> str:
-    """A line that begins with a word of at most 8 letters, in a column of its own."""
+    """A line that begins with a word of at most 8 letters in its own column."""
     return f"{word:<8}  {text}"
 
 
@@ -64,7 +62,7 @@ def format_number(value: float) -> str:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text, aligned; nothing is cut."""
+    """Rows of text with aligned columns."""
     cells = [[escape_for_terminal(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in cells]
@@ -77,18 +75,10 @@ def count_noun(count: int, noun: str) -> str:
 
 def format_rate(value: float) -> str:
     """A count per second: 950, 12.3k, 4.56M."""
-    return _scale(value, ("G", "M", "k")) or f"{value:.3g}"
-
-
-def format_bytes(value: float) -> str:
-    """Bytes: 512 B, 3.4 MB, 41.2 GB (powers of 1000)."""
-    return _scale(value, (" GB", " MB", " kB")) or f"{value:.0f} B"
-
-
-def _scale(value: float, units: Sequence[str]) -> str:
-    """In the largest of the units of 10⁹, 10⁶, 10³ that it fills; empty below them."""
-    fitting = ((limit, unit) for limit, unit in zip((1e9, 1e6, 1e3), units, strict=True) if value >= limit)
-    return next((f"{value / limit:.3g}{unit}" for limit, unit in fitting), "")
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
 
 
 def format_duration(seconds: float) -> str:
@@ -104,7 +94,7 @@ def format_duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """At most `width` bars from the smallest to the largest value; what is not finite is left out."""
+    """At most `width` bars from the smallest to the largest value, without values that are not finite."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite or width < 1:
         return ""
@@ -122,20 +112,20 @@ METRICS: dict[str, Any] = read_table(__file__, "metrics.yaml")
 MACHINE_METRICS: tuple[str, ...] = tuple(METRICS["machine"])
 CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 HEALTH: dict[str, str] = METRICS["health"]  # metric → its name in the panel
-EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
+EQUAL = "reward/zero_variance"  # share of groups without a gradient; shown if it is above 0
 SAMPLE_CHARACTERS = 400
-POINTS = 512  # of a curve; beyond, neighbours are merged
-RECENT = 50  # steps from which the time to go is estimated
+POINTS = 512  # of a curve; with more, neighbors are merged
+RECENT = 50  # steps from which the remaining time is estimated
 
 
 def with_health_panel(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics, and those of HEALTH once more as health/NAME: a tracker draws a prefix as one panel."""
+    """The metrics, and copies of those of HEALTH as health/NAME: trackers show a prefix as one panel."""
     return {**metrics, **{f"health/{word}": metrics[name] for name, word in HEALTH.items() if name in metrics}}
 
 
 @dataclass(slots=True)
 class MetricCurve:
-    """The course of one metric in at most POINTS means, its last value and its best."""
+    """The curve of one metric in at most POINTS means, its last value and its best."""
 
     better: Better
     points: list[float] = field(default_factory=list)
@@ -146,7 +136,7 @@ class MetricCurve:
     _pending: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float) -> None:
-        """Take in the value of a step; constant time on average."""
+        """Add the value of a step; constant time on average."""
         self.last = value
         if not math.isfinite(value):
             return
@@ -161,26 +151,26 @@ class MetricCurve:
             self._stride *= 2
 
     def series(self) -> list[float]:
-        """The means so far, the unfinished one included."""
+        """The means so far, including the incomplete one."""
         return [*self.points, math.fsum(self._pending) / len(self._pending)] if self._pending else self.points
 
 
 @dataclass(slots=True)
 class Progress:
-    """How far a run has come; `times` are seconds of a monotonic clock."""
+    """The progress of a run; times: (step, seconds of a monotonic clock)."""
 
     title: Mapping[str, Any]
     steps: int
     begin: float = field(default_factory=time.monotonic)
     step: int = 0
     latest: dict[str, float] = field(default_factory=dict)
-    now: Mapping[str, float] = field(default_factory=dict)  # what the last step measured
+    now: Mapping[str, float] = field(default_factory=dict)  # metrics of the last step
     curves: dict[str, MetricCurve] = field(default_factory=dict)
     last_sample: str = ""
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def update(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        """Take in a finished step."""
+        """Update a finished step."""
         self.step = step
         self.latest.update(metrics)
         self.now = dict(metrics)
@@ -190,7 +180,7 @@ class Progress:
                 self.curves.setdefault(name, MetricCurve(one["better"])).add(step, metrics[name])
 
     def remaining_s(self) -> float:
-        """Seconds to go at the pace of the last steps; NaN before two steps are known."""
+        """Remaining seconds at the pace of the last steps; NaN before the second step."""
         if len(self.times) < 2:
             return math.nan
         (first, begin), (last, end) = self.times[0], self.times[-1]

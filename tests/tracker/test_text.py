@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.core.fsync_io import format_bytes
 from runner.tracker.text import (
     BARS,
     POINTS,
@@ -17,7 +18,6 @@ from runner.tracker.text import (
     Progress,
     escape_controls,
     escape_for_terminal,
-    format_bytes,
     format_duration,
     format_number,
     format_rate,

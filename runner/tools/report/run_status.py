@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from runner.core.errors import EnvironmentProblem
+from runner.core.fsync_io import format_bytes
 from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
@@ -30,7 +31,6 @@ from runner.tracker.text import (
     METRICS,
     count_noun,
     escape_for_terminal,
-    format_bytes,
     format_duration,
     format_number,
     labeled_line,
