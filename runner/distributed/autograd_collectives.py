@@ -1,7 +1,7 @@
-"""Collectives between ranks that have gradients.
+"""Differentiable collectives.
 
-added       the sum of what the ranks have, on all of them; each finds the whole gradient of its own summand
-exchanged   run r of what a rank has goes to rank r, whose runs come in the order of the ranks
+all_reduce            the sum over ranks; each rank computes the full gradient of its own summand
+all_to_all_autograd   chunk r of a rank's rows goes to rank r, which receives chunks in the order of ranks
 """
 
 from __future__ import annotations
@@ -59,15 +59,15 @@ class _AllToAll(torch.autograd.Function):
 
 
 class AsyncAllToAll(NamedTuple):
-    """Rows that are on their way."""
+    """An all-to-all in progress."""
 
     received_buffer: Tensor
-    sent_buffer: Tensor  # has to be there until it is gone
+    sent_buffer: Tensor  # must live until the transfer ends
     dtype: torch.dtype
     work: Any
 
     def wait(self) -> Tensor:
-        """What has come, [Σ here, F]."""
+        """Wait; returns the received rows, [Σ here, F]."""
         self.work.wait()
         return self.received_buffer.view(self.dtype)
 

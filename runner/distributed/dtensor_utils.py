@@ -1,7 +1,7 @@
-"""Tensors of which each rank may hold a piece (torch's DTensor): made whole, taken apart, measured.
+"""Functions for tensors that may be sharded (torch's DTensor): full tensor, local shard, norm.
 
-A plain tensor is returned unchanged, so callers need not distinguish the two. What makes a sharded tensor whole, or
-measures it, is collective: all ranks call it in the same order.
+Plain tensors are accepted too, so callers need not distinguish them. Functions that gather or measure a sharded tensor
+are collective: all ranks call them in the same order.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ OWNER_ATTRIBUTE = "_runner_home"  # attribute of a tensor
 
 
 class TensorOwner(Protocol):
-    """Where a tensor lies that is on some of the ranks only; see `at_home`."""
+    """The ranks of a tensor that only some ranks have; see `set_owner`."""
 
-    # all of `tensor` on every rank, which `joined` gives where it lies
+    # the full tensor on every rank; make_full: returns it on the ranks that have it
     def broadcast_full(self, tensor: Tensor, make_full: Callable[[], Tensor]) -> Tensor: ...
 
 
 def set_owner(tensor: Tensor, owner: TensorOwner) -> None:
-    """Let `whole` find a tensor, this very object, on the ranks that have it."""
+    """Let `full_tensor` get this tensor object from the ranks that have it."""
     setattr(tensor, OWNER_ATTRIBUTE, owner)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """All of a tensor, detached, on every rank; the memory is the tensor's own where it is not sharded."""
+    """The full tensor, detached, on every rank; it shares the memory of a tensor that is not sharded."""
     home: TensorOwner | None = getattr(tensor, OWNER_ATTRIBUTE, None)
     if home is None:
         return full_tensor_of_holders(tensor)
@@ -39,19 +39,19 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def full_tensor_of_holders(tensor: Tensor) -> Tensor:
-    """The same, on the ranks that hold the tensor or pieces of it; for these alone."""
+    """The full tensor, on the ranks that have it or its shards; only these call it."""
     with torch.no_grad():
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, detached, in the tensor's own memory."""
+    """This rank's shard of a tensor, detached, in the tensor's own memory."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def local_slice(tensor: Tensor) -> tuple[slice, ...]:
-    """Where in the whole tensor this rank's piece lies, one slice for each dimension."""
+    """The position of this rank's shard in the full tensor, one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -59,9 +59,9 @@ def local_slice(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def shard_like(like: Tensor, full: Tensor) -> Tensor:
-    """The part of `full` that a rank holds which holds `like`, as a tensor like it; its memory is its own.
+    """A new tensor that is sharded like `like`, with this rank's part of `full`.
 
-    full: of the shape of `like`, whole, anywhere: only the piece is read.
+    full: a full tensor of the shape of `like`, on any device; only the shard is read.
     """
     part = full[local_slice(like)].to(local_tensor(like).device, copy=True)
     if not isinstance(like, DTensor):
@@ -77,7 +77,7 @@ def fill_local(tensor: Tensor, full: Tensor) -> None:
 
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients together, over all their pieces; float32 [], equal on all ranks."""
+    """The 2-norm of all gradients together, over all their shards; float32 [], equal on all ranks."""
     alike: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = {}
     for gradient in gradients:
         alike.setdefault(_sharded_dims(gradient), []).append(local_tensor(gradient))
@@ -89,13 +89,13 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
 
 
 def _local_norm(pieces: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of what this rank holds, in float32 at least: bfloat16 has three digits."""
+    """The 2-norm of local shards, at least in float32: bfloat16 has three digits."""
     wide = [p if p.dtype.itemsize > 2 else torch.linalg.vector_norm(p, dtype=torch.float32) for p in pieces]
     return torch.nn.utils.get_total_norm(wide)
 
 
 def _sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
-    """The mesh, and those of its dimensions, over which a tensor lies in pieces; None = it is whole here."""
+    """The mesh, and its dimensions over which a tensor is sharded; None = not sharded."""
     if not isinstance(tensor, DTensor):
         return None
     dims = tuple(dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
@@ -103,15 +103,17 @@ def _sharded_dims(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
 
 
 def _sum_over_shards(value: Tensor, key: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
-    """The sum of a value over the ranks that hold the pieces, in place."""
+    """Sum a value over the ranks with shards, in place."""
     for mesh, dim in [(key[0], dim) for dim in key[1]] if key else []:
         distributed.all_reduce(value, group=mesh.get_group(dim))
     return value
 
 
 def clip_grads_with_norm_(max_norm: float, gradients: Sequence[Tensor], norm: Tensor) -> None:
-    """Scale gradients whose norm together is `norm` to `limit`, in place, if they are above it; as torch's
-    clip_grads_with_norm_, which knows no tensors in pieces over several meshes."""
+    """Scale gradients with total norm `norm` to `max_norm`, in place, if it is above.
+
+    Like torch's clip_grads_with_norm_, which does not support shards over several meshes.
+    """
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         held = local_tensor(gradient)
@@ -119,12 +121,12 @@ def clip_grads_with_norm_(max_norm: float, gradients: Sequence[Tensor], norm: Te
 
 
 def is_expert_sharded(parameter: Tensor) -> bool:
-    """Whether other ranks hold other experts of it, and compute their gradient with this rank's tokens."""
+    """Whether other ranks have other experts of it, and compute their gradient with this rank's tokens."""
     if not isinstance(parameter, DTensor) or "ep" not in (names := parameter.device_mesh.mesh_dim_names or ()):
         return False
     return not parameter.placements[names.index("ep")].is_replicate()
 
 
 def is_reduced_in_backward(parameter: Tensor) -> bool:
-    """Whether the backward pass itself adds its gradients over the data ranks: it lies in pieces on them."""
+    """Whether the backward pass sums its gradients over the data ranks, because it is sharded over them."""
     return isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ())

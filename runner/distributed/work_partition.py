@@ -1,11 +1,11 @@
-"""Work shared out to ranks that all know all of it, so that nothing is exchanged but what came of it.
+"""Partition of work among ranks that all have all inputs, so that only results are exchanged.
 
-    costs        ──balanced──▶ the rank of each ──together──▶ each rank does its own ──▶ every result, on every rank
-    a mini-batch ──units, balanced by tokens──▶ a hand for each rank ──cut by token budget──▶ micro-batches
+    costs        ──balanced──▶ the rank of each piece ──run──▶ each rank does its own ──▶ every result, on every rank
+    a mini-batch ──units, balanced by tokens──▶ a shard for each rank ──cut by token budget──▶ micro-batches
     outputs of each rank's units ──gathered──▶ outputs of the whole batch, in its order, on every rank
 
-Every rank has the whole batch and deals in the same way. All have as many micro-batches: a rank that has fewer runs
-fillers, which teach nothing, because models that gather their weights for a pass need all ranks to make as many passes.
+Every rank has the whole batch and partitions it in the same way. All ranks run the same number of micro-batches: a rank
+with fewer also runs fillers without effect, because models that gather their weights need it.
 
 Legend: N rows, T tokens.
 """
@@ -44,19 +44,19 @@ class SingleProcess:
         return [tensors]
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """Nothing to add."""
+        """Do nothing."""
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """It is the first's already."""
+        """Do nothing."""
 
 
 SINGLE_PROCESS = SingleProcess()
 
 
 def balance_by_cost(costs: Sequence[int], ranks: int) -> list[int]:
-    """The rank of each piece of work: the costliest first, each to the rank that has least so far.
+    """The rank of each piece of work: the most expensive first, each to the rank with the least work.
 
-    What the ranks have differs by at most the costliest piece, and is the same for any order of the pieces.
+    The ranks' costs differ by at most the most expensive piece, and do not depend on the order of pieces.
     """
     loads, owners = [0] * ranks, [0] * len(costs)
     for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
@@ -78,31 +78,31 @@ def group_by_prompt(requests: Sequence[Request]) -> tuple[list[list[int]], list[
 
 @dataclass(frozen=True, slots=True)
 class RemoteFailure:
-    """What a rank sends instead of its results: the text of its exception, and its exit code."""
+    """Sent by a rank instead of results: the text of its exception, and its exit code."""
 
     message: str
     exit_code: int
 
     @classmethod
     def from_error(cls, error: Exception, rank: int) -> RemoteFailure:
-        """What `rank` raised."""
+        """The failure of `rank`."""
         known = isinstance(error, RunnerError)
         text = str(error) if known else f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         full = isinstance(error, torch.OutOfMemoryError)
         return cls(f"rank {rank}: {text}", OutOfMemory.exit_code if full else getattr(error, "exit_code", 1))
 
     def to_error(self) -> RunnerError:
-        """As the other ranks raise it."""
+        """The error that the other ranks raise."""
         error = RunnerError(self.message)
         error.exit_code = self.exit_code
         return error
 
 
 def run_partitioned(peers: RankCollectives, owners: Sequence[int], work: Callable[[list[int]], Sequence[T]]) -> list[T]:
-    """What `work` makes of pieces 0 … n-1, in their order, each done by the rank in `owners`.
+    """The results of `work` for pieces 0 … n-1 in order, each done by the rank in `owners`.
 
-    work: the numbers of this rank's pieces → what each of them gives; not called without one. What it raises on one
-    rank is raised on all, elsewhere as a RunnerError of the same exit code that names the rank.
+    work: indices of this rank's pieces → their results; not called without pieces. An error on one rank is raised on
+    all; on the others as a RunnerError with the same exit code that names the rank.
     """
     mine = [piece for piece, owner in enumerate(owners) if owner == peers.rank]
     given: Sequence[T] | RemoteFailure = []
@@ -120,12 +120,12 @@ def run_partitioned(peers: RankCollectives, owners: Sequence[int], work: Callabl
 
 
 def run_on_rank0(peers: RankCollectives, work: Callable[[], T]) -> T:
-    """What `work` gives on rank 0, on every rank; or what it raises there. The others wait for it."""
+    """Run `work` on rank 0; returns its result, or raises its error, on every rank."""
     return run_partitioned(peers, [0], lambda _: [work()])[0]
 
 
 def run_on_all(peers: RankCollectives, work: Callable[[], object]) -> None:
-    """Do what every rank has its part in; what it raises on one rank is raised on all, as by `together`."""
+    """Run `work` on every rank; an error on one rank is raised on all, as by `run_partitioned`."""
 
     def mine(_: list[int]) -> list[None]:
         work()
@@ -140,15 +140,14 @@ def sum_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) ->
 
 
 def add_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> None:
-    """Add the ranks' gradients of what each of them holds of the parameters, in place."""
+    """Sum the ranks' gradients of their local parts of the parameters, in place."""
     peers.all_reduce_([local_tensor(p.grad) for p in fill_missing_gradients(parameters, peers) if p.grad is not None])
 
 
 def fill_missing_gradients(parameters: Sequence[nn.Parameter], peers: RankCollectives) -> list[nn.Parameter]:
-    """Those that some rank has a gradient of; where it has none it is zero from here on.
+    """The parameters with a gradient on some rank; missing gradients of the other ranks become zero.
 
-    A parameter that no rank has a gradient of stays without one, so that the optimizer leaves it alone as it does in
-    one process.
+    A parameter without a gradient on any rank keeps none, so the optimizer skips it as in one process.
     """
     ranks = peers.all_gather([p.grad is not None for p in parameters])
     found = [p for p, *had in zip(parameters, *ranks, strict=True) if any(had)]
@@ -160,7 +159,7 @@ def fill_missing_gradients(parameters: Sequence[nn.Parameter], peers: RankCollec
 
 @dataclass(frozen=True, slots=True)
 class AllReduceGradients:
-    """The gradients of a model that each of these ranks has as a whole, or in pieces over all of them."""
+    """The gradients of a model that is replicated on these ranks, or sharded over all of them."""
 
     peers: RankCollectives
 
@@ -174,7 +173,7 @@ class AllReduceGradients:
 
 
 class SingleStage:
-    """The stage of a model whose layers are all on this rank: see `runner.interfaces.PipelineStage`."""
+    """The only stage of a model that is not split: see `runner.interfaces.PipelineStage`."""
 
     is_last = True
     index = 0
@@ -182,7 +181,7 @@ class SingleStage:
     absent_modules: frozenset[Any] = frozenset()
 
     def schedule(self, count: int) -> Sequence[PipelineOp]:
-        """Forward and backward, one micro-batch after the other."""
+        """Forward and backward pass of one micro-batch after the other."""
         return [turn for micro in range(count) for turn in (PipelineOp(micro), PipelineOp(micro, backward=True))]
 
     def forward_schedule(self, count: int) -> Sequence[PipelineOp]:
@@ -190,17 +189,17 @@ class SingleStage:
         return [PipelineOp(micro) for micro in range(count)]
 
     def begin_op(self, op: PipelineOp) -> None:
-        """There is one run of layers."""
+        """Do nothing: there is one stage."""
 
     def tied_parameters(self) -> list[Tensor]:
-        """No other rank has another end of the model."""
+        """None: no other rank has a part of the model."""
         return []
 
     def on_parameters_ready(self) -> None:
-        """All parameters are here."""
+        """Do nothing: all parameters are on this rank."""
 
     def run_local(self, run: Callable[[Callable[..., Any]], Tensor], forward: Callable[..., Any]) -> Tensor:
-        """All layers."""
+        """Run all layers."""
         return run(forward)
 
 
@@ -211,7 +210,7 @@ SINGLE_STAGE = SingleStage()
 class BatchShard:
     """One rank's part of a batch.
 
-    micros: of its own units; fillers: how many passes others make beyond; filler: the batch's smallest unit
+    micro_batches: of its own units; num_fillers: number of further passes of other ranks; filler: the smallest unit
     order: for each rank, in order, the spans (first row, row after the last, first token, token after it) of its units
     """
 
@@ -221,18 +220,18 @@ class BatchShard:
     order: Sequence[tuple[int, int, int, int]]
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
-        """Each micro-batch that this rank runs, and whether it is one of its own."""
+        """Each micro-batch that this rank runs, and whether it is its own or a filler."""
         yield from ((micro, True) for micro in self.micro_batches)
         yield from ((self.filler, False) for _ in range(self.num_fillers))
 
     def gather_outputs(self, peers: RankCollectives, outputs: Outputs) -> dict[str, Tensor]:
-        """What all ranks computed, [T] or [N], of what each did on its own units end to end."""
+        """The outputs of the whole batch, [T] or [N], from each rank's outputs of its own units."""
         found = peers.all_gather_tensors(outputs)
         joined = {name: torch.cat([one[name] for one in found]) for name in found[0]}
         return {name: values[self._output_positions(len(values)).to(values.device)] for name, values in joined.items()}
 
     def _output_positions(self, size: int) -> Tensor:
-        """Where in the ranks' outputs, laid end to end, each token's or row's value stands."""
+        """The position of each token's or row's value in the concatenated outputs of the ranks."""
         if not size:  # of a stage that sends everything to another
             return torch.arange(0)
         per_token = size == sum(last - first for *_, first, last in self.order)
@@ -265,9 +264,9 @@ def map_sharded(
     padded: bool,
     stage: PipelineStage = SINGLE_STAGE,
 ) -> dict[str, Tensor]:
-    """What `run` makes of micro-batches, [T] or [N], of the whole batch on every rank.
+    """The outputs of `run`, [T] or [N], of the whole batch on every rank, computed in micro-batches.
 
-    stage: which of the model's layers are here; only where they end does `run` make anything
+    stage: this rank's pipeline stage; only the last stage has outputs
     """
     share = shard_batch(batch, budget, peers, padded=padded)
     micros, found = list(share), dict[int, Mapping[str, Tensor]]()
@@ -279,17 +278,17 @@ def map_sharded(
 
 
 def drop_filler_outputs(outputs: Mapping[str, Tensor], own: bool) -> Mapping[str, Tensor]:
-    """The outputs of a micro-batch; none of a filler's, in their shapes and types."""
+    """The outputs of a micro-batch; of a filler, empty ones."""
     return outputs if own else {name: values[:0] for name, values in outputs.items()}
 
 
 def concat_outputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The outputs of micro-batches end to end."""
+    """The concatenated outputs of micro-batches."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def _select_units(batch: Batch, spans: Sequence[tuple[int, int, int]], units: Sequence[int]) -> Batch:
-    """Some units of a batch, in its order; a view where they are neighbours."""
+    """Some units of a batch, in its order; a view if they are neighbors."""
     edges = [at for at in range(1, len(units)) if units[at] != units[at - 1] + 1]
     runs = [units[a:b] for a, b in zip([0, *edges], [*edges, len(units)], strict=True)]
     parts = [batch.slice_rows(spans[run[0]][0], spans[run[-1]][1]) for run in runs]

@@ -1,6 +1,6 @@
 """Apply a mesh to a model that rank 0 has loaded: tensor, expert, pipeline and context parallel, FSDP.
 
-weights taken out ──▶ structure cut and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
+weights removed ──▶ structure split and sharded on `meta` ──▶ weights scattered ──▶ outputs compared with those before
 
 Afterwards a few tokens are computed again; a model that computes other values than before is an error.
 """
@@ -57,10 +57,10 @@ def apply_context_parallel(
     tp_size: int,
     decide: Decide,
 ) -> None:
-    """Let each rank of `group` compute its tokens of every batch from now on. Collective over everyone.
+    """Let each rank of `group` compute only its tokens of every batch. Collective over all ranks.
 
-    model: with its weights, or its pieces of them; style: None = ulysses where it can be; slices: in how many its
-    layers are cut. Raises SpecError, on all ranks, for a model that cannot, or is another one then.
+    model: with its weights or shards; style: None = ulysses if possible; tp_size: number of tensor-parallel ranks.
+    Raises SpecError, on all ranks, for a model that does not support it or computes other values with it.
     """
     name = type(model.inner).__name__
     if model.is_padded:
@@ -89,7 +89,7 @@ def _choose_cp_style(
 
 @dataclass(frozen=True, slots=True)
 class ParallelismPlan:
-    """Where models go: `groups` is None where each rank has all of them; everyone: all ranks."""
+    """How models are distributed. groups: None if each rank has whole models; world_peers: all ranks."""
 
     config: ParallelismConfig
     mesh: Mesh
@@ -99,13 +99,13 @@ class ParallelismPlan:
     decide: Decide
 
     def apply(self, model: TrainableModel) -> None:
-        """Apply the plan to `model` in place, before it has an optimizer. Collective; raises SpecError."""
+        """Distribute `model` in place, before it has an optimizer. Collective; raises SpecError."""
         device = self.device.torch_device
         offload = self.config.offloads
         wanted = run_on_rank0(self.world_peers, model.probe_hidden) if self.mesh.model_parallel_size > 1 else None
         weights = WeightScatter(model.whole, self.world_peers, device)
         kinds = {frozenset(map(type, block.modules())): block for block in reversed(model.transformer_blocks())}
-        with weights.materialize(model.whole, list(kinds.values())):  # what the device exchanges is tried out there
+        with weights.materialize(model.whole, list(kinds.values())):  # the device tries its fused operators there
             self.device.apply_fused_ops(model.inner)
         if self.groups is not None:
             self._shard_parameters(model, self.groups)
@@ -113,7 +113,7 @@ class ParallelismPlan:
         weights.scatter(model.whole, torch.device("cpu") if offload else device, absent)
         model.device = device
         with torch.no_grad():
-            model.whole.run(lambda: None)  # fully_shard looks at its pieces while all that learns is known to
+            model.whole.run(lambda: None)  # fully_shard initializes its state here
         model.stage.on_parameters_ready()
         if wanted is not None:
             dim = next(dim for dim in PARALLELISM if getattr(self.mesh, dim) > 1)
@@ -122,7 +122,7 @@ class ParallelismPlan:
             self._share_tokens(model, self.groups)
 
     def _shard_parameters(self, model: TrainableModel, groups: MeshGroups) -> None:
-        """Make of each parameter what this rank holds of it, while there are no numbers."""
+        """Replace each parameter by this rank's shard, on the meta device."""
         if self.mesh.tp > 1:
             from runner.parallelism.tensor_parallel import apply_tensor_parallel
 

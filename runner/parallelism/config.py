@@ -1,4 +1,4 @@
-"""How one job is spread over devices: one schema, whose names are presets."""
+"""How a job is distributed over devices: one schema, whose names are presets."""
 
 import importlib.util
 from typing import Any, ClassVar, Literal
@@ -15,27 +15,27 @@ class ParallelismConfig(ComponentConfig):
 
     group: ClassVar[str] = "parallelism"
     factory: ClassVar[str] = "runner.parallelism.parallel_context:build"
-    deepspeed: ClassVar[bool] = False  # whether DeepSpeed keeps gradients and optimizer state
-    shards: ClassVar[bool] = False  # whether weights lie in pieces on several devices
+    deepspeed: ClassVar[bool] = False  # whether DeepSpeed runs the optimizer
+    shards: ClassVar[bool] = False  # whether weights are sharded over devices
 
     @property
     def deadline_s(self) -> float | None:
-        """Seconds that a rank waits for the others; None where there is one."""
+        """Timeout in seconds of collectives; None for a single process."""
         return None
 
     @property
     def context_style(self) -> Literal["ulysses", "ring"] | None:
-        """How context-parallel ranks exchange what attention needs; None = the job chooses."""
+        """The context-parallel backend; None = chosen by the job."""
         return None
 
     @property
     def stage_chunks(self) -> int:
-        """Runs of layers on each pipeline rank."""
+        """Number of virtual stages on each pipeline rank."""
         return 1
 
     @property
     def offloads(self) -> bool:
-        """Whether shards, and the optimizer's step on them, are in the host's memory."""
+        """Whether shards and the optimizer's step are in host memory."""
         return False
 
     @property
@@ -44,15 +44,15 @@ class ParallelismConfig(ComponentConfig):
         return False
 
     def divisibility_problems(self, mesh: Mesh, sizes: Sizes) -> list[Problem]:
-        """What of a model does not divide as the mesh needs it, with what would fit."""
+        """Sizes of a model that the mesh does not divide, with sizes that fit."""
         return []
 
     def mesh(self, world: int) -> Mesh:
-        """The grid of `world` ranks. Raises SpecError, with what would fit, where there is none."""
+        """The mesh of `world` ranks. Raises SpecError, with meshes that fit, if there is none."""
         raise NotImplementedError
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where a package is missing that it needs."""
+        """Raise EnvironmentProblem if a package is missing."""
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         try:
@@ -168,7 +168,7 @@ class MeshConfig(MultiProcessConfig):
         return found + [(p.key, p.message) for p in self.divisibility_problems(mesh, job.model.sizes())]
 
     def _unused_options(self, mesh: Mesh) -> list[tuple[str, str]]:
-        """Options that mean nothing on this mesh."""
+        """Errors for options that are not used on this mesh."""
         options = (
             ("cp_backend", "cp", self.cp_backend is not None),
             ("pp_virtual_stages", "pp", self.pp_virtual_stages > 1),
@@ -178,7 +178,7 @@ class MeshConfig(MultiProcessConfig):
         return [(f"parallelism.{option}", text.format(dim)) for option, dim in unused]
 
     def _teacher_conflicts(self, job: Any) -> list[tuple[str, str]]:
-        """Problems of a teacher's passes with interleaved pipeline stages, whose order of passes differs."""
+        """Errors for a teacher's passes with interleaved pipeline stages, whose order differs."""
         if self.pp_virtual_stages > 1 and job.algorithm.scores_within_passes:
             return [("parallelism.pp_virtual_stages", "distill runs its teacher between its own passes; leave it out")]
         return []
@@ -228,7 +228,7 @@ class ShardedConfig(MeshConfig):
 
 
 def _has_whole_experts(mesh: Mesh) -> bool:
-    """Whether there is nothing left over which a rank's experts could lie in pieces."""
+    """Whether no ranks are left over which a rank's experts could be sharded."""
     return mesh.ep > 1 and mesh.expert_grid["dp_shard"] == 1
 
 
@@ -283,7 +283,7 @@ class ZeroConfig(MultiProcessConfig):
     stage: ClassVar[int]
 
     def mesh(self, world: int) -> Mesh:
-        """See `ParallelismConfig`: how DeepSpeed spreads what it keeps is its own."""
+        """See `ParallelismConfig`; DeepSpeed itself distributes its state."""
         self._refuse_single_process(world)
         return Mesh(dp_replicate=world)
 

@@ -1,11 +1,11 @@
-"""DeepSpeed's ZeRO as a learner (Rajbhandari et al., 1910.02054, section 5); only here is it imported.
+"""DeepSpeed's ZeRO as a learner (Rajbhandari et al., 1910.02054, section 5); it is imported only here.
 
-    zero2    gradients and optimizer state lie in parts on the ranks, weights are whole on each
-    zero3    weights too; a layer's are gathered for its turn, those outside of layers for the whole pass
+    zero2    gradients and optimizer state are sharded, weights are replicated
+    zero3    weights are sharded too; those of a layer are gathered for the layer, others for the whole pass
 
-The model, the loss, the batches and what is measured are ours. DeepSpeed adds the gradients up, clips them, makes the
-step and spreads the weights. Its averages are undone: by its own option for sums at stage 2; at stage 3, which has
-none, by a loss times the number of ranks, exact where that is a power of two.
+The model, the loss, the batches and the metrics are ours. DeepSpeed sums and clips gradients, makes the step and
+distributes the weights. Its averages are undone: at stage 2 by its option for sums; at stage 3, which has no such
+option, by a loss times the number of ranks, which is exact if that is a power of two.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.core.rank_info import RankInfo
 from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.parallel_context import ParallelContext
 
-PERSISTENT_LAYERS = 10  # times the hidden size: numbers up to which a parameter stays whole, as transformers sets it
+PERSISTENT_LAYERS = 10  # times the hidden size: smaller parameters are not sharded, as in transformers
 # which DeepSpeed 0.19 calls
 NOISY_WARNING = "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
 
@@ -38,7 +38,7 @@ class OptimizerEntry(NamedTuple):
 
 
 class DeepSpeedZero:
-    """One trained model and its optimizer, run by DeepSpeed. Reading or writing it is collective."""
+    """One trained model and its optimizer in DeepSpeed's engine. Its methods are collective."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class DeepSpeedZero:
         clip_norm: float | None,
         decide: Decide,
     ) -> None:
-        """Wrap `model`, whole on every rank's device, and `optimizer` over its trainable parameters.
+        """Wrap `model`, which is replicated on all ranks, and `optimizer` of its trainable parameters.
 
-        Raises EnvironmentProblem where deepspeed cannot be imported.
+        Raises EnvironmentProblem if deepspeed cannot be imported.
         """
         deepspeed = _import_deepspeed(world.device.torch_device.type, world.place)
         stage: int = world.config.stage  # type: ignore[attr-defined]
@@ -62,8 +62,8 @@ class DeepSpeedZero:
             optimizer=optimizer,
             dist_init_required=False,
             config={
-                "train_micro_batch_size_per_gpu": 1,  # nothing is counted by it
-                "managed_gradient_accumulation": False,  # a step is made when it is requested
+                "train_micro_batch_size_per_gpu": 1,  # not used
+                "managed_gradient_accumulation": False,  # the learner decides when to step
                 "gradient_clipping": clip_norm or 0.0,
                 "zero_allow_untested_optimizer": True,
                 "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": PERSISTENT_LAYERS * hidden},
@@ -79,7 +79,7 @@ class DeepSpeedZero:
         decide.record_fact("parallelism", fact, "its engine runs the optimizer")
 
     def _register_external_weights(self, model: TrainableModel) -> None:
-        """What stands outside of the layers is there for a whole pass: the LM head's weight is used in chunks."""
+        """Gather parameters outside of layers for a whole pass: the LM head's weight is used in chunks."""
         from deepspeed.runtime.zero import register_external_parameter
 
         inside = {id(parameter) for block in model.transformer_blocks() for parameter in block.parameters()}
@@ -87,28 +87,28 @@ class DeepSpeedZero:
             if id(parameter) not in inside:
                 register_external_parameter(model.whole, parameter)
         model.whole.join_context = self._summon_full_params
-        self._zero.parameter_offload.fwd_pre_hook.remove()  # gathers in the last pass's order; passes differ here
+        self._zero.parameter_offload.fwd_pre_hook.remove()  # it prefetches in the last pass's order; passes differ
 
     def backward(self, total: Tensor) -> None:
-        """Add the gradient of a micro-batch's loss, a scalar, to what the ranks hold of it."""
+        """Add the gradient of a micro-batch's loss, a scalar, to the sharded gradients."""
         self._engine.backward(total * self._factor, scale_wrt_gas=False)
 
     def step(self) -> Tensor:
-        """Clip, step, clear; returns the norm of the summed gradient before clipping, float32 [].
+        """Clip, step, clear gradients; returns the norm of the summed gradient before clipping, float32 [].
 
-        Where that is not finite, nothing is updated.
+        If it is not finite, nothing is updated.
         """
         self._engine.step()
         return torch.tensor(float("nan" if self._zero.overflow else self._engine.get_global_grad_norm()))
 
     def full_parameter(self, parameter: nn.Parameter) -> Tensor:
-        """All of a parameter that learns, detached, on every rank."""
+        """A full trainable parameter, detached, on every rank."""
         from deepspeed.utils import safe_get_full_fp32_param
 
         return parameter.detach() if self._stage == 2 else safe_get_full_fp32_param(parameter)
 
     def optimizer_entries(self) -> Iterator[OptimizerEntry]:
-        """What the optimizer keeps; tensors whole, on every rank."""
+        """The optimizer's state with full tensors, on every rank."""
         from deepspeed.utils import safe_get_full_optimizer_state
 
         for parameters, flat in self._groups():
@@ -120,7 +120,7 @@ class DeepSpeedZero:
                     yield OptimizerEntry(parameter, key, full)
 
     def writable_parameters(self) -> AbstractContextManager[None]:
-        """While the parameters are whole and may be overwritten, on all ranks alike; `take` comes after it."""
+        """A block with full parameters that all ranks may overwrite; `load_states` comes after it."""
         if self._stage == 2:
             return nullcontext()
         from deepspeed.runtime.zero import GatheredParameters
@@ -131,15 +131,15 @@ class DeepSpeedZero:
     def load_states(
         self, parameters: Mapping[nn.Parameter, Tensor], kept: Mapping[nn.Parameter, Mapping[str, Any]]
     ) -> None:
-        """Overwrite the optimizer's copy of the parameters, and what it keeps of them.
+        """Overwrite the optimizer's copy of the parameters, and its state.
 
-        Raises CheckpointError where what it keeps once for many parameters is not the same for all.
+        Raises CheckpointError if a value that it has once for many parameters is not the same for all.
         """
         for parameter, value in parameters.items():
             self._write_shard(parameter, value, None)
         for members, flat in self._groups():
             entries = [kept.get(parameter, {}) for parameter in members]
-            keys = {key: None for entry in entries for key in entry}  # in their order
+            keys = {key: None for entry in entries for key in entry}  # in order
             self._optimizer.state[flat] = {key: _group_entry(key, flat, entries) for key in keys}
         if self._stage == 2:
             self._zero._hp_optimizer_states_linked = False
@@ -150,7 +150,7 @@ class DeepSpeedZero:
                     self._write_shard(parameter, value, key)
 
     def _write_shard(self, parameter: nn.Parameter, value: Tensor, key: str | None) -> None:
-        """Overwrite this rank's part of the optimizer's copy of a parameter, or of what it keeps under `key`."""
+        """Overwrite this rank's shard of the optimizer's copy of a parameter, or of its state `key`."""
         if self._stage == 2:
             parameter.set_full_hp_param(value.to(parameter.device), key)  # type: ignore[attr-defined]
             return
@@ -161,14 +161,14 @@ class DeepSpeedZero:
         self._zero.set_local_hp_param(nn.functional.pad(part, (0, size - part.numel())), parameter, key)
 
     def _groups(self) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
-        """Parameters, and the flat tensor of which the optimizer knows in their place."""
+        """Groups of parameters, each with the optimizer's flat tensor of them."""
         if self._stage == 2:
             return zip(self._zero.bit16_groups, self._zero.single_partition_of_fp32_groups, strict=True)
         return zip(self._zero.fp16_groups, self._zero.fp32_partitioned_groups_flat, strict=True)
 
     @contextmanager
     def _summon_full_params(self) -> Iterator[None]:
-        """The whole model on every rank, without the hooks that would free a layer after its turn."""
+        """The full model on every rank, without the hooks that free a layer after its pass."""
         from deepspeed.runtime.zero import GatheredParameters
 
         offload, parameters = self._zero.parameter_offload, list(self._whole.parameters())
@@ -185,7 +185,7 @@ class DeepSpeedZero:
 
 
 def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> Any:
-    """Room for what is kept of many parameters under a key, or what is the same for all of them."""
+    """The state `key` of a group: a tensor to be filled, or the value that all parameters share."""
     first = next(entry[key] for entry in entries if key in entry)
     if isinstance(first, Tensor) and first.ndim:
         return torch.zeros_like(flat)
@@ -196,7 +196,7 @@ def _group_entry(key: str, flat: Tensor, entries: list[Mapping[str, Any]]) -> An
 
 
 def _import_deepspeed(device: str, place: RankInfo) -> Any:
-    """deepspeed, set to the device that the job has. Raises EnvironmentProblem."""
+    """Import deepspeed for the job's device. Raises EnvironmentProblem."""
     os.environ["DS_ACCELERATOR"] = device
     os.environ.update(place.to_environment())
     try:
@@ -207,7 +207,9 @@ def _import_deepspeed(device: str, place: RankInfo) -> Any:
         text = f"DeepSpeed cannot be used: {type(error).__name__}: {error}"
         raise EnvironmentProblem(f'{text}\n  pip install "posttrain-run[deepspeed]"') from error
     deepspeed.utils.logger.setLevel("WARNING")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled when it is first used; gloo does the same
-    utils.warned = True  # that `FsdpRoot` is called with a function and no tensors
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it would be compiled at its first use; gloo replaces it
+    )
+    utils.warned = True  # about calls of `FsdpRoot` without tensors
     warnings.filterwarnings("ignore", NOISY_WARNING, FutureWarning)
     return deepspeed

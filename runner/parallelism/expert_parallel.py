@@ -5,9 +5,9 @@ Lepikhin et al., 2006.16668, section 3, without the limit on an expert's tokens:
     tokens, their experts ──by expert──▶ rows ──all-to-all──▶ rows of own experts ──the layer's own forward──▶ rows
                                      tokens ◀──weighed, added── rows ◀──all-to-all──────────────────────────────┘
 
-Each rank has a run of every layer's experts and all of everything else, routers included. What computes the experts
-stays in use, be it transformers' or the device's: it sees a layer of fewer experts, and rows that go to one each. A
-rank without a row takes part all the same: all ranks make as many passes, forward and backward, as any other.
+Each rank has some consecutive experts of every layer and all other modules, including routers. The experts' own forward
+(of transformers or of the device) is used: it gets a layer with fewer experts, and rows with one expert each. A rank
+without rows also runs it, because all ranks must make the same forward and backward passes.
 
 Legend: n tokens, k experts of each, E experts, H hidden size.
 """
@@ -32,16 +32,16 @@ from runner.parallelism.tensor_parallel import LocalParameterHooks, TensorParall
 
 
 def expert_layers(module: nn.Module) -> list[Any]:
-    """The experts of each layer that has some: modules that transformers marks as such."""
+    """The experts of each layer, as marked by transformers."""
     return [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
 
 
 def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: bool, decide: Decide) -> None:
-    """Make of every layer's experts, on the meta device (see `weights`), those that this rank holds.
+    """Replace every layer's experts, on the meta device (see `weight_scatter`), by those of this rank.
 
-    mesh: of one dimension; alone: whether nothing else lies in pieces or slices, so that every other parameter becomes
-    a replica on the same mesh: an optimizer takes tensors of one kind. The model's parameters are other objects
-    afterwards. Raises SpecError, on all ranks, for a model that has no experts, or others than these.
+    mesh: of one dimension; alone: whether nothing else is sharded, so that all other parameters become replicas on the
+    same mesh (an optimizer needs tensors of one kind). The model's parameters are other objects afterwards. Raises
+    SpecError, on all ranks, for a model without experts or with unsupported ones.
     """
     found = expert_layers(model.inner)
     if not found:
@@ -51,7 +51,9 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
     slices = TensorParallelGroup(mesh)
     used = [part for part in model.whole.modules() if part._parameters] if alone else found
     for part in used:
-        if not any(isinstance(parameter, DTensor) for parameter in part._parameters.values()):  # else it has them
+        if not any(
+            isinstance(parameter, DTensor) for parameter in part._parameters.values()
+        ):  # otherwise it already has hooks
             LocalParameterHooks(part, slices)
     distribute_parameters(used, slices, {id(parameter): 0 for part in found for parameter in part.parameters()})
     for part in found:
@@ -62,7 +64,7 @@ def apply_expert_parallel(model: TrainableModel, mesh: DeviceMesh, *, alone: boo
 
 
 def _refuse_uneven_experts(module: nn.Module, found: Sequence[Any], size: int, alone: bool) -> None:
-    """Raise SpecError for experts that are not rows of their layer's parameters, or uneven over ranks."""
+    """Raise SpecError for experts that are not rows of a parameter, or that ranks do not divide."""
     for part in found:
         name = type(part).__name__
         if odd := [key for key, p in part.named_parameters() if "." in key or len(p) != part.num_experts]:
@@ -86,13 +88,13 @@ def refuse_adapters(module: nn.Module) -> None:
 def _with_all_experts(
     outer: Callable[[], AbstractContextManager[None]], slices: TensorParallelGroup, module: nn.Module
 ) -> Iterator[None]:
-    """All experts on every rank, of a model that is whole for a while but for them."""
+    """All experts on every rank inside the block, in addition to `outer`."""
     with outer(), slices.summon_full_params(module):
         yield
 
 
 class TokenDispatcher:
-    """The forward of a layer's experts, of which this rank has a run: a drop-in for the module's own."""
+    """Replaces the forward of a layer's experts, of which this rank has some."""
 
     def __init__(self, part: Any, slices: TensorParallelGroup) -> None:
         self._part, self._slices = part, slices
@@ -130,9 +132,9 @@ class TokenDispatcher:
         return there, here, own.repeat_interleave(met, output_size=sum(here))
 
     def _run_local_experts(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """What this rank's experts make of rows [R, H], that of `experts` [R] of each."""
+        """The outputs of this rank's experts for rows [R, H]; experts [R]: the local expert of each row."""
         part = self._part
-        if not len(rows):  # as differentiable as on the other ranks, or these would wait for a gradient
+        if not len(rows):  # differentiable, because the other ranks wait for a gradient
             return rows + sum(p[:0].sum() for p in part._parameters.values() if p is not None and p.requires_grad)
         part.num_experts = self._experts // self._slices.size
         try:

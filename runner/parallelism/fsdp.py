@@ -1,13 +1,13 @@
-"""A model in pieces on many devices: torch's fully_shard (FSDP2), layer by layer.
+"""FSDP: a model sharded layer by layer with torch's fully_shard (FSDP2).
 
-    fsdp   dp_replicate 1, dp_shard n    each rank holds 1/n of every tensor, of its gradient and of its optimizer state
-    hsdp   dp_replicate m, dp_shard n    the same m times over; gradients are summed over the m as well
+    fsdp   dp_replicate 1, dp_shard n    each rank has 1/n of every tensor, its gradient and its optimizer state
+    hsdp   dp_replicate m, dp_shard n    m replicas of that; gradients are also summed over the m
 
-Layers are gathered one after the other, each freed when it has been used; embedding, norm, head and whatever else there
-is are one group, in which tied weights stay tied. Gradients are sums over all ranks, as everywhere here, and are summed
-in float32. Weights are gathered in what the model computes in, whatever they are stored in: no layer casts them again,
-and no cast is kept for the backward pass. Routers, score heads and value heads are groups of their own, in float32.
-With `model.head_dtype=float32`, embedding, norm and head are gathered as they are stored.
+Layers are gathered one at a time and freed after use; embedding, norm, head and all other modules are one group, in
+which tied weights stay tied. Gradients are sums over all ranks, in float32. Weights are gathered in the model's compute
+dtype, whatever dtype they are stored in: layers do not cast them, and no cast is stored for the backward pass. Routers,
+score heads and value heads are their own groups, in float32. With `model.head_dtype=float32`, embedding, norm and head
+are gathered in the stored dtype.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def apply_fsdp(
 ) -> None:
     """Replace every parameter of `model`, on the meta device, by this rank's shard (see `weight_scatter`).
 
-    mesh: dp_replicate, dp_shard, and what the model is cut over by now; experts: the same for experts that are spread,
-    see `Mesh.expert_grid`; device: where it computes; reshard: whether a layer is gathered again for the backward pass;
-    offload: whether pieces will lie on the CPU. The model's parameters are other objects afterwards. Raises
-    EnvironmentProblem for a torch whose fully_shard lacks what is used.
+    mesh: dp_replicate, dp_shard, and the dimensions that already split the model; experts: the same for expert
+    parallelism, see `Mesh.expert_grid`; device: where it computes; reshard: whether a layer is gathered again for the
+    backward pass; offload: whether shards are on the CPU. The model's parameters are other objects afterwards. Raises
+    EnvironmentProblem for a torch with an unsupported fully_shard.
     """
     blocks = model.transformer_blocks()
     if not blocks:
@@ -60,8 +60,8 @@ def apply_fsdp(
     if model.compute_dtype == torch.bfloat16:
         wide = policy | {"mp_policy": _mixed_precision_policy(torch.float32)}
         for part in model.float32_modules():
-            if getattr(part, "computes_in_float32", False):  # model.head_dtype: a head is read outside of its forward,
-                root = wide  # so it stays with embedding and norm, all gathered as stored and cast when they are read
+            if getattr(part, "computes_in_float32", False):  # model.head_dtype: a head is used outside of its forward,
+                root = wide  # so it stays in the group of embedding and norm, which is gathered in the stored dtype
             elif policy["ignored_params"].isdisjoint(part.parameters()):
                 fully_shard(part, mesh=_gradient_mesh(mesh), reshard_after_forward=reshard, **wide)
     for block in blocks:
@@ -77,7 +77,7 @@ def apply_fsdp(
 
 
 def _mixed_precision_policy(compute: torch.dtype) -> MixedPrecisionPolicy:
-    """Gather in what a model computes in, bfloat16 or what is stored, and sum gradients in float32."""
+    """Gather in the compute dtype (bfloat16, or the stored one), and sum gradients in float32."""
     low = compute if compute == torch.bfloat16 else None
     return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
@@ -85,7 +85,7 @@ def _mixed_precision_policy(compute: torch.dtype) -> MixedPrecisionPolicy:
 def _shard_experts(
     model: TrainableModel, mesh: DeviceMesh, reshard: bool, policy: dict[str, Any], decide: Decide
 ) -> set[nn.Parameter]:
-    """Shard each layer's experts over the ranks that have the same ones; returns those left as they are."""
+    """Shard each layer's experts over the ranks that have the same ones; returns unsharded ones."""
     layers = [part for part in spread_layers(model.inner) if policy["ignored_params"].isdisjoint(part.parameters())]
     every = {p for part in layers for p in part.parameters()}
     pieces = mesh["dp_shard"].size()
@@ -103,6 +103,6 @@ def _shard_experts(
 
 
 def _gradient_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The dimensions over which gradients are summed: replicas, if there are any, and shards."""
+    """The dimensions over which gradients are summed: shards and, if there are several, replicas."""
     copies = "dp_replicate" in (mesh.mesh_dim_names or ()) and mesh["dp_replicate"].size() > 1
     return mesh["dp_replicate", "dp_shard"] if copies else mesh["dp_shard"]

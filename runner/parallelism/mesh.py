@@ -20,11 +20,11 @@ RankGroup = tuple[int, ...]  # ranks that belong together, in order
 
 
 class Mesh(NamedTuple):
-    """How many ranks there are in each dimension.
+    """The number of ranks in each dimension.
 
-    pp: runs of layers; dp_replicate: copies of the model; dp_shard: parts of each copy; cp: runs of each row's tokens;
-    tp: slices of each layer; ep: over how many of the ranks of the middle three a layer's experts lie, which is no
-    dimension of its own
+    pp: pipeline stages; dp_replicate: replicas of the model; dp_shard: shards of a replica; cp: context-parallel ranks;
+    tp: tensor-parallel ranks; ep: over how many ranks of the middle three dimensions a layer's experts are distributed,
+    which is not a dimension
     """
 
     pp: int = 1
@@ -51,17 +51,17 @@ class Mesh(NamedTuple):
 
     @property
     def dp_shard_cp_size(self) -> int:
-        """In how many pieces a sharded copy's weights lie: cp ranks hold some, too."""
+        """Number of shards of a replica: cp ranks have shards, too."""
         return self.dp_shard * self.cp
 
     @property
     def model_parallel_size(self) -> int:
-        """In how many parts the model's structure is split; above one, modules differ between ranks."""
+        """Number of parts of the model's structure; above 1, modules differ between ranks."""
         return self.pp * self.tp * self.ep
 
     @property
     def dp_cp_size(self) -> int:
-        """How many ranks find parts of the same weights' gradients."""
+        """Number of ranks that compute parts of the gradients of the same weights."""
         return self.dp_size * self.cp
 
     def rank_groups(self, *names: str) -> list[RankGroup]:
@@ -72,12 +72,12 @@ class Mesh(NamedTuple):
         return [tuple(self._rank(place) + offset for offset in offsets) for place in product(*bound)]
 
     def expert_groups(self) -> list[RankGroup]:
-        """All sets of ranks over which a layer's experts lie."""
+        """All sets of ranks over which a layer's experts are distributed."""
         replicas = self.rank_groups(*REPLICA_DIMS)
         return [copies[at : at + self.ep] for copies in replicas for at in range(0, len(copies), self.ep)]
 
     def expert_replica_groups(self) -> list[RankGroup]:
-        """All sets of ranks that hold the same experts."""
+        """All sets of ranks with the same experts."""
         return [copies[at :: self.ep] for copies in self.rank_groups(*REPLICA_DIMS) for at in range(self.ep)]
 
     @property
@@ -91,12 +91,12 @@ class Mesh(NamedTuple):
         return {**copies, "dp_shard": self.dp_cp_size // prod(copies.values()) // self.ep, "ep": self.ep}
 
     def expert_shard_groups(self) -> list[RankGroup]:
-        """All sets of ranks that hold pieces of the same experts."""
+        """All sets of ranks with shards of the same experts."""
         size = self.expert_grid["dp_shard"]
         return [held[at : at + size] for held in self.expert_replica_groups() for at in range(0, len(held), size)]
 
     def groups(self) -> dict[str, list[RankGroup]]:
-        """The sets of ranks that work together, by what they share: `data`, `copies`, experts, each dimension."""
+        """The sets of ranks of each process group, by name."""
         return {
             "data": self.rank_groups(*DATA_DIMS),
             "copies": self.rank_groups(*REPLICA_DIMS),
@@ -133,24 +133,24 @@ def parallelism_error(dim: str, why: str, instead: str = "") -> SpecError:
 
 
 def group_of_rank(families: Sequence[RankGroup], rank: int) -> RankGroup:
-    """The one that `rank` is in."""
+    """The group that has `rank`."""
     return next(one for one in families if rank in one)
 
 
 Sizes = Mapping[str, tuple[str, int]]  # heads, kv_heads, features, layers, experts → what says it, and how many
-TP_SIZES = ("heads", "kv_heads", "features")  # what slices of a layer divide
+TP_SIZES = ("heads", "kv_heads", "features")  # sizes that tp must divide
 MAX_SUGGESTIONS = 6  # at most, so that a line can be read
-CONFIG_NAMES = {  # transformers' own, of what is divided
+CONFIG_NAMES = {  # names in transformers' configs
     "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads",
     "features": "intermediate_size",
     "layers": "num_hidden_layers",
 }
-EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # which of them it is differs
+EXPERT_COUNT_NAMES = ("num_experts", "num_local_experts", "n_routed_experts")  # differs between models
 
 
 def model_sizes(architecture: Any) -> Sizes:
-    """What a transformers config says of these, as far as it does."""
+    """The sizes in a transformers config, as far as it has them."""
     text = architecture.get_text_config()
     experts = next((name for name in EXPERT_COUNT_NAMES if getattr(text, name, None)), EXPERT_COUNT_NAMES[0])
     names = CONFIG_NAMES | {"experts": experts}
@@ -173,7 +173,7 @@ def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
 
 
 def _ep_size(said: int, mesh: Mesh) -> int:
-    """Over how many ranks experts are distributed: with a sharded replica, over the ranks of one replica."""
+    """Number of ranks over which experts are distributed: with sharded replicas, ranks of one replica."""
     most = _max_ep_size(mesh)
     if said == -1:
         return most
@@ -193,7 +193,7 @@ def _product(sizes: Mapping[str, int], between: str = " × ") -> str:
 
 
 def _suggestions(said: Mapping[str, int], world: int) -> str:
-    """Meshes of so many ranks; what is 1 stays so if it can."""
+    """Meshes of `world` ranks; sizes of 1 stay if possible."""
     grids = list(_grids(len(said), world))
     for at, size in enumerate(said.values()):
         grids = [grid for grid in grids if size != 1 or grid[at] == 1] or grids
@@ -202,7 +202,7 @@ def _suggestions(said: Mapping[str, int], world: int) -> str:
 
 
 def _grids(dims: int, world: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write `world` as a product of so many factors, in order."""
+    """All ways to write `world` as an ordered product of `dims` factors."""
     if dims == 1:
         yield (world,)
         return
@@ -211,9 +211,9 @@ def _grids(dims: int, world: int) -> Iterator[tuple[int, ...]]:
 
 
 def divisibility_problems(mesh: Mesh, sizes: Sizes, *, chunks: int, ulysses: bool) -> list[Problem]:
-    """Sizes of a model that do not divide as the mesh needs; sizes that are missing are not known yet.
+    """Errors for sizes of a model that the mesh does not divide; missing sizes are unknown yet.
 
-    chunks: runs of layers on each stage; ulysses: whether cp ranks are to share out the heads
+    chunks: virtual stages per pp rank; ulysses: whether cp ranks split the heads
     """
     found = [*_tp_problems(mesh, sizes), *_pp_problems(mesh, sizes, chunks), *_ep_problems(mesh, sizes)]
     if ulysses and "heads" in sizes and not found:

@@ -3,7 +3,7 @@
     7, {"train/loss": 0.5}                ─▶ run.log({"train/loss": 0.5}, step=7)
     7, [{"prompt": ..., "answer": ...}]   ─▶ run.log({"samples": [Text, …]}, step=7)
 
-SwanLab's system collectors are off: they would describe this process and record the git remote.
+SwanLab's system collectors are disabled: they would describe this process and record the git remote.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SwanlabFeed:
             ),
         )
         self.folder, self.url = Path(self._run.dir), self._run.url if mode == "online" else ""
-        self.after = -1  # it drops the steps that the server already has itself
+        self.after = -1  # SwanLab itself drops steps that the server has
 
     @staticmethod
     def server() -> str:

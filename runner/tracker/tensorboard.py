@@ -20,7 +20,7 @@ INSTALL = 'pip install tensorboard, or: pip install "posttrain-run[tensorboard]"
 
 
 class TensorboardTracker:
-    """Writes scalars and samples; the first write error ends the tracker with a message, not the run."""
+    """Writes scalars and samples; the first error ends the tracker with a message, not the run."""
 
     def __init__(self, folder: Path, writer: Any, console: Console) -> None:
         self._folder, self._writer, self._console = folder, writer, console
@@ -49,7 +49,7 @@ class TensorboardTracker:
             return
         try:
             write()
-        except Exception as error:  # whatever its writer thread passes on (a full disk): no run ends by it
+        except Exception as error:  # any error of its writer thread (a full disk) must not end the run
             self._lost = f"{type(error).__name__}: {error}"
             self._console.message(f"tensorboard stops: {self._lost}; metrics.jsonl continues", "warning")
 
@@ -67,6 +67,6 @@ def build(
         text = f"tracker=tensorboard needs a package that is not installed ({error}); {INSTALL}"
         raise EnvironmentProblem(text) from error
     where = folder.root / "tensorboard"
-    # The last step an earlier attempt may show is `first_step`; TensorBoard drops what it has from purge_step on.
+    # Steps of an earlier attempt after `first_step` must not be shown: TensorBoard drops steps from purge_step on.
     writer = SummaryWriter(str(where), purge_step=first_step + 1 if first_step else 0, flush_secs=10)
     return TensorboardTracker(where, writer, console)

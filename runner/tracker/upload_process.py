@@ -4,8 +4,8 @@
     samples.jsonl ─┴─▶ read from the first line on ─▶ log ─▶ library ─┤   the server
     stdin: "done" or EOF ─▶ read to the end, finish, exit             └─▶ report: JSON lines through a pipe
 
-It reads from the first line on whenever it starts, so a restarted one leaves nothing out. Whatever goes wrong
-with the library (no key, no server, a dead or a stuck wandb-core), it starts itself once more, offline.
+It always reads from the first line, so that a restart omits nothing. If the library fails (no key, no server, a dead or
+stuck wandb-core), the process restarts itself once, offline.
 
 To write the files again from a finished run folder: python -m runner.tracker.upload_process --replay
 RUN/wandb/sink.json (or RUN/swanlab/sink.json)
@@ -45,7 +45,7 @@ STDIN = 0
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The options; the run, or a restart, passes those after --report."""
+    """Parse the options; those from --report on are passed by the run, or by a restart."""
     parser = argparse.ArgumentParser(
         prog="python -m runner.tracker.upload_process", description="Feed a run's metrics to W&B or SwanLab."
     )
@@ -60,10 +60,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 class Feed(Protocol):
-    """A run of a library that is open for writing.
+    """An open run of a library.
 
-    files: pattern of the folders of offline copies; folder: where this one lies; url: its page, empty offline; after:
-    the last step that the server already has
+    files: pattern of the folders of offline runs; folder: of this run; url: its page, empty offline; after: the last
+    step that the server already has
     """
 
     files: ClassVar[str]
@@ -74,13 +74,13 @@ class Feed(Protocol):
     def __init__(self, settings: Mapping[str, Any], folder: Path, mode: str, watched_pid: int) -> None: ...
 
     @staticmethod
-    def server() -> str: ...  # its address, as the library's own settings have it
+    def server() -> str: ...  # the address in the library's settings
 
     def log(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def finish(self, exit_code: int) -> bool: ...  # False: not everything was uploaded in time (it is on disk then)
+    def finish(self, exit_code: int) -> bool: ...  # False: the upload is incomplete; the files are on the disk
 
 
 class FeedLines:
@@ -90,10 +90,12 @@ class FeedLines:
         self._feed = feed
         self._metrics, self._samples = JsonlTail(folder / "metrics.jsonl"), JsonlTail(folder / "samples.jsonl")
         self.written = 0
-        self._held: list[dict[str, Any]] = []  # samples of the newest step, which may go on: a step is logged once
+        self._held: list[
+            dict[str, Any]
+        ] = []  # samples of the newest step, which may be incomplete: a step is logged once
 
     def feed_new_lines(self, *, at_end: bool = False) -> int:
-        """Feed what has come; returns the number of lines read. at_end: the run has ended."""
+        """Log new lines; returns their number. at_end: the run has ended."""
         metrics, samples = self._metrics.lines(), self._samples.lines()
         for line in metrics:
             if line["step"] > self._feed.after:
@@ -110,7 +112,7 @@ class FeedLines:
 
 
 def _feed_class(library: str) -> type[Feed]:
-    """The library is imported here, and nowhere else."""
+    """The feed of a library, which is imported only here."""
     if library == "wandb":
         from runner.tracker.wandb_feed import WandbFeed
 
@@ -121,7 +123,7 @@ def _feed_class(library: str) -> type[Feed]:
 
 
 def why_unreachable(base_url: str) -> str:
-    """Why a server cannot be used, or "" if it answers anything within CONNECT_S seconds."""
+    """Why a server cannot be reached, or "" if it responds within CONNECT_S seconds."""
     from runner.core.http_client import site_fault  # here, because an offline run needs no network
 
     return site_fault(base_url, CONNECT_S, proxies=True) or ""
@@ -136,12 +138,12 @@ class UploadProcess:
         self._settings: dict[str, Any] = json.loads(options.settings.read_text(encoding="utf-8"))
         self._deadline_s = math.inf if options.replay else options.deadline or self._settings["deadline_s"] * 0.9
         self._closing = Event()  # the run has ended
-        self._end = math.inf  # monotonic time by which we have, too
+        self._end = math.inf  # monotonic time by which this process must end
         self._status = options.status
-        self._call: tuple[str, float] | None = None  # the call to the library under way, and when it is overdue
-        self._services: list[processes.Identity] = []  # what the library has started, which runs until `finish`
+        self._call: tuple[str, float] | None = None  # the current call of the library, and its deadline
+        self._services: list[processes.Identity] = []  # processes of the library, which run until `finish`
         self._leaving = Lock()
-        self._environment = dict(os.environ)  # before wandb writes the address of its service into it
+        self._environment = dict(os.environ)  # before wandb adds the address of its service
 
     def run(self) -> NoReturn:
         """Feed the library until the run ends; ends or replaces the process."""
@@ -152,7 +154,7 @@ class UploadProcess:
             self._feed()
         except ImportError as error:
             self._fail(f"{self._library} cannot be imported: {error}")
-        except Exception as error:  # they raise anything; whatever it is, it is tried once more, offline
+        except Exception as error:  # the libraries raise any error; restart once, offline
             print(redact(traceback.format_exc()), end="", file=sys.stderr)
             self._restart(f"{type(error).__name__}: {error}")
         self._leave()
@@ -177,7 +179,7 @@ class UploadProcess:
         self._services = [identity for identity in ours if identity[0] in children]
         lines_of_run = FeedLines(feed, self._folder)
         while True:
-            closing = self._closing.is_set()  # checked before reading: what the run wrote before its end is then there
+            closing = self._closing.is_set()  # checked before reading, so that the last lines are read
             with self._limit_call("log", CALL_S):
                 lines = lines_of_run.feed_new_lines(at_end=closing)
             if closing and not lines:
@@ -198,7 +200,7 @@ class UploadProcess:
             self._call = None
 
     def _watch(self) -> None:
-        """In a thread of its own: notice the run's end, a call that is stuck, and the deadline."""
+        """In a separate thread: detect the run's end, a stuck call, and the deadline."""
         while True:
             if self._closing.is_set():
                 time.sleep(LOOK_S)
@@ -206,7 +208,7 @@ class UploadProcess:
                 self._end = time.monotonic() + self._deadline_s
                 self._closing.set()
             call, now = self._call, time.monotonic()
-            # While a restart is possible, time is kept for it.
+            # reserve time for a restart
             reserve = 0.0 if self._options.offline else min(RESTART_S, 0.4 * self._deadline_s)
             if call and now > min(call[1], self._end - reserve):
                 self._restart(f"{call[0]} does not return")
@@ -216,7 +218,7 @@ class UploadProcess:
                 self._fail(f"not finished {self._deadline_s:.0f} s after the end of the run")
 
     def _run_has_ended(self) -> bool:
-        """Whether stdin is at its end, or the parent has ended while another process holds the pipe open."""
+        """Whether stdin is closed, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
             said = os.read(STDIN, 64)
             self._status += said.decode(errors="replace").strip()
@@ -224,7 +226,7 @@ class UploadProcess:
         return bool(self._options.parent) and os.getppid() != self._options.parent
 
     def _restart(self, reason: str) -> NoReturn:
-        """Become a new process that writes offline; the second time, give up."""
+        """Replace this process by one that writes offline; the second time, fail."""
         self._leave()
         if self._options.offline:
             self._give_up(reason)
@@ -265,7 +267,7 @@ class UploadProcess:
 
 
 def move_superseded(folder: Path, pattern: str) -> None:
-    """Move earlier offline copies of this run to superseded/: the new copy is complete."""
+    """Move earlier offline runs of this run to superseded/: the new one will be complete."""
     for old in folder.glob(pattern):
         (folder / "superseded").mkdir(exist_ok=True)
         os.replace(old, folder / "superseded" / old.name)

@@ -1,10 +1,10 @@
-"""W&B and SwanLab, each fed by a process of its own (`upload_process`) that reads the run's files.
+"""The trackers of W&B and SwanLab: each has its own upload process, which reads the run's files.
 
     run ──▶ metrics.jsonl, samples.jsonl ──▶ upload process ──▶ wandb or swanlab
      └─ stdin of that process: "done" and EOF at the end; EOF alone when the run dies
      ◀─ report pipe: open (mode, folder), done, failed
 
-The run itself never imports either library: a step costs one look into a pipe.
+The run never imports these libraries: a step costs one read of a pipe.
 """
 
 from __future__ import annotations
@@ -41,11 +41,10 @@ RESTARTS = 1
 
 @dataclass(frozen=True, slots=True)
 class UploadLibrary:
-    """How a library is installed, and what the upload process's environment has for it.
+    """How a library is installed, and its environment variables in the upload process.
 
-    package: what pip installs; api_key_variable: name of its API key; reported_variables: the user is told that they
-    have no effect; removed_variables: not passed on, because they would override the spec; defaults: set unless the
-    user has
+    package: name for pip; api_key_variable: of its API key; reported_variables: reported to have no effect;
+    removed_variables: removed, because they would override the spec; defaults: set unless the user has set them
     """
 
     package: str
@@ -61,8 +60,8 @@ LIBRARIES = {
         "WANDB_API_KEY",
         ("WANDB_MODE", "WANDB_DISABLED"),
         ("WANDB_MODE", "WANDB_DISABLED", "WANDB_DIR", "WANDB_RESUME", "WANDB_RUN_ID", "WANDB_SERVICE"),
-        # It reports errors to its makers, even offline. Tables wait in its data folder for `wandb sync`: they belong
-        # into the run folder, and the home folder may be read-only.
+        # wandb reports errors to its makers, even offline. `wandb sync` reads tables from its data folder: that must be
+        # in the run folder, because the home folder may be read-only.
         {"WANDB_ERROR_REPORTING": "false", "WANDB_DATA_DIR": "{folder}/data"},
     ),
     "swanlab": UploadLibrary(
@@ -85,9 +84,9 @@ def build(
     console: Console,
     decide: Decide,
 ) -> UploadTracker | NoTracker:
-    """Start the upload process; without the library, decide for no tracker."""
+    """Start the upload process; if the library is missing, record that no tracker is used."""
     found = importlib.util.find_spec(config.name)
-    if found is None or found.origin is None:  # no origin: a folder of that name, such as wandb leaves
+    if found is None or found.origin is None:  # no origin: only a folder of that name, such as wandb/
         reason = f"{config.name} is not installed: pip install {LIBRARIES[config.name].package}, or type tracker=none"
         decide("tracker", config.name, "none", reason)
         return NoTracker()
@@ -103,7 +102,7 @@ def build(
 
 
 class UploadTracker:
-    """Supervises the upload process: restarts a dead one, limits the wait at the end of the run."""
+    """Supervises the upload process: restarts it if it dies, and limits the wait at the end of the run."""
 
     def __init__(self, root: Path, config: UploadConfig, console: Console, decide: Decide) -> None:
         self._root, self._library, self._console, self._decide = root, config.name, console, decide
@@ -115,7 +114,7 @@ class UploadTracker:
         self._start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Read the reports of the process and notice its end; it reads metrics.jsonl itself."""
+        """Read the reports of the process and detect its end; it reads metrics.jsonl itself."""
         self._check_process()
 
     def log_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -123,7 +122,7 @@ class UploadTracker:
         self._check_process()
 
     def finish(self, status: str) -> list[str]:
-        """Let the process read to the end, for at most deadline_s; returns how to see or upload the run."""
+        """Wait for the process at most deadline_s; returns how to see or upload the run."""
         end = time.monotonic() + self._deadline_s
         self._check_process()
         if self._process is not None:
@@ -132,7 +131,7 @@ class UploadTracker:
                 self._events["failed"] = {"reason": f"the upload did not finish within {self._deadline_s:.0f} s"}
             self._kill_process()
         with contextlib.nullcontext() if status == "done" else contextlib.suppress(EnvironmentProblem):
-            self._say_fallback()  # a run that failed has an error of its own to tell
+            self._say_fallback()  # a failed run raises its own error
         return [self._ending()]
 
     def _start(self) -> None:
@@ -156,7 +155,7 @@ class UploadTracker:
             os.close(writing)
 
     def _check_process(self) -> None:
-        """Take in reports; restart an ended process, once."""
+        """Read reports; restart an ended process once."""
         if self._process is None:
             return
         self._read()
@@ -180,18 +179,18 @@ class UploadTracker:
             self._events[event["event"]] = event
 
     def _say_fallback(self) -> None:
-        """Say once why the upload process is offline. Raises EnvironmentProblem in a strict run."""
+        """Record once why the upload process is offline. Raises EnvironmentProblem in a strict run."""
         if why := self._events.get("open", {}).pop("why", ""):
             self._decide("tracker.mode", self._mode, "offline", f"{self._library}: {why}")
 
     def _close_stdin(self, status: str) -> None:
         assert self._process is not None and self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, which its exit code will say
+        with contextlib.suppress(BrokenPipeError):  # it has ended, which its exit code shows
             self._process.stdin.write(status.encode())
             self._process.stdin.close()
 
     def _kill_process(self) -> None:
-        """End whatever is left of the process, wandb-core in its own session included, and close both pipes."""
+        """Kill the process and its children, including wandb-core in its own session, and close both pipes."""
         assert self._process is not None and self._process.stdin is not None
         below = processes.descendants(self._process.pid)
         self._process.kill()
@@ -225,7 +224,7 @@ class UploadTracker:
 
 
 def _environment(name: str, folder: Path, mode: str) -> dict[str, str]:
-    """This environment without what overrules the spec, and offline without the key."""
+    """The environment without variables that override the spec, and offline without the key."""
     library = LIBRARIES[name]
     environment = {k: v for k, v in os.environ.items() if k not in library.removed_variables}
     if mode == "offline":
