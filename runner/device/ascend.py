@@ -10,8 +10,8 @@ from typing import Literal
 
 from runner.core.package import read_table
 
-HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # which its set_env.sh sets
-# Below the folder that its installers, run as root, as a user, or by conda, choose by default.
+HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")  # set by CANN's set_env.sh
+# Below the default folders of its installers (as root, as a user, by conda).
 LAYOUTS = ("cann", "ascend-toolkit/latest", "cann-*", "ascend-toolkit/[0-9]*")
 
 
@@ -53,7 +53,7 @@ Generation = Literal["first", "A2", "A3", "310P", "310B", "950", "unknown"]
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """A generation's names, and what CANN's installers and the doctor say of it (see chips.yaml)."""
+    """A generation of chips: names, and texts of CANN's installers and the doctor (see chips.yaml)."""
 
     pattern: str
     installer: str
@@ -75,7 +75,7 @@ def soc_name(board: Mapping[str, str]) -> str | None:
     """The SoC's name of a record of `npu-smi info -t board`: type and chip name, or chip and NPU name.
 
     A2 and 310P print a chip type ("Ascend" + "910B4"), A3 and 950 an NPU name ("Ascend910" + "_" + "9392").
-    None where the record has neither.
+    None if the record has neither.
     """
     chip, kind, npu = (board.get(key, "") for key in ("chip name", "chip type", "npu name"))
     if chip and npu:

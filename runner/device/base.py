@@ -1,9 +1,7 @@
-"""What all devices share, through `torch.accelerator` and torch's memory functions of each.
+"""The base of all devices, on `torch.accelerator` and torch's memory functions of each device.
 
-A device overrides what it does differently.
-
-torch.accelerator counts the memory of those devices only whose allocator is a `c10::DeviceAllocator`. That of torch_npu
-2.13 is one, that of 2.10, which CANN 9.0 and 9.1 go with, is not; torch.npu counts with both.
+torch.accelerator reports memory only of devices whose allocator is a `c10::DeviceAllocator`. That of torch_npu 2.13 is
+one; that of 2.10, for CANN 9.0 and 9.1, is not. torch.npu reports memory with both.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def allocator_stats(device: torch.device) -> dict[str, float]:
-    """Bytes that tensors hold, and that the allocator has of the device."""
+    """Bytes of tensors, and bytes that the allocator has reserved."""
     own = torch.get_device_module(device)
     return {
         "allocated_bytes": float(own.memory_allocated(device)),
@@ -41,9 +39,9 @@ def allocator_stats(device: torch.device) -> dict[str, float]:
 
 
 def process_stats_reader() -> StatsReader:
-    """Of this process: percent of one core since the last reading, and the memory that it occupies."""
+    """Stats of this process: percent of one core since the last reading, and resident memory."""
     process = psutil.Process()
-    process.cpu_percent()  # the first call begins the first interval
+    process.cpu_percent()  # starts the first interval
 
     def read() -> Mapping[str, float]:
         return {"utilization_percent": process.cpu_percent(), "resident_bytes": float(process.memory_info().rss)}
@@ -52,9 +50,9 @@ def process_stats_reader() -> StatsReader:
 
 
 def refuse_hidden(kind: Kind, count: int) -> None:
-    """Raise EnvironmentProblem if the driver shows another number of cards than the list of visible ones.
+    """Raise EnvironmentProblem if the driver shows another number of cards than the visible list.
 
-    It drops a wrong number silently, and the job would run on other cards than was meant.
+    The driver silently ignores invalid entries, and the job would run on other cards.
     """
     asked = listed_cards(kind)
     if asked is not None and len(asked) != count:
@@ -68,9 +66,9 @@ def refuse_hidden(kind: Kind, count: int) -> None:
 
 @contextmanager
 def translate_startup_errors(device: str) -> Iterator[None]:
-    """Raise EnvironmentProblem for what torch refuses at the first use of a card.
+    """Raise EnvironmentProblem for errors of torch at the first use of a card, except out of memory.
 
-    Mostly variables of this shell are wrong. Out-of-memory errors pass unchanged.
+    The usual cause is a wrong environment variable.
     """
     try:
         yield
@@ -82,9 +80,9 @@ def translate_startup_errors(device: str) -> Iterator[None]:
 
 
 def select_card(kind: Kind, count: int) -> torch.device:
-    """Take this process's card: the one with its number among the processes of this machine.
+    """Select this process's card by its local rank.
 
-    Raises EnvironmentProblem like `refuse_hidden`, or if there are too few.
+    Raises EnvironmentProblem like `refuse_hidden`, or if there are too few cards.
     """
     refuse_hidden(kind, count)
     place = RankInfo.from_environment(os.environ)
@@ -99,11 +97,11 @@ def select_card(kind: Kind, count: int) -> torch.device:
 
 
 def set_deterministic(wanted: bool) -> None:
-    """Let torch use deterministic kernels only, or fail; without `wanted`, any kernel.
+    """Let torch use only deterministic kernels, or fail; without `wanted`, any kernel.
 
-    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and every gather would pay for it.
+    Memory of `torch.empty` is not filled: no code reads uninitialized memory, and it would slow every gather.
     """
-    # the same switch as use_deterministic_algorithms, which would import the whole of torch's compiler for it
+    # like use_deterministic_algorithms, which would also import torch's compiler
     torch.set_deterministic_debug_mode("error" if wanted else "default")
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module in disguise
 
@@ -112,7 +110,7 @@ Settings = TypeVar("Settings", bound=DeviceConfig)
 
 
 class TorchDevice(Generic[Settings]):
-    """A card by `torch.accelerator`, with torch's own attention and nothing to exchange in a model."""
+    """A device by `torch.accelerator`, with torch's own attention and no fused operators."""
 
     name: str
 
@@ -126,48 +124,48 @@ class TorchDevice(Generic[Settings]):
         set_deterministic(bool(self.config.deterministic))
 
     def synchronize(self) -> None:
-        """Wait for the device, so that times mean something."""
+        """Wait for the device, before times are measured."""
         torch.accelerator.synchronize(self.torch_device)
 
     def peak_memory_bytes(self) -> int:
-        """Largest number of bytes that tensors held so far."""
+        """Maximum bytes of tensors so far."""
         return int(torch.get_device_module(self.torch_device).max_memory_allocated(self.torch_device))
 
     def matmul_precision(self, dtype: torch.dtype) -> str:
-        """As the options say."""
+        """The precision of matrix products by the options."""
         return self.config.matmul_precision(str(dtype).removeprefix("torch."))
 
     def unsupported_reason(self, dtype: torch.dtype) -> str | None:
-        """Nothing."""
+        """None: every dtype is supported."""
         return None
 
     def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None:
-        """None: one call of torch's kernel per row, which is fastest on the processor."""
+        """None: torch's kernel is called per row, which is fastest on the CPU."""
         return None
 
     def dense_attention(self) -> DenseAttention | None:
-        """None: transformers calls torch's, which chooses among its own."""
+        """None: transformers calls torch's attention."""
         return None
 
     def apply_fused_ops(self, module: nn.Module) -> None:
-        """Nothing to exchange."""
+        """Do nothing: there are no fused operators."""
 
 
 SMALLEST, LARGEST = 512, 8192  # of square matrices
-LEAST_S = 1e-3  # a product that takes less is mostly its launch: a larger one is taken
-PRODUCTS, SECONDS = 20, 0.05  # of measuring, in processor time: a busy machine gets as many; the fastest one counts
+LEAST_S = 1e-3  # a shorter product is mostly launch overhead: a larger one is measured
+PRODUCTS, SECONDS = 20, 0.05  # maximum number and CPU time of measurements, of which the fastest counts
 
 
 @dataclass(frozen=True, slots=True)
 class PeakFlops:
-    """flops: operations per second of matrix products; source: where the figure is from, in words."""
+    """flops: operations per second of matrix products; source: of the figure, as text."""
 
     flops: float
     source: str
 
 
 def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
-    """That of a device in what it computes products of `dtype` in. `decide` records an accelerator's."""
+    """The peak of a device for products of `dtype`. `decide` records that of an accelerator."""
     precision = device.matmul_precision(dtype)
     card = None
     if name := device.describe().get("card", ""):
@@ -185,9 +183,9 @@ def peak_flops(device: Device, dtype: torch.dtype, decide: Decide) -> PeakFlops:
 
 @cache
 def measure_matmul(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of the fastest of some random matrix products; measured once in a process.
+    """Operations per second of the fastest of some random matrix products; measured once per process.
 
-    Uses a random generator of its own.
+    Uses its own random generator.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -1,4 +1,4 @@
-"""What a user can set of a device."""
+"""The options of devices."""
 
 import glob
 import importlib.util
@@ -23,14 +23,14 @@ ON_CARD: Any = Field(
 
 
 class DeviceConfig(ComponentConfig):
-    """Where tensors live and which kernels run."""
+    """The device of tensors and kernels."""
 
     group: ClassVar[str] = "device"
-    is_cpu: ClassVar[bool] = False  # the processor itself, whose memory is the host's
-    is_auto: ClassVar[bool] = False  # which device it is turns out where the job runs
-    deepspeed: ClassVar[bool] = False  # whether DeepSpeed knows it
+    is_cpu: ClassVar[bool] = False  # whether it is the CPU, which uses host memory
+    is_auto: ClassVar[bool] = False  # whether the device is chosen where the job runs
+    deepspeed: ClassVar[bool] = False  # whether DeepSpeed supports it
     checks: ClassVar[str | None] = None
-    """What `run doctor device=NAME` looks at, as "module:attribute": (name, function from Machine to Finding) pairs;
+    """Checks of `run doctor device=NAME`, as "module:attribute": (name, function from Machine to Finding) pairs;
     None = the doctor's own."""
 
     deterministic: bool | None = Field(
@@ -39,62 +39,62 @@ class DeviceConfig(ComponentConfig):
 
     @property
     def default_dtype(self) -> Dtype:
-        """The data type that a model computes in where `model.dtype` is left out."""
+        """The compute dtype of a model without `model.dtype`."""
         return self.kind.dtype
 
     @property
     def float32_peak(self) -> str | None:
-        """What of its peak in bfloat16 a card reaches in float32, in words; None = there is nothing to say."""
+        """The peak in float32 relative to that in bfloat16, as text; None = unknown."""
         return None
 
     @property
     def kind(self) -> Kind:
-        """What drivers, torch and Ray call such a device."""
+        """The kind of device: its names in drivers, torch, Slurm and Ray."""
         return CPU
 
     @property
     def occupies(self) -> Kind:
-        """Resources that a job requests of a machine: cards of its kind; cores, where its cards are simulated."""
+        """The resources that a job requests: cards of its kind; cores for simulated cards."""
         return self.kind
 
     @property
     def host_threads(self) -> int:
-        """Cores that one process of a job keeps busy."""
+        """Number of cores that one process uses."""
         return 1
 
     @property
     def fused_operators(self) -> tuple[str, ...]:
-        """The operators of a model that the device's fused ones replace."""
+        """The operators of a model that the device replaces by fused ones."""
         return ()
 
     def visible(self) -> tuple[str, ...] | None:
-        """The cards that a job of this process may use, as its environment names them; None on the CPU.
+        """The visible cards by their names in the environment; None on the CPU.
 
         Any number of ranks share a CPU. Does not import torch. Raises EnvironmentProblem for an invalid list.
         """
         return None if self.kind.nodes is None else present_cards(self.kind)
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem if the device cannot work; answers without importing torch."""
+        """Raise EnvironmentProblem if the device cannot work; does not import torch."""
 
     def matmul_precision(self, dtype: str) -> str:
-        """What matrix products of tensors of `dtype` are computed in: a data type, or tf32."""
+        """The precision of matrix products of tensors of `dtype`: a dtype, or tf32."""
         return dtype
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        """The environment variables that a job on this device needs, to be set before torch is imported."""
+        """Environment variables of a job on this device, to set before torch is imported."""
         return ()
 
     def enter(self) -> None:
-        """Make this process one that has the device, before torch is imported. Raises EnvironmentProblem."""
+        """Prepare this process for the device before torch is imported. Raises EnvironmentProblem."""
 
     def simulator(self, cards: int) -> "DeviceConfig | None":
-        """This device with so many simulated cards, on which the doctor tries it; None for a real device."""
+        """This device with simulated cards, for the doctor's tests; None for a real device."""
         return None
 
 
 class CpuConfig(DeviceConfig):
-    """The processor: the embedded default, on which everything can be tried."""
+    """The CPU: the default, on which every feature can be tried."""
 
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"
@@ -143,7 +143,7 @@ class CudaConfig(DeviceConfig):
     def preflight(self) -> None:
         """Raise EnvironmentProblem naming everything that is missing.
 
-        A GPU need not have a device file (WSL has none): nvidia-smi is enough.
+        On WSL a GPU has no device file: nvidia-smi is enough.
         """
         torch = importlib.util.find_spec("torch")
         version = Path(torch.origin or "").with_name("version.py") if torch is not None else Path()
@@ -212,7 +212,7 @@ def _refuse_missing(device: str, what: str, missing: Sequence[str]) -> None:
 
 
 def _npu_missing() -> list[str]:
-    """What this machine lacks of an NPU, in the order in which to install it."""
+    """What this machine lacks for an NPU, in the order in which to install it."""
     from runner.device.ascend import HOME_VARIABLES, install_folders, toolkit_folders
 
     needed = {
@@ -234,20 +234,20 @@ class AutoConfig(DeviceConfig):
 
     @property
     def float32_peak(self) -> str | None:
-        """That of the device that will probably be picked."""
+        """That of the device that will probably be chosen."""
         return self._likely_device().float32_peak
 
     def matmul_precision(self, dtype: str) -> str:
-        """That of the device that will probably be picked."""
+        """That of the device that will probably be chosen."""
         return self._likely_device().matmul_precision(dtype)
 
     @property
     def kind(self) -> Kind:
-        """The kind of device that will probably be picked; the real one is known once torch is imported."""
+        """The kind of device that will probably be chosen; it is known after torch is imported."""
         return self._likely_device().kind
 
     def environment(self, job: Any) -> Sequence[Preset]:
-        """Those of the device that will probably be picked."""
+        """Those of the device that will probably be chosen."""
         return self._likely_device().environment(job)
 
     def _likely_device(self) -> DeviceConfig:
@@ -259,7 +259,7 @@ class AutoConfig(DeviceConfig):
 
     @property
     def picked_options(self) -> dict[str, bool]:
-        """What is set of the device that is picked."""
+        """Options for the chosen device."""
         return {} if self.deterministic is None else {"deterministic": self.deterministic}
 
 

@@ -1,9 +1,9 @@
-"""What a device is doing now: how busy, warm and full it is, by name. Nothing here imports torch.
+"""Current utilization, temperature, power and memory of a device. Nothing here imports torch.
 
     a GPU    nvidia-smi --query-gpu …, the line with its uuid
     an NPU   npu-smi info, the chip that npu-smi info -m gives for the number that programs use
 
-A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. What a product does not print is left out.
+A name ends in its unit: `_percent`, `_c`, `_w`, `_bytes`. Values that a product does not print are omitted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ StatsReader = Callable[[], Mapping[str, float]]
 
 
 def gpu_stats_reader(uuid: str) -> StatsReader:
-    """Of the GPU with this uuid, with or without its GPU-."""
+    """Reads the GPU with this uuid, with or without the prefix GPU-."""
 
     def read() -> Mapping[str, float]:
         for found in parse_query(command_output(*QUERY)):
@@ -79,7 +79,7 @@ QUERY = ("nvidia-smi", f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits")
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One line of the query; None where the GPU does not say."""
+    """One line of the query; None for a value that the GPU does not report."""
 
     index: int
     name: str
@@ -92,7 +92,7 @@ class Gpu:
 
 
 def parse_query(text: str) -> list[Gpu]:
-    """What QUERY prints; lines of another shape (messages of a driver) are no GPUs."""
+    """The output of QUERY; other lines (messages of a driver) are skipped."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines()]
     return [_gpu(row) for row in rows if len(row) == len(FIELDS.split(",")) and row[0].isdecimal()]
 

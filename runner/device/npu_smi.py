@@ -27,7 +27,7 @@ _MATRIX_NAME = re.compile(r"(?:NPU|Phy-ID)\d+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NpuChip:
-    """One chip of `npu-smi info`; None where the product prints no such column, or no number in it."""
+    """One chip of `npu-smi info`; None if the product prints no such column, or no number in it."""
 
     card: int
     chip: int
@@ -63,7 +63,7 @@ class NpuInfo:
 
 
 def parse_info(text: str) -> NpuInfo:
-    """`npu-smi info`. Raises ValueError where it reports a failure or holds no table."""
+    """`npu-smi info`. Raises ValueError if it reports a failure or has no table."""
     if failed := FAILED.search(text):
         raise ValueError(failed.group().strip())
     version = _VERSION.search(text)
@@ -114,7 +114,7 @@ class ChipLocation:
 
 
 def parse_mapping(text: str) -> list[ChipLocation]:
-    """`npu-smi info -m` without the management units. Raises ValueError where there is no such table."""
+    """`npu-smi info -m` without the management units. Raises ValueError if there is no such table."""
     lines = [re.split(r"\t+|\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
     header = next((index for index, row in enumerate(lines) if "Chip Logic ID" in row), None)
     if header is None:

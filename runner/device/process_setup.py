@@ -1,11 +1,11 @@
 """Sets up a process for its device: environment variables before torch is imported, then torch.
 
-    presets of a job ──┐
-    what the user set ─┴─ resolve_presets() ─▶ what to set, and which of the user's own values stand
+    presets of a job ─────┐
+    the user's variables ─┴─ resolve_presets() ─▶ variables to set, and the user's values that replace presets
 
-What the user has set stands, always: torch, torch_npu and CANN read these variables when they are loaded. torch loads
-torch_npu by itself wherever it is installed, and transformers imports it wherever it finds it. Without CANN it breaks
-`import torch`: `hide_torch_npu` hides it from processes that do not use it.
+The user's variables always have priority. torch, torch_npu and CANN read these variables when they are loaded. torch
+loads an installed torch_npu by itself, and transformers imports it. Without CANN it breaks `import torch`:
+`hide_torch_npu` hides it from processes that do not use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EnvVariable:
-    """A value, why it has it, and the variable beside which it must not stand."""
+    """A value, its reason, and a variable with which it must not be combined."""
 
     value: str
     reason: str
@@ -40,7 +40,7 @@ class EnvVariable:
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """Variables for one kind of work."""
+    """Variables for one kind of job."""
 
     name: str
     variables: Mapping[str, EnvVariable]
@@ -48,14 +48,14 @@ class Preset:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedEnv:
-    """set: what is to be set; kept: by name, the user's own value and the variable that gives way to it."""
+    """set: variables to set; kept: name → the user's value and the preset that it replaces."""
 
     set: Mapping[str, EnvVariable]
     kept: Mapping[str, tuple[str, EnvVariable]]
 
 
 def resolve_presets(presets: Sequence[Preset], own: Mapping[str, str]) -> ResolvedEnv:
-    """What the presets add to the environment `own`; where they differ, the later one counts."""
+    """The variables that presets add to the environment `own`; later presets override earlier ones."""
     wanted = {name: variable for preset in presets for name, variable in preset.variables.items()}
     free: dict[str, EnvVariable] = {}
     kept: dict[str, tuple[str, EnvVariable]] = {}
@@ -83,7 +83,7 @@ CUDA_DETERMINISTIC = _TABLE["cuda"]["deterministic"]
 
 
 def engine_presets(job: Any, *, threads: int | None = None) -> tuple[Preset, ...]:
-    """Variables for an engine in a process of `job`; threads: of the CPU, if the engine runs on it."""
+    """Variables for an engine in a process of `job`; threads: of the CPU, if the engine uses it."""
     if not job.sampler.starts_engine:
         return ()
     own = {name: preset.variables for name, preset in _TABLE["vllm"].items()}
@@ -101,16 +101,18 @@ PORT_BLOCK = 16  # ports that HCCL takes, one for each card of a machine
 def hccl_port_presets(environment: Mapping[str, str]) -> tuple[Preset, ...]:
     """Port range of HCCL for a job of several processes, derived from the port of their rendezvous.
 
-    HCCL's own 60000 … 60015 are those of every job on the machine, and Linux may have given them to any program. Two
-    jobs have the same block only if their MASTER_PORT differ by a multiple of 797. HCCL_HOST_SOCKET_PORT_RANGE and
-    HCCL_NPU_SOCKET_PORT_RANGE are left alone: they are for processes that share a card, which those of a job never
-    do, and on an A2 they exclude operators that compute and communicate at once.
+    HCCL's default ports 60000 … 60015 are the same for all jobs, and Linux may assign them to other programs. Two jobs
+    have the same block only if their MASTER_PORT differ by a multiple of 797. HCCL_HOST_SOCKET_PORT_RANGE and
+    HCCL_NPU_SOCKET_PORT_RANGE are not set: they are for processes that share a card, and on an A2 they disable
+    operators that compute and communicate at once.
     Source: CANN 8.5's reference of these variables.
     """
     if RankInfo.from_environment(environment).size < 2 or not environment.get("MASTER_PORT", "").isdecimal():
         return ()
     meeting = int(environment["MASTER_PORT"])
-    spare = (LAST_PORT + 1 - FIRST_PORT) // PORT_BLOCK - 1  # the last block: for a job that meets within its own
+    spare = (
+        LAST_PORT + 1 - FIRST_PORT
+    ) // PORT_BLOCK - 1  # the last block is for a job whose MASTER_PORT is in its own block
     first = FIRST_PORT + PORT_BLOCK * (meeting % spare)
     if first <= meeting < first + PORT_BLOCK:
         first = FIRST_PORT + PORT_BLOCK * spare
@@ -122,11 +124,11 @@ def hccl_port_presets(environment: Mapping[str, str]) -> tuple[Preset, ...]:
 QUEUES = ("0", "1", "2")  # values of TASK_QUEUE_ENABLE
 HCCL_DEFAULTS = {"HCCL_CONNECT_TIMEOUT": 120, "HCCL_EXEC_TIMEOUT": 1836, "HCCL_EVENT_TIMEOUT": 1868}
 CONNECT_RANGE = (120, 7200)
-EXEC_STEP_S = 68  # HCCL counts its execution time-out in steps of so many seconds, the last of them whole
+EXEC_STEP_S = 68  # HCCL rounds its execution timeout up to a multiple of this
 
 
 def npu_objection(environment: Mapping[str, str]) -> str | None:
-    """What torch_npu or HCCL would end a process over, and what to type; None if nothing is."""
+    """A variable with which torch_npu or HCCL would exit, and what to type; None if there is none."""
     own, shared = NPU.allocator, "PYTORCH_ALLOC_CONF"
     if own in environment and shared in environment:
         return f"{own} and {shared} are both set, which makes torch_npu exit; unset {own}"
@@ -138,7 +140,7 @@ def npu_objection(environment: Mapping[str, str]) -> str | None:
 
 
 def hccl_objection(environment: Mapping[str, str]) -> str | None:
-    """What is wrong with the timeouts (seconds) of this environment, and what to type; None if nothing."""
+    """What is wrong with HCCL's timeouts in this environment, and what to type; None if nothing is."""
     seconds: dict[str, int] = {}
     for name, default in HCCL_DEFAULTS.items():
         text = environment.get(name, str(default))
@@ -159,14 +161,14 @@ def hccl_objection(environment: Mapping[str, str]) -> str | None:
 
 MODULE = "torch_npu"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-LIBRARY = "libhccl.so"  # CANN's library for sums over cards, the first that torch_npu needs
+LIBRARY = "libhccl.so"  # CANN's library of collectives, the first that torch_npu loads
 
 
 def hide_torch_npu(device: str, kind: Kind) -> str | None:
     """Hide torch_npu from this process, before torch is imported, if `device` does not use it.
 
-    `auto` has, unless torch_npu cannot be loaded. Returns the reason, None where there is nothing to hide. Processes
-    started from here inherit that torch does not load it by itself.
+    `auto` uses it, unless it cannot be loaded. Returns the reason; None if nothing is hidden. Child processes inherit
+    the variable that keeps torch from loading it.
     """
     uses = kind is NPU and device != "auto"
     if uses or MODULE in sys.modules or importlib.util.find_spec(MODULE) is None:
@@ -175,13 +177,13 @@ def hide_torch_npu(device: str, kind: Kind) -> str | None:
     if device == "auto" and fault is None:
         return None
     os.environ[AUTOLOAD] = "0"
-    sys.modules[MODULE] = None  # type: ignore[assignment]  # what makes Python say that there is no such module
+    sys.modules[MODULE] = None  # type: ignore[assignment]  # importing it raises ImportError
     reason = f"device={device} does not use it" if device != "auto" else "it cannot be loaded"
     return reason if fault is None else f"{reason}; {fault}: for the steps to fix it, type: run doctor device=npu"
 
 
 def torch_npu_problem() -> str | None:
-    """What will make `import torch_npu` fail, as far as that is known without importing it."""
+    """Why `import torch_npu` will fail, as far as that is known without importing it."""
     torch, npu = _version("torch"), _version(MODULE)
     if torch and npu and torch.split(".")[:3] != npu.split(".")[:3]:
         return f"torch_npu {npu} does not match torch {torch}"
@@ -203,9 +205,8 @@ def _version(name: str) -> str | None:
 def set_environment(spec: JobSpec, decide: Decisions) -> None:
     """Set the variables of the device's presets that the user has not set; the manifest records them.
 
-    A torch_npu that the device has no use for is left out of the process: without CANN it breaks `import torch`.
-    Raises EnvironmentProblem if the device cannot work and no earlier check found that, if torch_npu would refuse what
-    the user set, or if HCCL's timeouts, the user's and the preset's together, contradict one another.
+    A torch_npu that the device does not use is hidden. Raises EnvironmentProblem if the device cannot work, if
+    torch_npu would reject the user's variables, or if HCCL's timeouts contradict each other.
     """
     if not spec.launch.here:
         spec.device.preflight()
@@ -226,7 +227,7 @@ def set_environment(spec: JobSpec, decide: Decisions) -> None:
 
 
 def load_torch(device: str) -> None:
-    """Import torch. Raises EnvironmentProblem where it fails, e.g. torch_npu does not fit torch or CANN."""
+    """Import torch. Raises EnvironmentProblem if it fails, e.g. if torch_npu does not match torch or CANN."""
     try:
         import_frozen("torch")
     except (ImportError, OSError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""What a user can set of an optimizer."""
+"""The options of optimizers."""
 
 import importlib.util
 from pathlib import Path
@@ -11,10 +11,10 @@ from runner.spec.base import ComponentConfig, Dtype, FloatPair
 
 
 class OptimizerConfig(ComponentConfig):
-    """How gradients become an update."""
+    """The optimizer of trained parameters."""
 
     group: ClassVar[str] = "optimizer"
-    low_bit: ClassVar[str | None] = None  # the optimizer of the same update with moments in fewer bits
+    low_bit: ClassVar[str | None] = None  # the optimizer with the same update and low-bit moments
     lr: float | None = Field(
         default=None,
         gt=0,
@@ -27,24 +27,24 @@ class OptimizerConfig(ComponentConfig):
 
     @property
     def learning_rate(self) -> float:
-        """`lr`; of a config that no job has completed, the default of full fine-tuning."""
+        """`lr`; without it, the default of full fine-tuning."""
         return 1e-5 if self.lr is None else self.lr
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where a package that the optimizer needs is missing."""
+        """Raise EnvironmentProblem if a package is missing."""
 
     @property
     def weights_dtype(self) -> Dtype:
-        """The data type of stored trainable weights that it needs."""
+        """The required dtype of stored trainable weights."""
         return "float32"
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
-        """Bytes that it keeps of a trained number that takes `weight` bytes; end: of embedding or head."""
+        """Bytes of optimizer state per parameter of `weight` bytes; end: of embedding or head."""
         return 2.0 * weight
 
     @property
     def steps_at_once(self) -> bool:
-        """Whether a step takes temporaries of all that is trained, and not of a tensor at a time."""
+        """Whether a step needs temporary memory for all trained parameters at once."""
         return False
 
 
@@ -116,7 +116,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
         return "bfloat16" if self.stochastic_rounding else "float32"
 
     def state_bytes(self, weight: int, *, end: bool = False) -> float:
-        return 2 * (1 + 4 / 256)  # a code each, and a scale for a block of 256
+        return 2 * (1 + 4 / 256)  # one byte each, and a scale per block of 256
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found, key = super().problems(job), "optimizer.stochastic_rounding"

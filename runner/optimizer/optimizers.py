@@ -5,19 +5,19 @@
     muon        torch's for the matrices inside of layers (Jordan et al., 2024; Liu et al., 2502.16982), else AdamW
                 matrices of layers, adapters        orthogonalised momentum, one copy of what is trained
                 embedding, heads, vectors, experts  AdamW, two copies
-    adamw8bit   AdamW with its moments in 8 bits, by torchao (Dettmers et al., 2110.02861), of a whole model on one card
+    adamw8bit   AdamW with 8-bit moments, by torchao (Dettmers et al., 2110.02861), for an unsharded model
 
-    bytes of a trained number     weight    gradient    moments
+    bytes per parameter           weight    gradient    moments
     optimizer=adamw               4         4           8
     optimizer=adamw8bit           4         4           2
       stochastic_rounding=true    2         2           2
 
-On an NPU AdamW is torch's interface to the kernel, and not torch_npu's NpuFusedAdamW: that one lays all gradients in
-one tensor, which it fills with zeros instead of giving it back, and replaces the state that a checkpoint reads.
+On an NPU, AdamW is torch's fused kernel, not torch_npu's NpuFusedAdamW: that one puts all gradients into one tensor,
+which it zeroes but does not free, and replaces the state that a checkpoint reads.
 
-adamw8bit departs from torchao's class: the learning rate is a number; a checkpoint holds codes and scales as plain
-tensors; random bits for rounding follow from `seed`, which the learner sets, and the count of steps, so that a resumed
-run draws those of one that was not stopped; torch's generators are left as they were.
+adamw8bit departs from torchao's class: the learning rate is a number; a checkpoint has codes and scales as plain
+tensors; random bits for rounding are derived from `seed`, which the learner sets, and the number of steps, so that a
+resumed run uses the same bits; torch's generators are not changed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, Sg
 
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices (and higher) are decayed, vectors (biases, norms) are not; the order of names is kept.
+    """Parameter groups: matrices (and higher) with weight decay, vectors (biases, norms) without.
 
-    Parameters on `meta`, which other ranks have, are left out; the groups are as many as if they were there.
+    Parameters on `meta`, which other ranks have, are omitted; the number of groups does not depend on them.
     """
     matrices = [p for p in parameters.values() if p.ndim >= 2]
     vectors = [p for p in parameters.values() if p.ndim < 2]
@@ -73,7 +73,7 @@ def build_sgd(config: SgdConfig, *, parameters: Mapping[str, nn.Parameter], deci
     return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum)
 
 
-ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # in names of what is no matrix inside of a layer
+ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # parts of names of matrices outside of layers
 
 
 def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
@@ -88,13 +88,13 @@ def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], de
         parts.append(torch.optim.Muon(decay_groups(matrices, config.weight_decay), lr=config.learning_rate, **options))
     if others:
         groups = decay_groups(others, config.weight_decay)
-        # unfused, a step on a card takes temporaries of all of them, which run plan does not count
+        # unfused, a step on a card needs temporary memory that `run plan` does not count
         parts.append(_adamw(config, groups, _has_fused(p.device.type for p in others.values() if not p.is_meta)))
     return CombinedOptimizer(parts)
 
 
 class CombinedOptimizer(torch.optim.Optimizer):
-    """Several optimizers as one: their groups one after the other, one state."""
+    """Several optimizers as one, with all their groups and one state."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self._parts = parts
@@ -102,7 +102,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts step with this optimizer's groups and state."""
+        """Let the optimizers use this optimizer's groups and state."""
         first = 0
         for part in self._parts:
             part.param_groups = self.param_groups[first : first + len(part.param_groups)]
@@ -110,17 +110,17 @@ class CombinedOptimizer(torch.optim.Optimizer):
             first += len(part.param_groups)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Let each part make its step."""
+        """Make a step of each optimizer."""
         for part in self._parts:
             part.step()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As of any optimizer."""
+        """Load groups and state; see torch.optim.Optimizer."""
         super().load_state_dict(state_dict)
         self._share()
 
 
-SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # of the moments that torchao may keep in 8 bits
+SIGNED = {"exp_avg": True, "exp_avg_sq": False}  # 8-bit moments of torchao → whether they are signed
 CODES, SCALE = "codes", "scale"
 
 
@@ -129,7 +129,7 @@ def build_adamw8bit(
 ) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter).
 
-    Raises EnvironmentProblem where torchao fails on import.
+    Raises EnvironmentProblem if torchao cannot be imported.
     """
     kind = _optimizer_class()
     found: torch.optim.Optimizer = kind(
@@ -176,7 +176,7 @@ def _optimizer_class() -> Any:
 
         @contextmanager
         def _random_bits(self) -> Iterator[None]:
-            """Draw those of this step, where any are, on the device of the parameters."""
+            """Seed the random bits of this step, if it rounds stochastically."""
             if not self.bf16_stochastic_round:
                 yield
                 return
@@ -202,7 +202,7 @@ def _optimizer_class() -> Any:
 
 
 def _as_plain(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What is kept of a parameter, with codes and scales in the place of moments in 8 bits."""
+    """A parameter's state with codes and scales instead of 8-bit moments."""
     found: dict[str, Any] = {}
     for key, value in entry.items():
         if is_traceable_wrapper_subclass(value):
@@ -213,7 +213,7 @@ def _as_plain(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_8bit(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """What `_as_plain` was made of."""
+    """The inverse of `_as_plain`."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     found = {key: value for key, value in entry.items() if "." not in key}

@@ -148,11 +148,7 @@ class MeshConfig(MultiProcessConfig):
             text = f"{own} does not shard weights; type parallelism=fsdp or parallelism=hsdp"
             raise SpecError([Problem("parallelism.dp_shard", text)])
         self._refuse_single_process(world)
-        return fit_mesh(self._sizes(), world, own)
-
-    def _sizes(self) -> dict[str, int]:
-        grid = {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard}
-        return grid | {"cp": self.cp, "tp": self.tp, "ep": self.ep}
+        return fit_mesh({name: getattr(self, name) for name in Mesh._fields}, world, own)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         if found := super().problems(job):

@@ -33,9 +33,8 @@ if TYPE_CHECKING:  # one process needs nothing of what joins several
 class MeshGradientReducer:
     """Sums gradients over the ranks of a mesh.
 
-    copies: the ranks whose gradients of the same weights are summed; experts: those of the same experts; stages:
-    those that have the other layers; ends: the first and the last of these, on both; stage: what this rank has of
-    the model; device: where it computes.
+    copies: ranks with the same weights; experts: ranks with the same experts; stages: ranks of all pipeline stages;
+    ends: the first and the last stage, on both; stage: that of this rank; device: where it computes.
     """
 
     copies: RankCollectives
@@ -64,12 +63,16 @@ class MeshGradientReducer:
     def _norm_of_stages(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """The total norm from the norm of each gradient, in the order of parameters.
 
-        So it equals that of one process to the last bit, except for shards, of which stages give the sum of squares.
+        It is bit for bit that of one process, except for shards, of which each stage adds the sum of squares.
         """
         count = len(parameters)
         dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
-        norms = torch.zeros(2 * count + 1, dtype=dtype, device=self.device)  # norms, which there are, squares
-        counted = {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()  # by the first stage
+        norms = torch.zeros(
+            2 * count + 1, dtype=dtype, device=self.device
+        )  # norms, whether there is one, sum of squares
+        counted = (
+            {id(one) for one in self.stage.tied_parameters()} if self.stages.rank else set()
+        )  # counted by the first stage
         mine = [p.grad if id(p) not in counted else None for p in parameters]
         for place, gradient in enumerate(mine):
             if gradient is not None and not isinstance(gradient, DTensor):
@@ -106,25 +109,25 @@ class ParallelContext:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether models lie in pieces."""
+        """Whether models are sharded or split."""
         return self.config.shards or self.mesh.model_parallel_size > 1
 
     @property
     def layout(self) -> str:
-        """What makes the order of summation, in words."""
+        """The layout, which determines the order of summation, as text."""
         return f"{self.mesh}, {self.config.name}" if self.config.deepspeed else str(self.mesh)
 
     def check_divisible(self, architecture: Any) -> None:
-        """Raise SpecError for a transformers config that does not divide as the mesh needs it."""
+        """Raise SpecError for a transformers config whose sizes the mesh does not divide."""
         if found := self.config.divisibility_problems(self.mesh, model_sizes(architecture)):
             raise SpecError(found)
 
     def as_ddp(self) -> ParallelContext:
-        """The same ranks for a model that is whole on each of them."""
+        """The same ranks for a model that is replicated on all of them."""
         return replace(self, config=DdpConfig(), mesh=Mesh(dp_replicate=self.place.size), groups=None)
 
     def load(self, make: Callable[[torch.device], M]) -> M:
-        """The model that `make` builds: with weights on the CPU of rank 0, elsewhere without weights.
+        """The model that `make` builds: with weights on the CPU of rank 0, without weights on other ranks.
 
         See `weight_scatter.load_on_rank0`.
         """
@@ -133,13 +136,13 @@ class ParallelContext:
         return load_on_rank0(make, self.world_peers)
 
     def shard(self, model: TrainableModel, decide: Decide) -> None:
-        """Spread a loaded model's weights over all ranks' devices. See `ParallelismPlan.apply`."""
+        """Distribute a loaded model's weights over all ranks. See `ParallelismPlan.apply`."""
         from runner.parallelism.apply import ParallelismPlan
 
         ParallelismPlan(self.config, self.mesh, self.groups, self.world_peers, self.device, decide).apply(model)
 
     def gradient_reducer(self, model: TrainableModel) -> GradientReducer:
-        """What makes one of the gradients that all ranks find of a model that was spread."""
+        """The gradient reducer of a distributed model."""
         experts: RankCollectives = self.replica_peers
         stages: RankCollectives = SINGLE_PROCESS
         ends: RankCollectives = SINGLE_PROCESS
@@ -150,7 +153,7 @@ class ParallelContext:
         return MeshGradientReducer(self.replica_peers, experts, stages, ends, model.stage, self.device.torch_device)
 
     def _peers(self, group: Any) -> RankCollectives:
-        """Those of a group; none for who is not in it."""
+        """The collectives of a group; of a single process if this rank is not in it."""
         assert isinstance(self.config, MeshConfig)
         from runner.parallelism.process_groups import ProcessGroupCollectives
 
@@ -158,19 +161,19 @@ class ParallelContext:
         return ProcessGroupCollectives(group, self.config.timeout_s) if is_member else SINGLE_PROCESS
 
     def summon_full_params(self, model: TrainableModel) -> AbstractContextManager[Any]:
-        """While `model` has whole weights, so that ranks may call it as often as each one needs."""
+        """A block in which `model` has full weights, so that ranks may call it any number of times."""
         return model.summon_full_params() if self.is_sharded or self.config.deepspeed else nullcontext()
 
     def close(self) -> None:
-        """End the process groups; every rank is here."""
+        """Destroy the process groups; all ranks call it."""
         if self.place.size > 1:
             distributed.destroy_process_group()
 
 
 def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> ParallelContext:
-    """Join the other processes of the job, at the address that torchrun's variables say.
+    """Connect to the other ranks of the job, at the address in torchrun's variables.
 
-    Raises SpecError for a mesh that is not of so many processes, EnvironmentProblem where they do not meet.
+    Raises SpecError if the mesh does not fit the number of ranks, EnvironmentProblem if they do not connect.
     """
     mesh = config.mesh(place.size)
     config.preflight()
@@ -183,7 +186,7 @@ def build(config: ParallelismConfig, *, device: Device, place: RankInfo) -> Para
 def _init_process_groups(
     device: Device, place: RankInfo, mesh: Mesh, chunks: int, timeout_s: float
 ) -> tuple[MeshGroups, RankCollectives, RankCollectives, RankCollectives, RankCollectives, RankCollectives]:
-    """All groups, and the peers of a `ParallelContext` in their order."""
+    """All groups, and the collectives of a `ParallelContext` in order."""
     from runner.parallelism.process_groups import ProcessGroupCollectives, create_groups
 
     timeout = timedelta(seconds=timeout_s)
@@ -211,7 +214,7 @@ def _init_process_groups(
         found.stage_links.warm_up(here)
     _warm_up(everyone, here)
     for group in dict.fromkeys(found.by_name.values()):  # in the same order on all ranks
-        if group is not None:  # it is in none of these
+        if group is not None:  # None: this rank is not in it
             _warm_up(ProcessGroupCollectives(group, timeout_s), here)
     for peers in (feed, saving):
         peers.all_gather(place.rank)
@@ -219,7 +222,7 @@ def _init_process_groups(
 
 
 def data_peers(found: MeshGroups, device: torch.device, timeout_s: float) -> RankCollectives:
-    """Those who share out the work."""
+    """The ranks over which the work is partitioned."""
     from runner.parallelism.process_groups import PipelineCollectives, ProcessGroupCollectives
 
     if found.stage_links is None:
@@ -229,7 +232,7 @@ def data_peers(found: MeshGroups, device: torch.device, timeout_s: float) -> Ran
 
 
 def _warm_up(peers: RankCollectives, device: torch.device) -> None:
-    """One small sum, so that what is wrong between the ranks is known now."""
+    """Check a small all-reduce, so that errors between ranks appear now."""
     ones = torch.ones(1, device=device)
     peers.all_reduce_([ones])
     if round(float(ones)) != peers.size:

@@ -4,16 +4,16 @@
     stage 1                                    ──hidden──▶ layers k+1 … n ──norm, heads──▶ loss
                                                ◀─gradient─
 
-A stage has the whole structure of the model under all of its names. Parameters of other stages stay on `meta`. In
-place of the layers before a stage's own, hidden states are received; after its own they are sent, and the forward pass
-ends there:
+A stage has the whole module structure with all parameter names. Parameters of other stages stay on `meta`. Instead of
+running the layers before its own, a stage receives hidden states; after its own layers it sends them, and its forward
+pass ends:
 
     layers of the model      0   1   2   3   4   5
     forward pass of a stage  ·  recv 2   3  send
 
-Autograd carries the transfers like any other operation: the backward pass of a sent tensor waits for its gradient. What
-was sent returns an empty tensor, at which this rank's backward pass begins. So a schedule is an order of passes, and
-nothing else. Stages make the passes of their micro-batches, forward F and backward B, in one of these orders:
+Transfers are autograd operations: the backward pass of a sent tensor waits for its gradient. Sending returns an empty
+tensor, from which this rank's backward pass starts. So a schedule is only an order of passes. Stages make the passes of
+their micro-batches, forward F and backward B, in one of these orders:
 
     one stage                F0 B0 F1 B1 F2 B2 …
     1F1B, stage 0 of 2       F0 F1 B0 F2 B1 …            (Narayanan et al., 2104.04473, section 2.2.1)
@@ -44,7 +44,7 @@ from runner.parallelism.weight_scatter import TensorSlot, tensor_slots
 
 
 class RecvForward(torch.autograd.Function):
-    """Hidden states from the stage before, which their gradient goes back to."""
+    """Receives hidden states from the previous stage, and sends their gradient back."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, border: StageLink, blank: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ class RecvForward(torch.autograd.Function):
 
 
 class SendForward(torch.autograd.Function):
-    """Nothing, [0]; hidden states have gone to the stage after this one, from which their gradient comes."""
+    """Sends hidden states to the next stage, and receives their gradient; returns an empty tensor [0]."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, border: StageLink, hidden: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ class EndOfStage(Exception):
 
 
 class AbsentLayer:
-    """What stands for a layer of another stage, or of a run of layers that has no turn now."""
+    """Replaces a layer of another stage, or of a virtual stage that does not run now."""
 
     def __init__(self, layer: nn.Module, work: Callable[[Tensor], Tensor]) -> None:
         self._layer, self._work = layer, work
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
-        """What becomes of the hidden states, which come first or by name."""
+        """Process the hidden states, the first argument or a keyword."""
         return self._work(inputs[0] if inputs else keywords["hidden_states"])
 
     def __getattr__(self, name: str) -> Any:
@@ -116,7 +116,7 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class StageOwner:
-    """The stage that has a tensor, of those in `group`; device: where others keep what they get of it."""
+    """The stage of `group` that has a tensor; device: where other stages receive it."""
 
     group: Any
     stage: int
@@ -125,7 +125,7 @@ class StageOwner:
     def broadcast_full(self, tensor: Tensor, make_full: Callable[[], Tensor]) -> Tensor:
         """See `runner.distributed.dtensor_utils.TensorOwner`. Collective."""
         if distributed.get_rank(self.group) == self.stage:
-            full = make_full().to(self.device).contiguous()  # pieces may lie on the host
+            full = make_full().to(self.device).contiguous()  # shards may be in host memory
         else:
             full = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         distributed.broadcast(full, group=self.group, group_src=self.stage)
@@ -133,15 +133,15 @@ class StageOwner:
 
 
 class StagedModel:
-    """The stage of a model that lies on several: see `runner.interfaces.PipelineStage`.
+    """This rank's stage of a model: see `runner.interfaces.PipelineStage`.
 
-    undone: while the whole model is on every rank; passing: while a forward pass is in this stage
+    is_whole: while every rank has the full model; passing: while a forward pass runs in this stage
     """
 
     def __init__(
         self, model: TrainableModel, borders: StageLinks, group: Any, chunks: int, device: torch.device
     ) -> None:
-        """group: the stages; model: on `meta`, whose parameters elsewhere will stay there."""
+        """model: on `meta`; parameters of other stages stay there. group: the stages."""
         self.num_stages, self.rank = distributed.get_world_size(group), distributed.get_rank(group)
         self.is_whole = self.passing = False
         self._group, self._chunks, self._borders, self._device = group, chunks, borders, device
@@ -165,7 +165,7 @@ class StagedModel:
     def _stages_of_parameters(
         self, model: TrainableModel, homes: dict[int, int]
     ) -> list[tuple[tuple[int, ...], list[TensorSlot]]]:
-        """Of each parameter the stages that have it, in order, and where in the module it is."""
+        """For each parameter, the stages that have it, in order, and its slots in the module."""
         of = {id(p): homes[id(layer)] for layer in model.transformer_blocks() for p in layer.parameters()}
         embedding = {id(p) for p in model.inner.get_input_embeddings().parameters()}
         head = model.inner.get_output_embeddings()
@@ -215,12 +215,12 @@ class StagedModel:
             self.passing = False
 
     def _from_hidden(self, forward: Forward, input_ids: Tensor, **keywords: Any) -> Any:
-        """A forward pass that gets its hidden states on the way: before, there is only their shape."""
+        """A forward pass that receives its hidden states; its input has only their shape."""
         nothing = torch.zeros((), dtype=self._dtype, device=self._device)
         return forward(inputs_embeds=nothing.expand(*input_ids.shape, self._width), **keywords)
 
     def visible_layers(self, layers: Sequence[nn.Module]) -> list[Any]:
-        """The layers as the pass in this run of layers meets them."""
+        """The layers of this stage, and `AbsentLayer` for the others."""
         own, found = self._runs[self.index], list[Any]()
         for place, layer in enumerate(layers):
             work = {own.start - 1: self._receive, own.stop: self._send}.get(place, _identity)
@@ -241,11 +241,11 @@ class StagedModel:
         raise EndOfStage(SendForward.apply(self._anchor, self._borders.after, hidden))
 
     def tied_parameters(self) -> list[Tensor]:
-        """What the first and the last stage both have, if this is one of them."""
+        """Parameters that the first and the last stage share, if this is one of them."""
         return [places[0].tensor for holders, places in self._tensors if len(holders) > 1 and self.rank in holders]
 
     def on_parameters_ready(self) -> None:
-        """Let `dtensor_utils.whole` find all parameters from now on: they have numbers and stay these objects."""
+        """Set the owner of each parameter for `full_tensor`: from now on these objects have values."""
         for holders, places in self._tensors:
             dtensor_utils.set_owner(places[0].tensor, StageOwner(self._group, holders[0], self._device))
 
@@ -268,7 +268,7 @@ class StagedModel:
                     slot.assign(tensor)
 
     def _put_full_tensor(self, home: int, places: list[TensorSlot]) -> list[tuple[TensorSlot, Tensor]]:
-        """Put what another stage has where it belongs; returns what was there."""
+        """Assign the full tensor of another stage; returns the previous tensors."""
         own = places[0].tensor
         full = StageOwner(self._group, home, self._device).broadcast_full(own, own.detach)
         if home == self.rank:
@@ -285,15 +285,15 @@ def _identity(hidden: Tensor) -> Tensor:
 
 
 def split_layers(layers: int, count: int) -> list[range]:
-    """`count` runs of layers whose lengths differ by at most one, longer ones first."""
+    """`count` ranges of layers whose lengths differ by at most one, longer ones first."""
     sizes = [layers // count + (at < layers % count) for at in range(count)]
     return [range(first, end) for first, end in pairwise(accumulate(sizes, initial=0))]
 
 
 def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]]:
-    """The list of a model's layers, with its name. Raises SpecError unless there is exactly one.
+    """The module, attribute name and layers of the model's layer list.
 
-    Also for a model that has more than an embedding before its layers.
+    Raises SpecError if there is not exactly one, or more than an embedding before it.
     """
     blocks, kind = model.transformer_blocks(), type(model.inner).__name__
     embedding = set(model.inner.get_input_embeddings().modules())
@@ -313,10 +313,10 @@ def _find_layers(model: TrainableModel) -> tuple[nn.Module, str, list[nn.Module]
 def apply_pipeline_parallel(
     model: TrainableModel, borders: StageLinks, group: Any, *, chunks: int, device: torch.device
 ) -> None:
-    """Make of `model`, on the meta device (see `weights`), the stage that this rank of `group` has.
+    """Turn `model`, on the meta device (see `weight_scatter`), into this rank's stage.
 
-    `apply.refuse_changed_model` follows, when the stages have their numbers. Raises SpecError, on all ranks, for a
-    model that does not name its layers.
+    `apply.refuse_changed_model` follows when the weights are loaded. Raises SpecError, on all ranks, for a model
+    without a list of layers.
     """
     model.stage = stage = StagedModel(model, borders, group, chunks, device)
     model.whole.join_context = partial(stage.summon_full_params, model.whole.join_context)
@@ -325,9 +325,9 @@ def apply_pipeline_parallel(
 def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[PipelineOp]:
     """The passes of stage `rank` for `count` micro-batches: 1F1B, interleaved with several chunks.
 
-    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. The paper needs a count that
-    the stages divide where there are chunks: here the order is that of the next such count, with the passes left out
-    that are not.
+    At most `num_warmup_forwards` forward passes wait for their backward pass at any time. With several chunks, the
+    paper needs a count that is a multiple of the stages: here the order is that of the next multiple, without the
+    additional passes.
     """
     filled = count if chunks == 1 else -(-count // stages) * stages
     forward, backward = forward_schedule(stages, chunks, filled), _backward_schedule(stages, chunks, filled)
@@ -339,7 +339,7 @@ def one_f_one_b(rank: int, stages: int, chunks: int, count: int) -> list[Pipelin
 
 
 def num_warmup_forwards(rank: int, stages: int, chunks: int) -> int:
-    """How many forward passes stage `rank` makes before its first backward pass, if there are so many."""
+    """Maximum number of forward passes of stage `rank` before its first backward pass."""
     if chunks == 1:
         return stages - rank
     return 2 * (stages - rank - 1) + (chunks - 1) * stages + 1

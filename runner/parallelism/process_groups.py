@@ -8,10 +8,9 @@ Hidden states and gradients are sent between neighboring stages.
     stage 0 ──hidden──▶ stage 1 ──hidden──▶ stage 2        (──▶ stage 0, where stages have several runs of layers)
             ◀─gradient─         ◀─gradient─
 
-Groups are created once, in the same order on every rank, each with the job's timeout. Each direction of each border
-between stages is a group of its own two ranks: messages of one kind come in the order in which they were sent, and no
-message waits for one of another kind, which a communicator that is shared would have them do. Both sides know shape and
-type; sending returns at once.
+Groups are created once, in the same order on every rank, each with the job's timeout. Each direction between two
+neighboring stages has its own group of two ranks, so that hidden states do not wait for gradients, as they would with a
+shared communicator. Both sides know shape and dtype; sending does not block.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class ProcessGroupCollectives:
         return [{name: one[name].to(tensor.device) for name, tensor in tensors.items()} for one in found]
 
     def all_reduce_(self, tensors: Sequence[Tensor]) -> None:
-        """See `RankCollectives`. Holds two buckets beside the tensors; adds what is less precise in float32."""
+        """See `RankCollectives`. Needs memory for two buckets; sums 16-bit numbers in float32."""
         pending: list[tuple[Any, Tensor, Sequence[Tensor]]] = []
         with self._translate_errors("summing"):
             for bucket in buckets_by_dtype(tensors):
@@ -74,7 +73,7 @@ class ProcessGroupCollectives:
 
     def broadcast_(self, tensor: Tensor) -> None:
         """See `RankCollectives`. It is sent as signed bytes, which every backend supports."""
-        with self._translate_errors("handing over"):
+        with self._translate_errors("broadcasting"):
             for run in tensor.reshape(-1).view(torch.int8).split(CHUNK_BYTES):
                 distributed.broadcast(run, group=self._group, group_src=0)
 
@@ -82,7 +81,7 @@ class ProcessGroupCollectives:
     def _translate_errors(self, doing: str) -> Iterator[None]:
         try:
             yield
-        except torch.OutOfMemoryError:  # of this rank itself
+        except torch.OutOfMemoryError:  # of this rank
             raise
         except RuntimeError as error:
             kind = RankLost if is_connection_loss(str(error)) else DeadlineExceeded
@@ -94,9 +93,9 @@ class ProcessGroupCollectives:
 
 
 class PipelineCollectives(ProcessGroupCollectives):
-    """The data ranks of a job whose models lie in stages: what the last stage says is what counts.
+    """The data ranks of a pipeline-parallel job: the values of the last stage count.
 
-    everyone: the data ranks of all stages, those of the last stage last; all of them call every verb
+    everyone: the data ranks of all stages, those of the last stage last; all of them call every method
     """
 
     def __init__(self, group: Any, everyone: RankCollectives, timeout_s: float, device: torch.device) -> None:
@@ -108,13 +107,13 @@ class PipelineCollectives(ProcessGroupCollectives):
         return self._everyone.all_gather(value)[-self.size :]
 
     def all_gather_tensors(self, tensors: Mapping[str, Tensor]) -> list[Mapping[str, Tensor]]:
-        """See `RankCollectives`; the others need not have any."""
+        """See `RankCollectives`; other stages need no tensors."""
         found = self.all_gather({name: tensor.cpu() for name, tensor in tensors.items()})
         return [{name: tensor.to(self._device) for name, tensor in one.items()} for one in found]
 
 
 def buckets_by_dtype(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
-    """Runs of tensors of one data type, of at most BUCKET_BYTES or one tensor."""
+    """Consecutive tensors of one dtype, in buckets of at most BUCKET_BYTES or one tensor."""
     held: list[Tensor] = []
     for tensor in tensors:
         filled = sum(one.nbytes for one in held)
@@ -127,7 +126,7 @@ def buckets_by_dtype(tensors: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
 
 
 def _copy_back(work: Any, flat: Tensor, bucket: Sequence[Tensor]) -> None:
-    """Wait for a sum and put it where its parts came from."""
+    """Wait for a sum and copy it back into its tensors."""
     work.wait()
     parts = torch.split(flat, [one.numel() for one in bucket])
     for one, part in zip(bucket, parts, strict=True):
@@ -140,21 +139,21 @@ WEIGHT_DIMS = ("dp_replicate", "dp_shard", "tp")
 
 @dataclass(frozen=True, slots=True)
 class MeshGroups:
-    """The groups that this rank is in.
+    """The groups of this rank.
 
-    of: `data`, `copies` (whose gradients add up), `cp`, `tp`, `pp`, `ep`, `expert_copies`, `expert_pieces`,
-    `dp_replicate`, `dp_shard`; one rank alone where a dimension has one. Where there are stages: `stages`, the data
-    ranks of all of them, and `ends`, the first and the last of `pp`
+    by_name: `data`, `copies` (ranks whose gradients are summed), `cp`, `tp`, `pp`, `ep`, `expert_copies`,
+    `expert_pieces`, `dp_replicate`, `dp_shard`; with pipeline stages also `stages`, the data ranks of all stages, and
+    `ends`, the first and the last of `pp`
     """
 
     by_name: Mapping[str, Any]
-    weights: DeviceMesh  # the ranks of this stage, by the names in WEIGHTS
-    experts: DeviceMesh  # those of this stage and slice, by the names in `Mesh.expert_grid`
-    stage_links: StageLinks | None = None  # to the stages beside this one
+    weights: DeviceMesh  # the ranks of this stage, by WEIGHT_DIMS
+    experts: DeviceMesh  # the ranks of this stage and tensor-parallel rank, by `Mesh.expert_grid`
+    stage_links: StageLinks | None = None  # to the neighboring stages
 
 
 def create_groups(mesh: Mesh, kind: str, backend: str, timeout: timedelta, chunks: int = 1) -> MeshGroups:
-    """Make the groups of all ranks; chunks: runs of layers on each stage. Collective."""
+    """Create the groups of all ranks; chunks: virtual stages per pp rank. Collective."""
     every = mesh.groups()
     if mesh.pp > 1:
         every["stages"] = mesh.rank_groups("pp", *DATA_DIMS)
@@ -183,21 +182,21 @@ def _expert_mesh(mesh: Mesh, own: Mapping[str, Any], kind: str, copies: RankGrou
 
 @dataclass(slots=True)
 class P2pChannel:
-    """One direction of a border, as one of its two ranks sees it.
+    """One direction between two neighboring stages, on one of its ranks.
 
-    room: how many messages may be under way; a sender with more waits for the oldest to be taken
+    max_pending: number of unreceived messages above which a sender waits
     """
 
     group: Any
     max_pending: int
-    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # tensors live until they were sent
+    pending: deque[tuple[Any, Tensor]] = field(default_factory=deque)  # keeps tensors until they are sent
 
     @property
     def _other(self) -> int:
         return 1 - distributed.get_rank(self.group)
 
     def send(self, tensor: Tensor) -> None:
-        """Let it go; its memory must not change afterwards."""
+        """Start sending a tensor, whose memory must not change afterwards."""
         while self.pending and (self.pending[0][0].is_completed() or len(self.pending) >= self.max_pending):
             work, _ = self.pending.popleft()
             work.wait()
@@ -205,7 +204,7 @@ class P2pChannel:
         self.pending.append((distributed.isend(tensor, group=self.group, group_dst=self._other), tensor))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """The next one that was sent."""
+        """Receive the next tensor."""
         tensor = torch.empty(shape, dtype=dtype, device=device)
         distributed.recv(tensor, group=self.group, group_src=self._other)
         return tensor
@@ -213,7 +212,7 @@ class P2pChannel:
 
 @dataclass(frozen=True, slots=True)
 class StageLink:
-    """Between a stage and the next one."""
+    """The channels between a stage and the next one."""
 
     hidden: P2pChannel
     gradients: P2pChannel
@@ -221,13 +220,13 @@ class StageLink:
 
 @dataclass(frozen=True, slots=True)
 class StageLinks:
-    """Those of one stage: to the one before it and to the one after it. None at the ends."""
+    """The links of a stage to the previous and the next one; None at the ends."""
 
     before: StageLink | None
     after: StageLink | None
 
     def warm_up(self, device: torch.device) -> None:
-        """One number each way, so that what is wrong between the ranks is known now. All stages call it."""
+        """Send a number each way, so that errors between ranks appear now. All stages call it."""
         one = torch.ones(1, device=device)
         if self.after is not None:
             self.after.hidden.send(one)
@@ -239,11 +238,10 @@ class StageLinks:
 
 
 def make_stage_links(families: Sequence[RankGroup], chunks: int, new_group: Callable[[list[int]], Any]) -> StageLinks:
-    """Make the groups between the stages of each of `families`, in the same order on all ranks.
+    """Create the groups between the stages of each of `families`, in the same order on all ranks.
 
-    Returns those of this rank. Collective.
-
-    chunks: runs of layers on each rank; with several the last stage sends to the first
+    Returns the links of this rank. chunks: virtual stages per rank; with several, the last stage sends to the first.
+    Collective.
     """
     rank, room = distributed.get_rank(), 2 * len(families[0]) * chunks
     before: StageLink | None = None

@@ -1,8 +1,8 @@
 """Sampling, rewards, environments and evaluation, partitioned over ranks; all ranks get all results.
 
-    requests, groups, turns ──balanced──▶ this rank's own ──▶ the part that is wrapped ──gathered──▶ all, on every rank
+    requests, groups, turns ──balanced──▶ those of this rank ──▶ wrapped component ──gathered──▶ all, on every rank
 
-What is drawn depends on each request's own seed, and what is scored on its group: not on who does it.
+A sample depends only on its request's seed, and a score only on its group: not on the rank.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from runner.interfaces import (
     SamplerWrapper,
 )
 
-FullParamsContext = Callable[[], AbstractContextManager[Any]]  # while the model has whole weights: all ranks enter it
+FullParamsContext = Callable[[], AbstractContextManager[Any]]  # a block with full weights, which all ranks enter
 T = TypeVar("T")
 Scores = list[list[float | None]]
 Parts = list[list[Mapping[str, float | None]]]
 
 
 class PartitionedSampler(SamplerWrapper):
-    """A sampler on each rank; the requests of a group, which have one prompt, stay together."""
+    """A sampler on each rank; requests of a group, which share a prompt, are sampled on one rank."""
 
     def __init__(self, sampler: Sampler, peers: RankCollectives, whole: FullParamsContext) -> None:
         super().__init__(sampler)
@@ -95,7 +95,7 @@ class Rank0Sampler:
         return self._run_on_rank0(lambda sampler: sampler.score(rows))
 
     def pop_metrics(self) -> dict[str, float]:
-        """See `Sampler`; known to the first rank."""
+        """See `Sampler`; only rank 0 has metrics."""
         return {} if self._sampler is None else self._sampler.pop_metrics()
 
     def release_memory(self) -> None:
@@ -103,12 +103,12 @@ class Rank0Sampler:
         self._run_on_rank0(lambda sampler: sampler.release_memory())
 
     def close(self) -> None:
-        """See `Sampler`; the others need not be there."""
+        """See `Sampler`; not collective."""
         if self._sampler is not None:
             self._sampler.close()
 
     def _limits(self) -> tuple[float, int, int | None]:
-        """Collective: all ranks call it at the same place."""
+        """Sampling limits of rank 0's sampler. Collective at the first call."""
         if self._known is None:
             self._known = self._run_on_rank0(
                 lambda sampler: (sampler.temperature, sampler.max_new_tokens, sampler.max_model_len)
@@ -117,7 +117,7 @@ class Rank0Sampler:
 
     def _run_on_rank0(self, what: Callable[[Sampler], T]) -> T:
         def work() -> T:
-            assert self._sampler is not None  # this is the first rank
+            assert self._sampler is not None  # only called on rank 0
             return what(self._sampler)
 
         return run_on_rank0(self._peers, work)
@@ -135,7 +135,7 @@ class PartitionedReward:
         return run_partitioned(self._peers, owners, lambda mine: self._reward.score([groups[i] for i in mine]))
 
     def with_peers(self, peers: RankCollectives) -> Self:
-        """The same reward for another thread, which has these peers."""
+        """The same reward for another thread with its own collectives."""
         return type(self)(self._reward, peers)
 
     def close(self) -> None:
@@ -147,10 +147,10 @@ class PartitionedReward:
 
 
 class PartitionedSumReward(PartitionedReward):
-    """The same of a reward that is made of others."""
+    """A `PartitionedReward` of a reward with components."""
 
     def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Scores, Parts]:
-        """The scores, and what each part gave."""
+        """The scores, and those of each component."""
 
         def work(mine: list[int]) -> list[tuple[Any, Any]]:
             return list(zip(*self._reward.score_components([groups[i] for i in mine]), strict=True))
@@ -160,7 +160,7 @@ class PartitionedSumReward(PartitionedReward):
 
 
 def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
-    """The reward, shared out."""
+    """The reward, partitioned over ranks."""
     return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)
 
 
@@ -171,7 +171,7 @@ class PartitionedEnvironments(EnvironmentFactory):
     peers: RankCollectives
 
     def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """See `EnvironmentFactory`; all ranks begin the same episodes."""
+        """See `EnvironmentFactory`; all ranks start the same episodes."""
         made: dict[int, Environment] = {}
 
         def work(mine: list[int]) -> list[None]:
@@ -184,11 +184,11 @@ class PartitionedEnvironments(EnvironmentFactory):
 
 @dataclass(frozen=True, slots=True)
 class PartitionedEpisodes(EnvironmentBatch):
-    """Those that live on this rank, and who has the others."""
+    """The episodes of this rank; other ranks have the others."""
 
     peers: RankCollectives
 
     def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `EnvironmentBatch`; all ranks hand in the same turns."""
+        """See `EnvironmentBatch`; all ranks pass the same turns."""
         owners = [at % self.peers.size for at, _ in turns]
         return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))

@@ -1,18 +1,19 @@
-"""Tensor parallel: layers cut into slices on several devices (Shoeybi et al., 1909.08053, section 3).
+"""Tensor parallel: the matrices of layers are sharded (Shoeybi et al., 1909.08053, section 3).
 
     hidden ──▶ q k v, gate up: some heads, some features of each rank ──▶ o, down ──summed over ranks──▶ hidden
     ids    ──▶ embedding: the rows of some ids ──summed──▶ hidden ──▶ LM head: their logits
     (runner.model.chunked_lm_head)
 
-    whole ──enter──▶ slices ──leave──▶ whole      enter: identity, gradients summed; leave: sum, gradients unchanged
+    replicated ──copy_to_region──▶ sharded ──reduce_from_region──▶ replicated
+    copy_to_region: identity, gradients are summed;  reduce_from_region: sum, gradients unchanged
 
-Parameters are DTensors: slices, or whole on every rank. For its forward pass each module gets the plain tensor that
-this rank holds, so that it computes as always, whatever operators the device has put into it.
+Parameters are DTensors: shards, or replicas. In its forward pass each module gets this rank's plain local tensor, so
+its own code computes as always, with whatever operators the device has installed.
 
-Everything else (norms, routers, experts, heads of one number) is whole on every rank and computes the same there.
-Low-rank adapters are cut with their layers: where outputs are sliced, B is; where inputs are, A is, and their output
-is summed with the layer's own. The other one of the two is whole, and each rank computes a part of its gradient, like
-that of the norms between q and the heads.
+All other modules (norms, routers, experts, heads with one output) are replicated and compute the same on every rank.
+Low-rank adapters are sharded with their layers: with sharded outputs, B is sharded; with sharded inputs, A is, and the
+adapter's output is summed with the layer's. The other matrix is replicated, and each rank computes a part of its
+gradient, like that of the norms between q and the heads.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from runner.distributed.autograd_collectives import all_reduce
 from runner.interfaces import Decide, TrainableModel
 from runner.parallelism.mesh import parallelism_error
 
-SlicePlan = dict[int, int]  # parameter, by identity → the dimension that it is cut in
+SlicePlan = dict[int, int]  # id of a parameter → its sharded dimension
 
 
 class _CopyToRegion(torch.autograd.Function):
-    """As it is; its gradient is the sum of what all ranks find."""
+    """Identity, whose gradient is summed over ranks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
@@ -53,53 +54,53 @@ class _CopyToRegion(torch.autograd.Function):
 
 @dataclass(slots=True)
 class TensorParallelGroup:
-    """The ranks of one model's slices as one of them sees them.
+    """The tensor-parallel ranks of one model.
 
-    partial: of which replicated parameters, by name in their module, a rank finds a part of the gradient only;
-    once: of which the first rank's counts, as they are added before the sum over ranks; all find the whole gradient
+    partial_gradients: replicated parameters (module, name) of which each rank computes a part of the gradient;
+    rank0_only: replicated parameters that only rank 0 adds, because they are added before the sum over ranks
     """
 
     mesh: DeviceMesh
-    is_whole: bool = False  # while the model is whole on every rank
+    is_whole: bool = False  # while every rank has the full model
     partial_gradients: set[tuple[nn.Module, str]] = field(default_factory=set)
     rank0_only: set[tuple[nn.Module, str]] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
-        """Of this process among them."""
+        """The tensor-parallel rank."""
         return self.mesh.get_local_rank()
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of tensor-parallel ranks."""
         return self.mesh.size()
 
     def copy_to_region(self, tensor: Tensor) -> Tensor:
-        """A tensor that is whole on every rank, from which each continues to something of its own."""
+        """Pass a replicated tensor to sharded layers."""
         made: Tensor = tensor if self.is_whole else _CopyToRegion.apply(tensor, self.mesh.get_group())
         return made
 
     def reduce_from_region(self, tensor: Tensor) -> Tensor:
-        """The sum of what the ranks have come to."""
+        """Sum the outputs of sharded layers over ranks."""
         return tensor if self.is_whole else all_reduce(tensor, self.mesh.get_group())
 
     def parameter_for_forward(self, part: nn.Module, name: str, parameter: DTensor) -> Tensor:
-        """What a module computes with; differentiable."""
+        """The plain local tensor of a parameter for a forward pass; differentiable."""
         held: Tensor = parameter.to_local()
         if (part, name) in self.rank0_only and self.rank:
-            held = held - held.detach()  # nothing, whose gradient is everyone's
+            held = held - held.detach()  # zero, with the gradient of the parameter
         return self.copy_to_region(held) if (part, name) in self.partial_gradients else held
 
     @contextmanager
     def summon_full_params(self, module: nn.Module) -> Iterator[None]:
-        """Plain, whole parameters for as long as the block lasts. Collective on entering."""
+        """Full, plain parameters inside the block. Collective on entering."""
         kept: list[tuple[dict[str, Any], str, DTensor]] = []
         made: dict[int, nn.Parameter] = {}
         for part in module.modules():
             parameters: dict[str, Any] = part._parameters
             for name, parameter in parameters.items():
                 if isinstance(parameter, DTensor) and not parameter.is_meta:
-                    if id(parameter) not in made:  # tied ones stay so
+                    if id(parameter) not in made:  # tied parameters stay tied
                         full = dtensor_utils.full_tensor_of_holders(parameter)
                         made[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
                     kept.append((parameters, name, parameter))
@@ -115,7 +116,7 @@ class TensorParallelGroup:
 
 
 def distribute_parameters(parts: Iterable[nn.Module], slices: TensorParallelGroup, plan: SlicePlan) -> None:
-    """Make every parameter of these modules, on meta, a DTensor: a shard of it, or a replica."""
+    """Replace every parameter of these modules, on meta, by a DTensor: a shard or a replica."""
     made: dict[int, nn.Parameter] = {}
     for part in parts:
         for name, parameter in part._parameters.items():
@@ -135,7 +136,7 @@ def _slice_parameter(full: nn.Parameter, dim: int | None, slices: TensorParallel
 
 
 class LocalParameterHooks:
-    """Hooks that give one module plain tensors for the time of its forward pass."""
+    """Hooks that give a module plain local tensors during its forward pass."""
 
     def __init__(self, part: nn.Module, slices: TensorParallelGroup) -> None:
         self._part, self._slices = part, slices
@@ -156,11 +157,11 @@ class LocalParameterHooks:
 
 
 class VocabEmbeddingHooks(LocalParameterHooks):
-    """Hooks of a vocabulary-parallel embedding: rows of other ids are added from other ranks."""
+    """Hooks of a vocabulary-parallel embedding: the sum over ranks has the rows of all ids."""
 
     def __init__(self, part: nn.Embedding, slices: TensorParallelGroup) -> None:
         self._padding = part.padding_idx
-        self._others: Tensor | None = None  # which ids of a pass are not here
+        self._others: Tensor | None = None  # mask of ids whose rows are on other ranks
         super().__init__(part, slices)
 
     def _before(self, part: Any, inputs: tuple[Any, ...]) -> Any:
@@ -194,8 +195,8 @@ LAYER_PLANS = (
 def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: Decide) -> None:
     """Replace every parameter of `model`, on the meta device, by this rank's shard or a replica.
 
-    mesh: of one dimension. `apply.refuse_changed_model` follows, when the slices have their numbers. The model's
-    parameters are other objects afterwards. Raises SpecError, on all ranks, for a model that has no such layers.
+    mesh: of one dimension. `apply.refuse_changed_model` follows when the weights are loaded. The model's parameters are
+    other objects afterwards. Raises SpecError, on all ranks, for a model without supported layers.
     """
     slices, plan = TensorParallelGroup(mesh), SlicePlan()
     for layer, dims in _sliceable_layers(model.inner):
@@ -214,7 +215,7 @@ def apply_tensor_parallel(model: TrainableModel, mesh: DeviceMesh, *, decide: De
 
 
 def _sliceable_layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, int]]]:
-    """Attention and feed-forward layers, and how what is in them is cut."""
+    """Attention and feed-forward layers, each with the sharded dimensions of its matrices."""
     found = [
         (part, dims) for part in module.modules() for dims in LAYER_PLANS if all(hasattr(part, name) for name in dims)
     ]
@@ -225,7 +226,7 @@ def _sliceable_layers(module: nn.Module) -> Iterator[tuple[nn.Module, dict[str, 
 
 
 def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: TensorParallelGroup, plan: SlicePlan) -> None:
-    """Say how a layer's weights are cut, and let hidden states enter and leave its slices."""
+    """Plan the sharding of a layer's weights, and add hooks for its inputs and outputs."""
     for name, dim in dims.items():
         linear = getattr(layer, name)
         for one, cut in _linear_weights(linear, dim):
@@ -245,9 +246,9 @@ def _cut_layer(layer: nn.Module, dims: dict[str, int], slices: TensorParallelGro
 
 
 def _linear_weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | None]]:
-    """The matrices of a linear layer, its adapters among them, and the dimension in which each is cut."""
+    """The matrices of a linear layer and its adapters, each with its sharded dimension."""
     base = getattr(linear, "base_layer", linear)
-    if getattr(type(base), "forward", None) is not nn.Linear.forward:  # of its own class, or one that casts weights
+    if getattr(type(base), "forward", None) is not nn.Linear.forward:  # another class, or one that casts weights
         raise parallelism_error("tp", f"layers of type {type(base).__name__} are not supported")
     yield base, dim
     if base is not linear:
@@ -259,14 +260,14 @@ def _linear_weights(linear: nn.Module, dim: int) -> Iterator[tuple[Any, int | No
 def _enter_layer(
     slices: TensorParallelGroup, part: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
-    """Hidden states come first, or by name."""
+    """Hidden states are the first argument or a keyword."""
     if inputs:
         return (slices.copy_to_region(inputs[0]), *inputs[1:]), keywords
     return inputs, keywords | {"hidden_states": slices.copy_to_region(keywords["hidden_states"])}
 
 
 def _vocab_parallel_ends(model: TrainableModel, slices: TensorParallelGroup, decide: Decide) -> set[Any]:
-    """Of embedding and LM head what is cut by ids."""
+    """Embedding and LM head, if they are sharded by ids."""
     ends = model.embedding_and_head()
     if rows := [len(end.weight) for end in ends if len(end.weight) % slices.size]:
         text = f"{slices.size} ranks do not divide {rows[0]} vocabulary rows"

@@ -3,14 +3,13 @@
     rank 0       config, weights, seed ──▶ model on the CPU ──probe results──┐
     other ranks  config ─────────────────▶ model on `meta` ◀─────────────────┘
 
-    rank 0: a model with its weights ──Weights──▶ the model without, tensors aside ─┐ tensor by tensor
-    others: the model without weights ──────────▶ cut, sharded, on no device        ┴──────────────────▶ own shards
+    rank 0: model with weights ──WeightScatter──▶ model on `meta`, weights aside ─┐ tensor by tensor
+    others: model on `meta` ────────────────────▶ split, sharded, on `meta`       ┴──────────────────▶ own shards
 
-`meta` is torch's device that knows shapes and data types and holds nothing. Between the two steps only the structure
-changes: parameters on `meta` may become shards (DTensor). No device ever holds more than what its rank keeps and one
-tensor; the whole model is in the host memory of rank 0 alone, until it is scattered. So weights are read, converted and
-drawn once and cannot differ between ranks. What they are read from can, where machines have other folders or versions,
-and is compared.
+torch's device `meta` has shapes and dtypes, but no values. Between the two steps only the structure changes: parameters
+on `meta` may become shards (DTensor). A device never has more than its rank's shards and one full tensor; only the host
+memory of rank 0 has the full model until it is scattered. So weights are read, converted and initialized once, and
+cannot differ between ranks. Their sources may differ between machines (folders, versions) and are compared.
 """
 
 from __future__ import annotations
@@ -35,34 +34,33 @@ META = torch.device("meta")
 
 
 class TensorSlot(NamedTuple):
-    """A place in a module that has a parameter or a buffer."""
+    """A parameter or buffer of a module, by its dict and key."""
 
-    holder: dict[str, Any]  # of a module's parameters, or of its buffers
+    holder: dict[str, Any]  # the module's _parameters or _buffers
     key: str
 
     @property
     def tensor(self) -> Tensor:
-        """What is there."""
+        """The tensor in this slot."""
         found: Tensor = self.holder[self.key]
         return found
 
     def assign(self, tensor: Tensor) -> None:
-        """Put something else there."""
+        """Replace the tensor in this slot."""
         self.holder[self.key] = tensor
 
 
 class WeightScatter:
-    """The parameters and buffers of a module, which afterwards has its own on `meta` on each rank.
+    """Takes the parameters and buffers of a module, and leaves tensors on `meta` instead.
 
-    everyone: the ranks, the first of which has the values; those of the others are dropped, if there are any.
-    Tied tensors stay tied.
+    world_peers: all ranks, of which rank 0 has the values; those of other ranks are dropped. Tied tensors stay tied.
     """
 
     def __init__(self, module: nn.Module, world_peers: RankCollectives, device: torch.device) -> None:
-        """device: over which the numbers go to the others."""
+        """device: the device whose backend sends the values."""
         self._everyone, self._device = world_peers, device
-        self._names: dict[str, str] = {}  # of each place → the first name of what is there
-        self._like: dict[str, Tensor] = {}  # by first name, on `meta`
+        self._names: dict[str, str] = {}  # name of each slot → first name of its tensor
+        self._like: dict[str, Tensor] = {}  # tensors on `meta`, by first name
         self._numbers: dict[str, Tensor] = {}
         known: dict[int, str] = {}
         for name, slot in tensor_slots(module):
@@ -78,7 +76,7 @@ class WeightScatter:
 
     @contextmanager
     def materialize(self, module: nn.Module, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Let `parts` of the module have their full values, on every rank's device, inside the block.
+        """Give `parts` of the module their full values, on every rank's device, inside the block.
 
         Collective on entering.
         """
@@ -95,11 +93,10 @@ class WeightScatter:
                 slot.assign(self._like[name])
 
     def scatter(self, module: nn.Module, target_device: torch.device, absent: Collection[str] = ()) -> None:
-        """Give `module` this rank's part of every tensor: its shard of a DTensor, else all of it.
+        """Give `module` its values: this rank's shard of a DTensor, the full tensor otherwise.
 
-        target_device: where parameters are placed; buffers are on the device. absent: names of tensors that only other
-        ranks have. Tensors that are no longer in the module need no name. The parameters are other objects afterwards.
-        Collective; can be called once.
+        target_device: of parameters; buffers are on the sending device. absent: names of tensors that only other ranks
+        have. The parameters are other objects afterwards. Collective; can be called once.
         """
         places: dict[str, list[TensorSlot]] = {}
         for name, slot in tensor_slots(module):
@@ -107,7 +104,7 @@ class WeightScatter:
                 places.setdefault(self._names[name], []).append(slot)
         kept = {name for name, found in places.items() if not isinstance(found[0].tensor, DTensor)}
         most = max((like.nbytes for name, like in self._like.items() if name not in kept), default=0)
-        room = torch.empty(most, dtype=torch.int8, device=self._device)  # one, or what is kept would lie between many
+        room = torch.empty(most, dtype=torch.int8, device=self._device)  # one buffer, to avoid fragmentation
         for name in self._like:
             full = self._broadcast_full(name, None if name in kept else room)
             self._numbers.pop(name, None)
@@ -119,7 +116,7 @@ class WeightScatter:
                     slot.assign(made)
 
     def _broadcast_full(self, name: str, room: Tensor | None = None) -> Tensor:
-        """All of a tensor, on the device, on every rank; in bytes of `room` where there is one."""
+        """A full tensor on every rank's device; in the buffer `room`, if given."""
         like = self._like[name]
         if room is None:
             full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
@@ -133,7 +130,7 @@ class WeightScatter:
 
 
 def tensor_slots(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
-    """Every place that has a parameter or a buffer, by its name; what is tied has several."""
+    """Every slot with a parameter or buffer, by name; a tied tensor has several slots."""
     for prefix, part in module.named_modules():
         holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for holder in holders:
@@ -143,14 +140,14 @@ def tensor_slots(module: nn.Module) -> Iterator[tuple[str, TensorSlot]]:
 
 
 def _as_kind_of(tensor: Tensor, numbers: Tensor) -> Tensor:
-    """`numbers` as a parameter that learns or not, or as a buffer, like `tensor`."""
+    """`numbers` as a parameter (trainable or not) or a buffer, like `tensor`."""
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(numbers, requires_grad=tensor.requires_grad)
     return numbers
 
 
 def _shard_of(like: Tensor, full: Tensor, target_device: torch.device) -> Tensor:
-    """What a rank has of `full` that holds `like`."""
+    """This rank's part of `full`, sharded like `like`."""
     if not isinstance(like, DTensor):
         return full.to(target_device)
     part = full[local_slice(like)].clone(memory_format=torch.contiguous_format)
@@ -163,10 +160,10 @@ M = TypeVar("M", bound=TrainableModel)
 
 
 def load_on_rank0(make: Callable[[torch.device], M], world_peers: RankCollectives) -> M:
-    """The model that `make` builds on a device: the CPU of the first rank, and `meta` on the others.
+    """The model that `make` builds on a device: the CPU on rank 0, and `meta` on the others.
 
-    Collective. What `make` raises on one rank is raised on all; raises EnvironmentProblem, on all ranks, where they
-    have not built the same.
+    Collective. An error of `make` on one rank is raised on all. Raises EnvironmentProblem, on all ranks, if they have
+    built different models.
     """
     made: list[M] = []
     first = world_peers.rank == 0
@@ -186,7 +183,7 @@ def load_on_rank0(make: Callable[[torch.device], M], world_peers: RankCollective
 
 
 def model_facts(model: TrainableModel) -> dict[str, str]:
-    """What a model is made of except its values: classes, tensors, options, and library versions."""
+    """A model's classes, tensor shapes, options and library versions, without values."""
     own = {f"module {name or 'all'}": type(part).__qualname__ for name, part in model.whole.named_modules()}
     own |= {name: f"{slot.tensor.dtype} {list(slot.tensor.shape)}" for name, slot in tensor_slots(model.whole)}
     options = model.inner.config.to_dict()
@@ -197,7 +194,7 @@ def model_facts(model: TrainableModel) -> dict[str, str]:
 
 
 def refuse_different(ranks: list[dict[str, str]]) -> None:
-    """Raise EnvironmentProblem where a rank's model is not made of what the first one's is."""
+    """Raise EnvironmentProblem if a rank's model differs from that of rank 0."""
     for rank, found in enumerate(ranks):
         if differing := [name for name in {**ranks[0], **found} if ranks[0].get(name) != found.get(name)]:
             name = differing[0]
@@ -209,7 +206,7 @@ def refuse_different(ranks: list[dict[str, str]]) -> None:
 
 
 def _refuse_unregistered_tensors(module: nn.Module) -> None:
-    """Raise EnvironmentProblem for a tensor that is neither parameter nor buffer: it cannot be sent."""
+    """Raise EnvironmentProblem for a tensor that is neither parameter nor buffer, which cannot be sent."""
     for name, part in module.named_modules():
         if loose := [key for key, value in vars(part).items() if isinstance(value, Tensor)]:
             raise EnvironmentProblem(
