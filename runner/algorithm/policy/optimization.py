@@ -174,11 +174,14 @@ class PolicyOptimization:
         log_rho = importance.behavior_log_ratio(batch.tokens["old"], batch.tokens["sampled"], mask, row, level, limit)
         offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}
         found: ImportanceWeights = compute_selected(self.config, "correction", offered)
-        affected, count = importance.affected_counts(found, mask)
-        self._health = {
-            "correction/effective_sample_size": float(importance.effective_sample_size(log_rho.exp().double(), mask)),
-            "correction/clip_frac": float(affected) / max(int(count), 1),
-        }
+        affected, count = map(int, importance.affected_counts(found, mask))
+        self._health = {}
+        if count:
+            size = importance.effective_sample_size(log_rho.exp().double(), mask)
+            self._health = {
+                "correction/effective_sample_size": float(size),
+                "correction/clip_frac": affected / count,
+            }
         return with_tokens(batch, importance=found.weights)
 
     def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
