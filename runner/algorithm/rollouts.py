@@ -289,21 +289,13 @@ def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
-    def sample(
-        size: int,
-        text: str,
-        finish: str,
-        version: int,
-        reward: Any,
-        before: Any,
-        parts: RewardComponents,
-        cut: float,
-        versions: Sequence[tuple[int, int]] = (),
-    ) -> RolloutSample:
+    def sample(size: int, *said: Any) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        drawn = (ids, mask, logprobs, text, finish, version)
-        tokens = tuple(version for version, count in versions for _ in range(count))
-        return RolloutSample(*drawn, reward, tuple(before), parts, cut, tokens)
+        text, finish, version, reward, history, components, truncation, *more = said
+        runs = more[0] if more else ()
+        versions = tuple(version for version, count in runs for _ in range(count))
+        own = (text, finish, version, reward, tuple(history), components, truncation, versions)
+        return RolloutSample(ids, mask, logprobs, *own)
 
     groups = []
     for group in state["groups"]:
