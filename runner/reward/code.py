@@ -34,6 +34,7 @@ from runner.reward.group_scorer import (
     GroupScorer,
     ScoringFailures,
     UnscorableError,
+    encode_json,
     require_column,
     score_each,
 )
@@ -50,7 +51,6 @@ OWN_USER = ("--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 OTHER_USER = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of containers
 SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
-LARGEST_REPLY_BYTES = 64 << 20
 LANDLOCK = Path(__file__).with_name("landlock_sandbox.py")
 
 # The first lines of the process: limits, then the code. argv: memory, file size, processes, CPU seconds, user.
@@ -211,27 +211,16 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
 
     Source: https://bytedance.github.io/SandboxFusion
     """
-    from aiohttp import ClientError
-
-    from runner.core.http_client import failure_reason, request, run_coroutine
-    from runner.core.untrusted_text import parse_json
-    from runner.reward.group_scorer import encode_json
+    from runner.reward.http import ServiceFailure, post_json
 
     assert config.url is not None
     url = f"{config.url.rstrip('/')}/run_code"
     body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": config.timeout_s}
     body["memory_limit_MB"] = config.memory_bytes >> 20
-    within = config.timeout_s + SERVICE_MARGIN_S
-    sent = request("POST", url, timeout_s=within, largest_bytes=LARGEST_REPLY_BYTES, body=encode_json(body))
     try:
-        status, content = run_coroutine(sent)
-        if status != 200:
-            raise SandboxError(f"{url}: status {status}: {content[:200].decode(errors='replace')!r}")
-        reply = parse_json(content)
-    except TimeoutError as error:
-        raise SandboxError(f"{url}: no complete response within {within:g} s") from error
-    except (OSError, ClientError, ValueError) as error:
-        raise SandboxError(f"{url}: {failure_reason(error)}") from error
+        reply = post_json(url, encode_json(body), config.timeout_s + SERVICE_MARGIN_S)
+    except ServiceFailure as failure:
+        raise SandboxError(str(failure)) from failure
     run = reply.get("run_result") if isinstance(reply, Mapping) else None
     if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
         raise SandboxError(f"{url}: the response has no run_result: {str(reply)[:200]}")

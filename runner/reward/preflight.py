@@ -80,7 +80,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_folder(path: str) -> None:
-    """Raise EnvironmentProblem or SecurityRefusal; a hub id, which is not here, passes."""
+    """Raise EnvironmentProblem or SecurityError; a hub id, which is not here, passes."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:

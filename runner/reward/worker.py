@@ -7,7 +7,7 @@
            ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
 Nothing comes through stdin: its end means that the runner exited, and SIGTERM that it needs no more. The guard runs no
-foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
+foreign code, so it always notices. It is the subreaper of all processes below it, so it finds and ends
 what the function left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the
 runner's *thread* that started it ends. The worker does: its parent is the guard's only thread.
 """
@@ -83,7 +83,7 @@ def run_guard(child: int, runner: int, woken: int) -> int:
 
 
 def _reap_children(child: int) -> int | None:
-    """Bury every process that has ended; the worker's code if it was among them."""
+    """Wait for every process that has ended; the worker's exit code if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -93,7 +93,7 @@ def _reap_children(child: int) -> int | None:
 
 
 def _kill_descendants(group: int) -> None:
-    """Kill and bury until nothing is below us: whatever loses its parent becomes our child."""
+    """Kill processes and wait for them until no child is left: an orphan below us becomes our child."""
     while True:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)

@@ -194,7 +194,7 @@ def refuse_used_folder(where: Path) -> None:
 
 
 def claim_folder(where: Path) -> RunFolder:
-    """The folder `where` for a new run. Raises as `refuse_used_folder`, and StorageError if it cannot be made."""
+    """The folder for a new run. Raises as `refuse_used_folder`, and StorageError if it cannot be made."""
     refuse_used_folder(where)
     try:
         where.mkdir(parents=True, exist_ok=True)

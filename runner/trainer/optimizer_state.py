@@ -1,6 +1,7 @@
 """What a learner has come to, as a checkpoint keeps it: parameters and the optimizer's state, by name.
 
-    parameters, optimizer ──state_of──▶ {"tensors": param/…, optim/<key>/…; "optimizer": the rest} ──restore──▶ the same
+    parameters, optimizer ──learner_state──▶ {"tensors": param/…, optim/<key>/…; "optimizer": the rest}
+                            ──restore_learner_state──▶ the same
 
 Tensors in pieces stay so on the way out, as whoever writes them takes each rank's own; on the way in they are whole,
 and each rank copies what it holds. A parameter that lies on other ranks only has no numbers here (it is on `meta`):
