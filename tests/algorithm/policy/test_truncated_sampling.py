@@ -35,9 +35,14 @@ def first_step(lag: int, correction: str, **options: Any) -> Mapping[str, float]
 @pytest.mark.parametrize(
     ("lag", "correction", "sampling", "double"),
     [
-        pytest.param(*way, sampling, (row + column) % 2 == 1, id=f"{way}-{sampling}")  # each pair of choices once
+        pytest.param(
+            *(*way, sampling, double),
+            id=f"{way}-{sampling}-{'float64' if double else 'float32'}",
+            marks=[] if (row + column) % 2 == double else pytest.mark.slow,  # each pair of choices once is quick
+        )
         for row, way in enumerate(WAYS)
         for column, sampling in enumerate(TRUNCATED)
+        for double in (False, True)
     ],
 )
 def test_the_ratio_is_1_before_an_update(lag: int, correction: str, sampling: Any, double: bool) -> None:
