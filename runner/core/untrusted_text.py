@@ -13,16 +13,28 @@ import re
 from fractions import Fraction
 from typing import Any
 
-DEEPEST = 100  # mappings and lists inside one another, in YAML
+DEEPEST = 100  # mappings and lists inside one another
 MOST_NODES = 100_000  # of a YAML text that is written out without aliases
 
 
 def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError where it is none, or nested too deeply."""
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for lists and objects nested too deeply for functions that call themselves."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        if not (level := [part for parts in inner for part in parts if isinstance(part, dict | list)]):
+            return
+    raise ValueError("nested too deeply")
 
 
 def check_yaml(text: str) -> None:

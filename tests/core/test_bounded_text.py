@@ -52,6 +52,9 @@ def test_a_recipe_that_is_a_bomb_ends_at_once(text: str, workdir: Path, capsys: 
 def test_json_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(BRACKETS)
+    with pytest.raises(ValueError, match="nested too deeply"):  # JSON that Python reads, and functions could not walk
+        parse_json("[" * 101 + "]" * 101)
+    assert parse_json("[" * 100 + "]" * 100)
     (tmp_path / MANIFEST_FILE).write_text(BRACKETS)
     with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
         read_manifest(tmp_path)
