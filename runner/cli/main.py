@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except RunnerError as error:
         if debug:
-            traceback.print_exc()
+            print_text(_redacted_traceback(), file=sys.stderr)
         _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
@@ -124,9 +124,19 @@ def _print_error(message: str) -> None:
 
 def _our_bug(error: Exception, debug: bool) -> str:
     summary = f"this is a bug in this project: {type(error).__name__}: {error}"
-    if debug:
-        traceback.print_exc()
-        return summary
-    with tempfile.NamedTemporaryFile("w", prefix="run-traceback-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
-    return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"
+    text, name = _redacted_traceback(), {"prefix": "run-traceback-", "suffix": ".txt"}
+    try:
+        if not debug:
+            with tempfile.NamedTemporaryFile("w", errors="backslashreplace", delete=False, **name) as file:
+                file.write(text)
+            return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"
+    except OSError as failure:  # a disk that is full or read-only
+        summary += f"\n  its traceback cannot be written: {failure}"
+    print_text(text, file=sys.stderr)
+    return summary
+
+
+def _redacted_traceback() -> str:
+    from runner.run_dir.manifest import redact
+
+    return redact(traceback.format_exc())
