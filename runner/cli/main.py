@@ -124,11 +124,11 @@ def _print_error(message: str) -> None:
 
 def _our_bug(error: Exception, debug: bool) -> str:
     summary = f"this is a bug in this project: {type(error).__name__}: {error}"
-    text, name = _redacted_traceback(), {"prefix": "run-traceback-", "suffix": ".txt"}
+    text = _redacted_traceback()
     try:
         if not debug:
-            with tempfile.NamedTemporaryFile("w", errors="backslashreplace", delete=False, **name) as file:
-                file.write(text)
+            with tempfile.NamedTemporaryFile(prefix="run-traceback-", suffix=".txt", delete=False) as file:
+                file.write(text.encode(errors="backslashreplace"))
             return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"
     except OSError as failure:  # a disk that is full or read-only
         summary += f"\n  its traceback cannot be written: {failure}"
