@@ -1,6 +1,6 @@
 """Run the code of completions against tests: in a sandbox here, or in a SandboxFusion service.
 
-    completion ──extract──▶ code ─┬─ + tests ──▶ one run: all tests passed, as its last line says
+    completion ──extract──▶ code ─┬─ + tests ──▶ one run: the last line of its output shows that all tests passed
                                   └─ inputs, outputs ──▶ a run per input: what it prints is the output
 
 bwrap (https://github.com/containers/bubblewrap): namespaces of its own for users, network, processes and IPC; of the
@@ -90,15 +90,15 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError("bwrap is not installed")
-    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as said, _file() as status:
+    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as stderr, _file() as status:
         command = [bwrap, *_sandbox(config, program.fileno(), status.fileno()), *_python(config)]
         passed = (program.fileno(), status.fileno())
-        exit_code = _run(command, config.timeout_s, (given, out, said), passed)
+        exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
         if exit_code is None:
             return RunResult(False, "")
         if b'"exit-code"' not in _read_all(status):  # bwrap writes it where the sandbox was made and Python started
             raise SandboxError(
-                _read_all(said)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
+                _read_all(stderr)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
             )
         return RunResult(exit_code == 0, _read_all(out).decode(errors="replace"))
 
@@ -111,7 +111,7 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
     limits = _limits(config)
     with (
         _temporary_folder() as folder,
-        _file(stdin) as given, _file() as out, _file() as said, _file() as status,
+        _file(stdin) as given, _file() as out, _file() as stderr, _file() as status,
     ):  # fmt: skip
         program = Path(folder, Path(PROGRAM).name)
         program.write_text(code, encoding="utf-8", errors="replace")
@@ -119,9 +119,9 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
             os.chown(folder, user, user)
         words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
         command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
-        ended = _run(command, config.timeout_s, (given, out, said), (status.fileno(),), folder)
+        ended = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder)
         if not _read_all(status):
-            raise SandboxError(_last_line(said) or "the process ended before its sandbox was ready")
+            raise SandboxError(_last_line(stderr) or "the process ended before its sandbox was ready")
         return RunResult(ended == 0, _read_all(out).decode(errors="replace"))
 
 
@@ -133,9 +133,9 @@ def _run(
     folder: str | None = None,
 ) -> int | None:
     """Exit code of a command in a process group of its own, which is killed; None: it took too long."""
-    given, out, said = files
+    given, out, stderr = files
     with subprocess.Popen(
-        command, stdin=given, stdout=out, stderr=said, env={}, pass_fds=passed, start_new_session=True, cwd=folder
+        command, stdin=given, stdout=out, stderr=stderr, env={}, pass_fds=passed, start_new_session=True, cwd=folder
     ) as process:
         try:
             return process.wait(timeout_s)

@@ -322,7 +322,7 @@ class SumConfig(RewardConfig):
         return found + [entry for i, part in parts for entry in prefix_keys(part.config.problems(job), i)]
 
     def with_dtype(self, dtype: Dtype) -> Self:
-        if decode_components(self.parts)[1]:  # which `problems` says
+        if decode_components(self.parts)[1]:  # reported by `problems`
             return self
         return self._with_parts(lambda config: config.with_dtype(dtype))
 

@@ -69,8 +69,8 @@ def post_json(url: str, body: bytes, timeout_s: float) -> Any:
         raise ServiceFailure(f"no response ({type(error).__name__})", f"{url}: {reason}", again=True) from error
     if status != 200:
         again = status == 429 or status >= 500
-        said = content[:200].decode(errors="replace")
-        raise ServiceFailure(f"status {status}", f"{url}: status {status}: {said!r}", again)
+        start = content[:200].decode(errors="replace")
+        raise ServiceFailure(f"status {status}", f"{url}: status {status}: {start!r}", again)
     try:
         return parse_json(content)
     except ValueError as error:

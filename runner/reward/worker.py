@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_guard(child: int, runner: int, woken: int) -> int:
-    """Wait until the worker ends, the runner is gone or says so (SIGTERM); end everything below.
+    """Wait until the worker ends, the runner ends or sends SIGTERM; then end all processes below.
 
     Returns the worker's exit code, -N for a signal, 0 if it had not ended by itself.
     """
@@ -121,7 +121,7 @@ def _children() -> list[int]:
 
 
 def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
-    """Import the function, say so, and answer questions until there are none."""
+    """Import the function, report it, and answer requests until the socket ends."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -263,7 +263,7 @@ def _invalid_scores(message: str, size: int) -> dict[str, Any]:
 
 
 def _as_score(value: Any) -> tuple[float | None, str | None]:
-    """(score, sort of fault); None itself is no fault: the function says that it has no score."""
+    """(score, kind of fault); None is no fault: the function has no score for the sample."""
     if value is None:
         return None, None
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
@@ -294,7 +294,7 @@ def _error_location(error: BaseException, path: str) -> str:
 def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # a foreign object may fail to show itself; its type is then all there is to say
+    except Exception as error:  # the repr of a foreign object may fail; its type is all that is known then
         text = f"an object whose repr raises {type(error).__name__}"
     return f"{text[:100]} ({type(value).__name__})"
 

@@ -185,7 +185,9 @@ class RewardWorker:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.stop(END_S)  # where a forked child of ours still holds stdin open, closing it says nothing
+        code = self._process.stop(
+            END_S
+        )  # where a forked child of ours still holds stdin open, closing it has no effect
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)

@@ -156,14 +156,14 @@ class PolicyOptimization:
     def _add_model_outputs(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
         """The channels that models make: old, importance, reference, teacher, values."""
         config = self.config
-        wanted: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen_models()}
+        needed: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen_models()}
         if config.old_logprobs_source == "trainer":
-            wanted["policy"] = {"old": "logprobs"}
+            needed["policy"] = {"old": "logprobs"}
         elif config.old_logprobs_source == "sampler":
             batch = with_tokens(batch, old=batch.tokens["sampled"])
         if (critic := config.critic_options) is not None:
-            wanted.setdefault(critic.critic_role, {})["values"] = "values"
-        for role, channels in wanted.items():  # one pass of each model
+            needed.setdefault(critic.critic_role, {})["values"] = "values"
+        for role, channels in needed.items():  # one pass of each model
             found = models[role].forward(batch, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
         return batch if config.correction == "none" else self._add_importance_weights(batch)

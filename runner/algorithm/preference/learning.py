@@ -64,7 +64,7 @@ def _pair_tree(pair: PreferencePair, margins: bool) -> Tree:
 
 
 def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What rows [N] say of the chosen and of the rejected answers, [P] each, in the order of the pairs."""
+    """The values of rows [N] for the chosen and the rejected answers, [P] each, in the order of the pairs."""
     branch = batch.structure.rows["branch"]
     chosen, rejected = ((branch == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     return rows[chosen.to(rows.device, non_blocking=True)], rows[rejected.to(rows.device, non_blocking=True)]
