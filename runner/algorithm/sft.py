@@ -19,7 +19,7 @@ from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
 from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
-from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
+from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,20 +50,20 @@ class CrossEntropy:
 
 
 class PackedAlgorithm(OfflineAlgorithm):
-    """Learns given rows: those of a step are one packed batch on the CPU."""
+    """Learns given rows: `experience` makes those of a step a packed batch on the CPU."""
 
     def __init__(self, config: AlgorithmConfig, data: Data, losses: Mapping[Role, LossFn]) -> None:
         self.config, self.data, self.losses = config, data, losses
 
-    def collect(self, step: int) -> Batch:
-        """The step's rows as a batch."""
+    def collect(self, step: int) -> Experience:
+        """The step's rows as what `prepare` takes."""
         return self.experience(self.data.take(step, self.config.batch_size))
 
-    def experience(self, items: Sequence[Any]) -> Batch:
+    def experience(self, items: Sequence[Any]) -> Experience:
         """Any rows as what `prepare` takes; these learn the tokens that have a weight."""
         return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """The batch in `mini_batches` parts of whole units, each knowing its totals."""
         for part in split_rows(experience, self.config.mini_batches):
             yield with_totals(part, part.count())

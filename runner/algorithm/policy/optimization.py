@@ -111,13 +111,8 @@ class PolicyOptimization:
         if "policy/kl" in values:
             self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)
 
-    def encode(self, experience: Experience) -> State:
-        """As a checkpoint keeps it."""
-        return rollouts.encode_experience(experience)
-
-    def decode(self, state: State) -> Experience:
-        """The inverse of `encode`."""
-        return rollouts.decode_experience(state)
+    encode = staticmethod(rollouts.encode_experience)
+    decode = staticmethod(rollouts.decode_experience)
 
     def state_dict(self) -> State:
         """The adaptive coefficient."""

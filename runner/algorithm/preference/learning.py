@@ -42,8 +42,8 @@ from runner.algorithm.sft import PackedAlgorithm
 from runner.core.batch import Batch, row_sum, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
-from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
+from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role
+from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
@@ -196,19 +196,11 @@ class KtoMiniBatch:
     mismatched: Batch | None
 
 
-class Kto(OfflineAlgorithm):
+class Kto(PackedAlgorithm):
     """Learns from answers that were judged good or bad."""
 
-    def __init__(self, config: KtoConfig, data: Data) -> None:
-        self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"policy": KtoLoss(config)}
-
-    def collect(self, step: int) -> list[KtoMiniBatch]:
-        """The step's answers, a part per mini-batch."""
-        return self.experience(self.data.take(step, self.config.batch_size))
-
     def experience(self, items: Sequence[LabeledCompletion]) -> list[KtoMiniBatch]:
-        """Any judged answers as what `prepare` takes."""
+        """Judged answers as what `prepare` takes: a part per mini-batch."""
         edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
         parts = [items[a:b] for a, b in pairwise(edges) if a < b]
         return [
@@ -259,7 +251,7 @@ def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:
 
 def build_kto(config: KtoConfig, parts: AlgorithmInputs) -> Kto:
     """The algorithm over the job's data."""
-    return Kto(config, parts.data)
+    return Kto(config, parts.data, {"policy": KtoLoss(config)})
 
 
 @dataclass(frozen=True, slots=True)
