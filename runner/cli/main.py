@@ -11,11 +11,13 @@ import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.package import import_frozen, plugin_warnings
+from runner.core.signals import survive_early_save
 from runner.tracker.text import print_text
 
 HANDLERS = {
@@ -104,7 +106,8 @@ def _dispatch(args: Namespace) -> int:
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
-    code: int = getattr(import_frozen(module), name)(args)
+    with survive_early_save() if chosen in ("run", "resume") else nullcontext():
+        code: int = getattr(import_frozen(module), name)(args)
     return code
 
 

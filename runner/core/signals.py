@@ -2,7 +2,7 @@
 
     SIGINT, SIGTERM   while it is built: it ends at once; later: after this step, with a checkpoint; again: at once
     SIGHUP            the first signal: as SIGTERM; later: nothing, since a terminal that is closed sends several
-    SIGUSR1           after the current step it saves a checkpoint and continues
+    SIGUSR1           after the current step it saves a checkpoint and continues; before the first one: nothing to save
 
 install ─▶ interrupt_immediately(): Interrupted, nothing to save ─▶ loop: checks between steps, saves, Interrupted
 """
@@ -119,7 +119,9 @@ def _install_handler(receive: Callable[[int, FrameType | None], None], numbers: 
     """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
     free = [
-        n for n, handler in before.items() if handler is not signal.SIG_IGN and (n != SAVE or not callable(handler))
+        n
+        for n, handler in before.items()
+        if handler is not signal.SIG_IGN and (n != SAVE or handler is _receive_early or not callable(handler))
     ]
     return {number: signal.signal(number, receive) for number in free}
 
@@ -131,6 +133,18 @@ def _restore_handlers(before: dict[int, Any]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def survive_early_save() -> Iterator[None]:
+    """A block in which SIGUSR1 does not end the process before a run has installed its handlers."""
+    is_free = signal.getsignal(SAVE) is signal.SIG_DFL
+    with _restore_handlers({SAVE: signal.signal(SAVE, _receive_early)} if is_free else {}):
+        yield
+
+
+def _receive_early(number: int, frame: FrameType | None) -> None:
+    _write_to_stderr(f"\n{_name(number)}: there is nothing to save yet; the run continues\n")
 
 
 class SignalRecorder:
