@@ -1,4 +1,4 @@
-"""What a user can set of every algorithm, and what every algorithm says of itself."""
+"""The options that all algorithms share, and the properties that every algorithm declares."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -12,9 +12,9 @@ from runner.spec.base import ITEM_COLUMNS, ComponentConfig, Dtype, Head, ItemKin
 class FrozenModelSpec(NamedTuple):
     """A frozen model that a config requests.
 
-    way: the model with its adapter off, or a frozen copy of what it starts from; None = off where there is an adapter;
-        cached = the log-probabilities of either, computed before the first step
-    path: another model, by folder or hub id, instead of either; option: says it
+    mode: adapter = the model with its adapter disabled, copy = a frozen copy of the initial weights, cached = the
+        log-probabilities of either, computed before the first step; None = adapter where there is one, else copy
+    path: another model, by folder or hub id, instead of either; option: the option that names it
     revision: of the hub; dtype: of its weights, None = that of the matrix products
     """
 
@@ -160,14 +160,14 @@ class ReferenceBasedConfig(AlgorithmConfig):
         return super().with_absolute_paths().model_copy(update={"reference_path": path})
 
     def reference_model(self, mode: Literal["adapter", "copy", "cached"] | None) -> FrozenModelSpec:
-        """The reference: another model, or, in this way, what the job starts from."""
+        """The reference: another model, or the initial weights of the job in this mode."""
         if self.reference_path is None:
             return FrozenModelSpec(mode)
         path, revision, dtype = self.reference_path, self.reference_revision, self.reference_dtype
         return FrozenModelSpec(path=path, revision=revision, dtype=dtype, option="reference_path")
 
     def reference_problems(self, mode: str | None, job: Any) -> list[tuple[str, str]]:
-        """What is wrong with the reference, which is wanted in this way."""
+        """What is wrong with the options of the reference, which is requested in this mode."""
         if self.reference_path is None:
             text = "is used only with algorithm.reference_path; set that option too, or leave this one out"
             set_ = {"reference_revision": self.reference_revision, "reference_dtype": self.reference_dtype}

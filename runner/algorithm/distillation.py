@@ -19,7 +19,7 @@ float32 or better; the teacher's are without gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,12 @@ from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
 from runner.algorithm.loss_registry import compute_selected
-from runner.core.batch import Batch, pack, split_rows, with_totals
+from runner.algorithm.sft import PackedAlgorithm
+from runner.core.batch import Batch
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.metrics import Metrics
-from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
-from runner.interfaces.learning import AlgorithmInputs, HeadedModel, OfflineAlgorithm
+from runner.interfaces import Loss, Outputs
+from runner.interfaces.learning import AlgorithmInputs, HeadedModel
 
 HIDDEN = frozenset({"hidden"})
 
@@ -94,28 +95,7 @@ def common_vocab_logits(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tenso
     return teacher[:, :size], student[:, :size]
 
 
-class Distillation(OfflineAlgorithm):
-    """Learns a teacher's distributions on given answers."""
-
-    def __init__(self, config: DistillConfig, data: Data, loss: DistillationLoss) -> None:
-        self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"policy": loss}
-
-    def collect(self, step: int) -> Batch:
-        """The step's items as one packed batch on the CPU."""
-        return self.experience(self.data.take(step, self.config.batch_size))
-
-    def experience(self, items: Sequence[TokenizedExample]) -> Batch:
-        """Any items as what `prepare` takes."""
-        return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
-
-    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts, each with its totals."""
-        for part in split_rows(experience, self.config.mini_batches):
-            yield with_totals(part, part.count())
-
-
-def build(config: DistillConfig, parts: AlgorithmInputs) -> Distillation:
+def build(config: DistillConfig, parts: AlgorithmInputs) -> PackedAlgorithm:
     """The algorithm over the job's data and its teacher.
 
     Raises SpecError for a teacher without a head of its own, and for a top_k that leaves no token out.
@@ -129,7 +109,7 @@ def build(config: DistillConfig, parts: AlgorithmInputs) -> Distillation:
     except UnsupportedModelError as error:
         text = f"{error}; choose another teacher, or type algorithm=opd"
         raise SpecError([Problem("algorithm.teacher", text)]) from error
-    return Distillation(config, parts.data, loss)
+    return PackedAlgorithm(config, parts.data, {"policy": loss})
 
 
 def scaled_log_softmax(logits: Tensor, temperature: float) -> Tensor:

@@ -1,6 +1,6 @@
-r"""Episodes: what a policy and its environment say to one another, token by token.
+r"""Episodes: the turns of a policy and its environment, token by token.
 
-    prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
+    prompt ──▶ policy ──turn──▶ environment ──text──▶ policy ──turn──▶ … until the environment returns None
 
 The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `extend` writes an
 observation as the chat template does; the policy's own tokens are never written as text and tokenised again:
@@ -29,7 +29,7 @@ from runner.interfaces import (
 
 @dataclass(slots=True)
 class Episode:
-    """A sample in the making: the policy's turns, and between them what its environment said.
+    """An unfinished sample: the policy's turns, and the environment's text between them.
 
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
@@ -61,7 +61,7 @@ class Episode:
         self.versions += rollout.versions
 
     def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
-        """What the environment said: context, never trained on."""
+        """Text of the environment: context, never trained on."""
         self.ids += ids
         self.mask += [0.0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -121,8 +121,8 @@ class EpisodeRunner:
         assert self.environments is not None
         last = turn + 1 == self.environments.max_turns
         asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]
-        said = partners.step([(at, episode.text) for at, episode in asking]) if asking else []
-        answered = zip(asking, said, strict=True)
+        observations = partners.step([(at, episode.text) for at, episode in asking]) if asking else []
+        answered = zip(asking, observations, strict=True)
         return [
             one
             for one, observation in answered

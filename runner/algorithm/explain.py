@@ -8,7 +8,7 @@ from typing import Any
 from runner.algorithm.base import AlgorithmConfig
 from runner.algorithm.config import CptConfig, DistillConfig, SftConfig
 from runner.algorithm.loss_registry import resolved_options, selected_function
-from runner.algorithm.policy.config import GaeCritic, PolicyConfig, RegisteredAdvantage, TeacherLogRatio
+from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 
 SUMS = "  p   the sum of log π over a completion's tokens, n their number; c the chosen completion, r the rejected one"
@@ -85,10 +85,10 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
         yield f"      d = log π − log π_ref; in the {config.resolved_options.kl_in}"
         yield f"  β   {config.resolved_options.kl_coef:g}{adapted}"
     yield from _groups(config)
-    if (critic := config.gae_critic) is not None:
-        clip = "" if critic.clip is None else f", V clipped to ±{critic.clip:g} around its old value"
+    if (critic := config.critic_options) is not None:
+        clip = "" if critic.value_clip is None else f", V clipped to ±{critic.value_clip:g} around its old value"
         error = f"½(V_t − (A_t + V_t,old))²{clip}"
-        if critic.role == "policy":
+        if critic.critic == "shared":
             yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
         else:
             yield f"critic = Σ_t w_t · {error}"
@@ -98,8 +98,8 @@ def _loss_terms(config: PolicyConfig) -> str:
     parts = "c·L" if config.correction != "none" else "L"
     if config.kl_location == "loss":
         parts += " + β·KL"
-    if (critic := config.gae_critic) is not None and critic.coefficient is not None:
-        parts += f" + {critic.coefficient:g}·E"
+    if (critic := config.critic_options) is not None and critic.shared_value_coef is not None:
+        parts += f" + {critic.shared_value_coef:g}·E"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
@@ -119,18 +119,17 @@ def _old_policy(config: PolicyConfig) -> str:
 
 def _advantage(config: PolicyConfig) -> Iterator[str]:
     penalty = " − β·KL per token" if config.kl_location == "reward" else ""
-    match config.advantage_source:
-        case GaeCritic() as critic:
-            ddof = critic.whiten_ddof
-            white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
-            text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
-            yield f"  A   {text}; the reward is on the last token{penalty}"
-        case TeacherLogRatio():
-            yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
-        case RegisteredAdvantage():
-            yield from _registered_formula(config, "advantage", "A")
-            if penalty:
-                yield f"      R = reward{penalty}"
+    if not config.needs_reward:
+        yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
+    elif (critic := config.critic_options) is not None:
+        ddof = critic.whiten_ddof or 0
+        white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
+        text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
+        yield f"  A   {text}; the reward is on the last token{penalty}"
+    else:
+        yield from _registered_formula(config, "advantage", "A")
+        if penalty:
+            yield f"      R = reward{penalty}"
 
 
 def _groups(config: PolicyConfig) -> Iterator[str]:

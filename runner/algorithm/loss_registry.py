@@ -187,7 +187,7 @@ def _field(uses: list[tuple[Registration, Option]]) -> Any:
     by_default: dict[Any, list[str]] = {}
     for one, option in uses:
         by_default.setdefault(option.default, []).append(one.name)
-    by_default.pop(None, None)  # then the description says what null means
+    by_default.pop(None, None)  # the description has the meaning of null
     few = [f"{value} ({', '.join(names)})" if len(names) < 4 else f"{value}" for value, names in by_default.items()]
     null = f"; null = {', '.join(few)}." if few else "."
     return Field(default=None, description=uses[0][1].description.rstrip(".") + null)

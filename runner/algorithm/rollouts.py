@@ -39,9 +39,9 @@ class RolloutSample:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
-    logprobs, truncation: see `Episode`; text: of the last turn; history: what was said until then by the policy and its
-    environment, in a conversation of several turns; components: what a reward that is made of others is made of;
-    version, versions: of the policy's own tokens, see `Rollout`
+    logprobs, truncation: see `Episode`; text: of the last turn; history: the earlier turns of the policy and its
+    environment; components: the scores of the parts of a composite reward; version, versions: of the policy's own
+    tokens, see `Rollout`
     """
 
     ids: tuple[int, ...]
@@ -76,7 +76,7 @@ class Group:
 
 
 class Outcome(NamedTuple):
-    """What the numbers of a step say of one sample; length: of the policy's own tokens."""
+    """What the metrics of a step need of one sample; length: number of the policy's own tokens."""
 
     reward: float | None
     components: RewardComponents
@@ -95,7 +95,7 @@ class Experience:
 
     @property
     def all_outcomes(self) -> list[tuple[Outcome, ...]]:
-        """What came of every group that was drawn: numbers of the chosen ones alone would flatter or blame."""
+        """The outcomes of every sampled group: metrics of the chosen groups alone would be biased."""
         return [*(group.outcomes for group in self.groups), *self.filtered_out]
 
 
@@ -114,7 +114,7 @@ def make_experience(step: int, drawn: Sequence[Group], size: int, rounds: int, *
 
 @runtime_checkable
 class CompositeReward(Protocol):
-    """A reward made of others, which also says what each of them gave: name of a part → its own score."""
+    """A reward made of others, which also returns the score of each part by its name."""
 
     def score_components(
         self, groups: Sequence[Sequence[Completion]]
@@ -188,8 +188,8 @@ class RolloutCollector:
 def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -> RolloutSample:
     """The finished sample."""
     tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
-    said = (episode.text, episode.finish, episode.version)
-    return RolloutSample(*tokens, *said, reward, episode.history, parts, episode.truncation, tuple(episode.versions))
+    turn = (episode.text, episode.finish, episode.version)
+    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, tuple(episode.versions))
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
@@ -211,7 +211,7 @@ def reward_metrics(experience: Experience) -> dict[str, float]:
 
 
 def rollout_metrics(experience: Experience) -> dict[str, float]:
-    """What all that a step drew says of the policy, under stable names."""
+    """Metrics of all samples of a step, under stable names."""
     drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
     samples = [sample for group in experience.groups for sample in group.samples]
@@ -255,7 +255,7 @@ def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
 def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
     drawn = [s for group in experience.groups for s in group.samples]
-    said = attrgetter("text", "finish", "version", "reward")
+    values = attrgetter("text", "finish", "version", "reward")
     flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
     groups = [
         {
@@ -266,7 +266,7 @@ def encode_experience(experience: Experience) -> State:
                 "columns": dict(g.prompt.columns),
             },
             "samples": [
-                [len(s.ids), *said(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
+                [len(s.ids), *values(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
                 + ([_runs(s.versions)] if s.versions else [])
                 for s in g.samples
             ],
@@ -289,21 +289,13 @@ def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
-    def sample(
-        size: int,
-        text: str,
-        finish: str,
-        version: int,
-        reward: Any,
-        before: Any,
-        parts: RewardComponents,
-        cut: float,
-        versions: Sequence[tuple[int, int]] = (),
-    ) -> RolloutSample:
+    def sample(size: int, *values: Any) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        drawn = (ids, mask, logprobs, text, finish, version)
-        tokens = tuple(version for version, count in versions for _ in range(count))
-        return RolloutSample(*drawn, reward, tuple(before), parts, cut, tokens)
+        text, finish, version, reward, history, components, truncation, *more = values
+        runs = more[0] if more else ()
+        versions = tuple(version for version, count in runs for _ in range(count))
+        own = (text, finish, version, reward, tuple(history), components, truncation, versions)
+        return RolloutSample(ids, mask, logprobs, *own)
 
     groups = []
     for group in state["groups"]:

@@ -9,17 +9,17 @@ are divided by their number, and the sum by the rows of the whole optimizer step
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from runner.algorithm.config import CptConfig, SftConfig
+from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
 from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
 from runner.core.metrics import Metrics
-from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role
-from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
+from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
+from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +49,35 @@ class CrossEntropy:
         return weight / lengths.clamp(min=1)[row_of_tokens(batch)], (lengths > 0).sum()
 
 
-class Sft(OfflineAlgorithm):
-    """Learns given answers (sft) or every token of given text (cpt)."""
+class PackedAlgorithm(OfflineAlgorithm):
+    """Learns given rows: `experience` makes those of a step a packed batch on the CPU."""
 
-    def __init__(self, config: SftConfig | CptConfig, data: Data) -> None:
-        self.config = config
-        self.data = data
-        mean_over: Literal["tokens", "rows"] = "tokens" if config.loss_aggregation == "token_mean" else "rows"
-        self.losses: Mapping[Role, LossFn] = {"policy": CrossEntropy(mean_over=mean_over)}
+    def __init__(self, config: AlgorithmConfig, data: Data, losses: Mapping[Role, LossFn]) -> None:
+        self.config, self.data, self.losses = config, data, losses
 
-    def collect(self, step: int) -> Batch:
-        """The step's items as one packed batch on the CPU."""
-        items = self.data.take(step, self.config.batch_size)
-        if isinstance(self.config, CptConfig):
-            return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
+    def collect(self, step: int) -> Experience:
+        """The step's rows as what `prepare` takes."""
+        return self.experience(self.data.take(step, self.config.batch_size))
+
+    def experience(self, items: Sequence[Any]) -> Experience:
+        """Any rows as what `prepare` takes; these learn the tokens that have a weight."""
         return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
 
-    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
-        """The batch in `mini_batches` parts, each knowing its totals."""
+    def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
+        """The batch in `mini_batches` parts of whole units, each knowing its totals."""
         for part in split_rows(experience, self.config.mini_batches):
             yield with_totals(part, part.count())
 
 
-def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> Sft:
+class ContinuedPretraining(PackedAlgorithm):
+    """Learns every token of given text."""
+
+    def experience(self, items: Sequence[TokenizedExample]) -> Batch:
+        return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
+
+
+def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> PackedAlgorithm:
     """The algorithm over the job's data."""
-    return Sft(config, parts.data)
+    loss = CrossEntropy(mean_over="tokens" if config.loss_aggregation == "token_mean" else "rows")
+    kind = ContinuedPretraining if isinstance(config, CptConfig) else PackedAlgorithm
+    return kind(config, parts.data, {"policy": loss})

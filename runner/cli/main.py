@@ -11,11 +11,13 @@ import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.package import import_frozen, plugin_warnings
+from runner.core.signals import survive_early_save
 from runner.tracker.text import print_text
 
 HANDLERS = {
@@ -55,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except RunnerError as error:
         if debug:
-            traceback.print_exc()
+            print_text(_redacted_traceback(), file=sys.stderr)
         _print_error(str(error))
         return error.exit_code
     except KeyboardInterrupt:
@@ -104,7 +106,8 @@ def _dispatch(args: Namespace) -> int:
         return 0
     chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
-    code: int = getattr(import_frozen(module), name)(args)
+    with survive_early_save() if chosen in ("run", "resume") else nullcontext():
+        code: int = getattr(import_frozen(module), name)(args)
     return code
 
 
@@ -124,9 +127,19 @@ def _print_error(message: str) -> None:
 
 def _our_bug(error: Exception, debug: bool) -> str:
     summary = f"this is a bug in this project: {type(error).__name__}: {error}"
-    if debug:
-        traceback.print_exc()
-        return summary
-    with tempfile.NamedTemporaryFile("w", prefix="run-traceback-", suffix=".txt", delete=False) as file:
-        traceback.print_exc(file=file)
-    return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"
+    text = _redacted_traceback()
+    try:
+        if not debug:
+            with tempfile.NamedTemporaryFile(prefix="run-traceback-", suffix=".txt", delete=False) as file:
+                file.write(text.encode(errors="backslashreplace"))
+            return f"{summary}\n  the traceback is in {file.name}; --debug shows it here"
+    except OSError as failure:  # a disk that is full or read-only
+        summary += f"\n  its traceback cannot be written: {failure}"
+    print_text(text, file=sys.stderr)
+    return summary
+
+
+def _redacted_traceback() -> str:
+    from runner.run_dir.manifest import redact
+
+    return redact(traceback.format_exc())

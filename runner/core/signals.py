@@ -2,7 +2,7 @@
 
     SIGINT, SIGTERM   while it is built: it ends at once; later: after this step, with a checkpoint; again: at once
     SIGHUP            the first signal: as SIGTERM; later: nothing, since a terminal that is closed sends several
-    SIGUSR1           after the current step it saves a checkpoint and continues
+    SIGUSR1           after the current step it saves a checkpoint and continues; before the first one: nothing to save
 
 install ─▶ interrupt_immediately(): Interrupted, nothing to save ─▶ loop: checks between steps, saves, Interrupted
 """
@@ -118,8 +118,12 @@ def _write_to_stderr(text: str) -> None:
 def _install_handler(receive: Handler, numbers: Sequence[int]) -> dict[int, Any]:
     """Send these signals to `receive`, except ignored ones and a handled SIGUSR1; returns old handlers."""
     before = {number: signal.getsignal(number) for number in numbers}
-    ignored = [n for n, handler in before.items() if handler is signal.SIG_IGN or (n == SAVE and callable(handler))]
-    return {number: signal.signal(number, receive) for number in numbers if number not in ignored}
+    kept = [
+        n
+        for n, handler in before.items()
+        if handler is signal.SIG_IGN or (n == SAVE and handler is not _receive_early and callable(handler))
+    ]
+    return {number: signal.signal(number, receive) for number in numbers if number not in kept}
 
 
 @contextmanager
@@ -131,6 +135,18 @@ def _handlers(receive: Handler, numbers: Sequence[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def survive_early_save() -> Iterator[None]:
+    """A block in which SIGUSR1 does not end the process before a run has installed its handlers."""
+    is_free = signal.getsignal(SAVE) is signal.SIG_DFL
+    with _restore_handlers({SAVE: signal.signal(SAVE, _receive_early)} if is_free else {}):
+        yield
+
+
+def _receive_early(number: int, frame: FrameType | None) -> None:
+    _write_to_stderr(f"\n{signal_name(number)}: there is nothing to save yet; the run continues\n")
 
 
 class SignalRecorder:

@@ -20,9 +20,21 @@ MOST_NODES = 100_000  # of a YAML text with expanded aliases
 def parse_json(content: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError if it is invalid or nested too deeply."""
     try:
-        return json.loads(content)
+        value = json.loads(content)
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    check_depth(value)
+    return value
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for lists and objects nested too deeply for functions that call themselves."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        if not (level := [part for parts in inner for part in parts if isinstance(part, dict | list)]):
+            return
+    raise ValueError("nested too deeply")
 
 
 def check_yaml(text: str) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from runner.core.untrusted_text import parse_json
 from runner.data.examples import Message, Tools, join_text_parts
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
@@ -76,7 +77,7 @@ def _plain_call(call: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str) and not as_text:
         with suppress(ValueError):
-            parsed = json.loads(arguments)
+            parsed = parse_json(arguments)
             function["arguments"] = parsed if isinstance(parsed, dict) else arguments
     elif as_text and not isinstance(arguments, str):
         function["arguments"] = json.dumps(arguments or {}, ensure_ascii=False)
@@ -146,7 +147,7 @@ def _contains(text: str, wanted: str, times: int) -> bool:
         return True
     if wanted[:1] in "{[":
         try:
-            leaves = list(_leaves(json.loads(wanted)))
+            leaves = list(_leaves(parse_json(wanted)))
         except ValueError:
             return False
         return bool(leaves) and all(leaf.strip() in text for leaf in leaves)

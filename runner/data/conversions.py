@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.core.untrusted_text import parse_json
 from runner.data.examples import CHECKED_COLUMN, Message, Reading, RowError, is_messages
 from runner.data.readers import json_type_name
 
@@ -150,7 +151,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     """The calls of a turn `function_call`: JSON text, or an object, or a list, of {name, arguments}."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RowError(
                 f"{where}: text that is not JSON ({error}); expected an object with name, arguments"

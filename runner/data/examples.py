@@ -13,12 +13,12 @@ The columns are there and of the format's type (`chat`: messages, else text) whe
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runner.core.untrusted_text import parse_json
 from runner.data.readers import Row, SourceLocation, json_type_name
 from runner.spec.base import ItemKind
 
@@ -363,7 +363,7 @@ def _tools(row: Row) -> Tools:
         return ()
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
             raise RowError(f"column tools: text that is not JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):

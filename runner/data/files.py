@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
+from runner.core.untrusted_text import parse_json
 from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_json, read_jsonl, read_text
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def _saved_files(root: Path, key: str) -> tuple[Path, ...]:
 
 def _read_record(file: Path, key: str) -> dict[str, Any]:
     try:
-        value = json.loads(file.read_text())
+        value = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"{key}: {file} cannot be read: {error}") from error
     return value if isinstance(value, dict) else {}
@@ -169,7 +170,7 @@ def _read_batches(file: Path, batches: Iterator[pa.RecordBatch], kind: str, prob
 
 def _json_columns(metadata: Mapping[bytes, bytes]) -> dict[str, Any]:
     """Columns in which `datasets` stores objects of different keys as JSON text, with their types."""
-    described = json.loads(metadata.get(b"huggingface", b"{}"))
+    described = parse_json(metadata.get(b"huggingface", b"{}"))
     features = described.get("info", {}).get("features") or {}
     return {name: feature for name, feature in features.items() if '"_type": "Json"' in json.dumps(feature)}
 
@@ -180,7 +181,7 @@ def _decode_json(value: Any, feature: Any) -> Any:
         return value
     kind = feature.get("_type")
     if kind == "Json":
-        return json.loads(value) if isinstance(value, str) else value
+        return parse_json(value) if isinstance(value, str) else value
     if kind in ("List", "LargeList") and isinstance(value, list):
         return [_decode_json(item, feature.get("feature")) for item in value]
     if isinstance(value, dict):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError
+from runner.core.untrusted_text import check_depth
 
 MAX_SHOWN = 10  # problems that a message spells out; the rest is counted
 
@@ -219,6 +220,7 @@ def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
         blank = False
         try:
             value = DECODER.decode(line.text.rstrip("\r\n"))
+            check_depth(value)
         except (ValueError, RecursionError) as error:
             cut = "" if line.text.endswith("\n") else "; the last line has no newline: the file may be incomplete"
             problems.add_fault(line.place, f"{_fault(error)}; expected one JSON object a line{cut}")
@@ -266,6 +268,7 @@ def _list_elements(text: str, at: int) -> Iterator[tuple[Any, int, int]]:
     while more:
         try:
             value, end = DECODER.raw_decode(text, at)
+            check_depth(value)
         except json.JSONDecodeError as error:
             raise _Broken(_fault(error), error.pos) from error
         except (ValueError, RecursionError) as error:

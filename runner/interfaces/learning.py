@@ -146,7 +146,7 @@ class LogitsLossFn(LinearLossFn, Protocol):
     beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
     """
 
-    def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see Terms
+    def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see LogitTermsFn
 
     def extra_channels(self, micro: Batch) -> Mapping[str, Tensor]: ...
 
@@ -259,7 +259,9 @@ class HeadedModel(Model, Protocol):
         self, batch: Batch, needs: frozenset[str]
     ) -> Outputs: ...  # of a micro-batch, which is one rank's own
 
-    def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
+    def lm_head(
+        self,
+    ) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ from runner.run_dir.folder import (
     hold_lock,
     point_latest,
     read_mapping,
+    refuse_used_folder,
 )
 from runner.run_dir.manifest import immutable_fields, redact_values
 from runner.spec.base import COMMAND_LINE
@@ -65,6 +66,8 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join_run(spec, typed_job)
+    if where is not None:
+        refuse_used_folder(where)  # before upstream runs, which may take hours
     if later := srun_task.is_outside_slurm(spec):
         spec = check_spec(spec)
         submission.check_submission(spec)

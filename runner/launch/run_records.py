@@ -27,7 +27,7 @@ from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
-from runner.tracker.text import labeled_line
+from runner.tracker.text import escape_for_terminal, labeled_line
 
 log = logging.getLogger("runner")
 UPSTREAM_RUN = "RUNNER_STAGE"  # variable of a run that another job needs first
@@ -101,7 +101,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
     write_yaml(
         folder.spec,
         spec_to_write(spec).model_dump(mode="json"),
-        head=f"# The resolved job spec. Run it again: run --spec {display_path(folder.spec)}\n",
+        head=f"# The resolved job spec. Run it again: run --spec {escape_for_terminal(display_path(folder.spec))}\n",
     )
 
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from runner.build import BuiltJob
     from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
 
+HOST_MEMORY = ("can't start new thread", "DefaultCPUAllocator: can't allocate memory")  # how errors say that it is full
 WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is resumed
 
 
@@ -240,4 +241,11 @@ def translate_memory_errors(spec: JobSpec) -> Iterator[None]:
             f"the device's memory is exhausted: {str(error).splitlines()[0]}\n"
             f"  lower algorithm.micro_batch_tokens (now {spec.algorithm.micro_batch_tokens}; same update), "
             "or set model.gradient_checkpointing=true"
+        ) from error
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in HOST_MEMORY):
+            raise
+        raise OutOfMemory(
+            f"this process gets no more memory or threads: {str(error) or type(error).__name__}\n"
+            "  raise the limits of the shell or the container (ulimit -v, ulimit -u), or use a smaller model"
         ) from error

@@ -6,7 +6,6 @@ files, numbers that are quantised. Each is an error that names the file.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from math import prod
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
+from runner.core.untrusted_text import parse_json
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file of a model. Raises CheckpointError if it cannot be read."""
     _refuse_stub(path)
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; copy or download it again") from error
     if not isinstance(found, dict):
@@ -169,7 +169,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             raise _truncated_file_error(path, "its header is incomplete, or it is not a safetensors file")
         text = file.read(length)
     try:
-        header = json.loads(text)
+        header = parse_json(text)
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
         end = max((_checked_end(name, tensor) for name, tensor in tensors.items()), default=0)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -170,7 +170,7 @@ def _prefix_key(key: str, index: int) -> str:
 
 
 def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | list[Found]:
-    known = {cls.component_name(): cls for cls in _summable_configs()}
+    known = {cls.component_name(): cls for cls in _named_configs() if cls.summable}
     name = given.get("name")
     if name not in known:
         return [(f"{key}.name", _describe_unknown_name(name, known))]
@@ -215,11 +215,6 @@ def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -
         return f"{name} cannot be a part of a sum ({names})"
     meant = suggest.suggest_name("reward", str(name), known)
     return f"no reward named {format_value(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
-
-
-def _summable_configs() -> Iterator[type[RewardConfig]]:
-    """Every reward that can be a part."""
-    return (cls for cls in _named_configs() if cls.summable)
 
 
 def _named_configs(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:

@@ -1,6 +1,6 @@
 """Run the code of completions against tests: in a sandbox here, or in a SandboxFusion service.
 
-    completion ──extract──▶ code ─┬─ + tests ──▶ one run: all tests passed, as its last line says
+    completion ──extract──▶ code ─┬─ + tests ──▶ one run: the last line of its output shows that all tests passed
                                   └─ inputs, outputs ──▶ a run per input: what it prints is the output
 
 bwrap (https://github.com/containers/bubblewrap): namespaces of its own for users, network, processes and IPC; of the
@@ -34,6 +34,7 @@ from runner.reward.group_scorer import (
     GroupScorer,
     ScoringFailures,
     UnscorableError,
+    encode_json,
     require_column,
     score_each,
 )
@@ -50,7 +51,6 @@ OWN_USER = ("--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 OTHER_USER = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of containers
 SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
-LARGEST_REPLY_BYTES = 64 << 20
 LANDLOCK = Path(__file__).with_name("landlock_sandbox.py")
 
 # The first lines of the process: limits, then the code. argv: memory, file size, processes, CPU seconds, user.
@@ -90,15 +90,15 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError("bwrap is not installed")
-    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as said, _file() as status:
+    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as stderr, _file() as status:
         command = [bwrap, *_sandbox(config, program.fileno(), status.fileno()), *_python(config)]
         passed = (program.fileno(), status.fileno())
-        exit_code = _run(command, config.timeout_s, (given, out, said), passed)
+        exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
         if exit_code is None:
             return RunResult(False, "")
         if b'"exit-code"' not in _read_all(status):  # bwrap writes it where the sandbox was made and Python started
             raise SandboxError(
-                _read_all(said)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
+                _read_all(stderr)[:1000].decode(errors="replace").strip() or "bwrap failed without a message"
             )
         return RunResult(exit_code == 0, _read_all(out).decode(errors="replace"))
 
@@ -111,7 +111,7 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
     limits = _limits(config)
     with (
         _temporary_folder() as folder,
-        _file(stdin) as given, _file() as out, _file() as said, _file() as status,
+        _file(stdin) as given, _file() as out, _file() as stderr, _file() as status,
     ):  # fmt: skip
         program = Path(folder, Path(PROGRAM).name)
         program.write_text(code, encoding="utf-8", errors="replace")
@@ -119,9 +119,9 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
             os.chown(folder, user, user)
         words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
         command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
-        ended = _run(command, config.timeout_s, (given, out, said), (status.fileno(),), folder)
+        ended = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder)
         if not _read_all(status):
-            raise SandboxError(_last_line(said) or "the process ended before its sandbox was ready")
+            raise SandboxError(_last_line(stderr) or "the process ended before its sandbox was ready")
         return RunResult(ended == 0, _read_all(out).decode(errors="replace"))
 
 
@@ -133,9 +133,9 @@ def _run(
     folder: str | None = None,
 ) -> int | None:
     """Exit code of a command in a process group of its own, which is killed; None: it took too long."""
-    given, out, said = files
+    given, out, stderr = files
     with subprocess.Popen(
-        command, stdin=given, stdout=out, stderr=said, env={}, pass_fds=passed, start_new_session=True, cwd=folder
+        command, stdin=given, stdout=out, stderr=stderr, env={}, pass_fds=passed, start_new_session=True, cwd=folder
     ) as process:
         try:
             return process.wait(timeout_s)
@@ -211,27 +211,16 @@ def run_in_service(config: CodeConfig, code: str, stdin: str) -> RunResult:
 
     Source: https://bytedance.github.io/SandboxFusion
     """
-    from aiohttp import ClientError
-
-    from runner.core.http_client import failure_reason, request, run_coroutine
-    from runner.core.untrusted_text import parse_json
-    from runner.reward.group_scorer import encode_json
+    from runner.reward.http import ServiceFailure, post_json
 
     assert config.url is not None
     url = f"{config.url.rstrip('/')}/run_code"
     body = {"code": code, "language": "python", "stdin": stdin, "run_timeout": config.timeout_s}
     body["memory_limit_MB"] = config.memory_bytes >> 20
-    within = config.timeout_s + SERVICE_MARGIN_S
-    sent = request("POST", url, timeout_s=within, largest_bytes=LARGEST_REPLY_BYTES, body=encode_json(body))
     try:
-        status, content = run_coroutine(sent)
-        if status != 200:
-            raise SandboxError(f"{url}: status {status}: {content[:200].decode(errors='replace')!r}")
-        reply = parse_json(content)
-    except TimeoutError as error:
-        raise SandboxError(f"{url}: no complete response within {within:g} s") from error
-    except (OSError, ClientError, ValueError) as error:
-        raise SandboxError(f"{url}: {failure_reason(error)}") from error
+        reply = post_json(url, encode_json(body), config.timeout_s + SERVICE_MARGIN_S)
+    except ServiceFailure as failure:
+        raise SandboxError(str(failure)) from failure
     run = reply.get("run_result") if isinstance(reply, Mapping) else None
     if not isinstance(run, Mapping) or reply.get("status") == "SandboxError":
         raise SandboxError(f"{url}: the response has no run_result: {str(reply)[:200]}")

@@ -134,22 +134,14 @@ class LengthConfig(RewardConfig):
         if self.target is not None:
             given = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is not None]
             return [(f"reward.{name}", "not used together with reward.target; leave one of them out") for name in given]
-        if self.max_length is None and self.overlong_buffer_len is None:
+        longest, buffer = self.max_length, self.overlong_buffer_len
+        if longest is None and buffer is None:
             return [("reward.max_length", "set reward.max_length and reward.overlong_buffer_len, or reward.target")]
-        missing = [name for name in ("max_length", "overlong_buffer_len") if getattr(self, name) is None]
-        if missing:
-            return [(f"reward.{missing[0]}", f"must be set, because the other of the two is: reward.{missing[0]}=…")]
-        if (
-            self.overlong_buffer_len is not None
-            and self.max_length is not None
-            and self.overlong_buffer_len > self.max_length
-        ):
-            return [
-                (
-                    "reward.overlong_buffer_len",
-                    f"{self.overlong_buffer_len} is above reward.max_length={self.max_length}",
-                )
-            ]
+        if longest is None or buffer is None:
+            key = "reward.max_length" if longest is None else "reward.overlong_buffer_len"
+            return [(key, f"must be set, because the other of the two is: {key}=…")]
+        if buffer > longest:
+            return [("reward.overlong_buffer_len", f"{buffer} is above reward.max_length={longest}")]
         return []
 
 
@@ -303,7 +295,7 @@ class ModelRewardConfig(FallibleConfig):
         return self.model_copy(update={"path": resolve(self.path, "reward.path", None)})
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem for a folder that is no model, SecurityRefusal for pickled weights."""
+        """Raise EnvironmentProblem for a folder that is no model, SecurityError for pickled weights."""
         from runner.reward.preflight import check_folder
 
         check_folder(self.path)
@@ -330,7 +322,7 @@ class SumConfig(RewardConfig):
         return found + [entry for i, part in parts for entry in prefix_keys(part.config.problems(job), i)]
 
     def with_dtype(self, dtype: Dtype) -> Self:
-        if decode_components(self.parts)[1]:  # which `problems` says
+        if decode_components(self.parts)[1]:  # reported by `problems`
             return self
         return self._with_parts(lambda config: config.with_dtype(dtype))
 

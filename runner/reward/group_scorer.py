@@ -1,6 +1,6 @@
 """The base of most rewards: scores one group at a time, in threads, and counts failures.
 
-    groups ──▶ ask(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
+    groups ──▶ score_group(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
 
 `ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("runner")
 CHOSEN = "the reward returned None for every sample"
-MOST_KINDS = 20  # said one by one; a scorer that fails in more ways than that is only counted
+MOST_KINDS = 20  # of failures, which are printed one by one; further kinds are only counted
 
 
 class UnscorableError(Exception):
@@ -54,7 +54,7 @@ class ScoringFailure:
 
 @dataclass(frozen=True, slots=True)
 class GroupScores:
-    """One group's scores, None where there is none, and the faults behind those; raised: by a function."""
+    """One group's scores, None where there is none, and why; raised: by a function."""
 
     values: list[float | None]
     failures: tuple[ScoringFailure, ...] = ()
@@ -67,7 +67,7 @@ def unscored_group(size: int, kind: str, message: str) -> GroupScores:
 
 
 class ScoringFailures:
-    """Keeps account of a reward's faults."""
+    """Counts the failures of a reward."""
 
     def __init__(self, label: str, max_failures: int, remedy: str, error: type[RunnerError] = DataError) -> None:
         self._label, self._remedy, self._error = label, remedy, error
@@ -79,8 +79,8 @@ class ScoringFailures:
     def record_group(self, scored: GroupScores) -> list[float | None]:
         """Count a group and return its scores. Raises `error` after `max_failures` groups in a row without a
         score, whatever the cause: DataError where the reward itself returned None for each sample."""
-        for fault in scored.failures:
-            self._say(fault)
+        for failure in scored.failures:
+            self._warn_once(failure)
         self._samples += len(scored.values)
         if not scored.values:
             return scored.values
@@ -94,71 +94,71 @@ class ScoringFailures:
         return scored.values
 
     def close(self) -> None:
-        """Say how many samples had no score, by kind."""
+        """Warn how many samples had no score, by kind."""
         if self._counts:
             kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
             total = self._counts.total()
             log.warning("%s: %d of %d samples could not be scored: %s", self._label, total, self._samples, kinds)
         self._counts.clear()
 
-    def _say(self, fault: ScoringFailure) -> None:
-        kind = fault.kind if fault.kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
+    def _warn_once(self, failure: ScoringFailure) -> None:
+        kind = failure.kind if failure.kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
         if kind not in self._counts:
-            log.warning("%s: not scored: %s", self._label, fault.message)
-        self._counts[kind] += fault.samples
+            log.warning("%s: not scored: %s", self._label, failure.message)
+        self._counts[kind] += failure.samples
 
 
 Group = Sequence["Completion"]
 
 
 class GroupScorer:
-    """A reward made of `ask`; with more than one worker threads call it, that many at a time."""
+    """A reward made of a function of one group; with several workers, that many threads call it at a time."""
 
     def __init__(
         self,
-        ask: Callable[[Group], GroupScores],
-        faults: ScoringFailures,
+        score_group: Callable[[Group], GroupScores],
+        failures: ScoringFailures,
         workers: int = 1,
         end: Callable[[], None] | None = None,
     ) -> None:
-        self._ask, self._faults, self._end = ask, faults, end
+        self._score_group, self._failures, self._end = score_group, failures, end
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="reward") if workers > 1 else None
 
     def score(self, groups: Sequence[Group]) -> list[list[float | None]]:
         """One list per group, None where a sample could not be scored. Raises when nothing can be any more."""
-        return [self._faults.record_group(scored) for scored in self._score_groups(groups)]
+        return [self._failures.record_group(scored) for scored in self._score_groups(groups)]
 
     def preview(self, groups: Sequence[Group]) -> list[GroupScores]:
         """The scores with the reasons of those that are missing, none of which is counted."""
         return list(self._score_groups(groups))
 
     def close(self) -> None:
-        """End what was started, and say what could not be scored."""
+        """End what was started, and warn how much could not be scored."""
         if self._threads is not None:
             self._threads.shutdown(cancel_futures=True)
         if self._end is not None:
             self._end()
-        self._faults.close()
+        self._failures.close()
 
     def _score_groups(self, groups: Sequence[Group]) -> Iterator[GroupScores]:
         go = map if self._threads is None else self._threads.map
-        return go(lambda group: self._ask(group) if group else GroupScores([]), groups)
+        return go(lambda group: self._score_group(group) if group else GroupScores([]), groups)
 
 
 def score_each(rate: Callable[[Completion], float]) -> Callable[[Group], GroupScores]:
-    """Scores a group sample by sample; one for which `rate` raises Unscorable has none."""
+    """Scores a group sample by sample; one for which `rate` raises UnscorableError has none."""
 
-    def ask(group: Group) -> GroupScores:
-        values, faults = list[float | None](), list[ScoringFailure]()
+    def score_group(group: Group) -> GroupScores:
+        values, failures = list[float | None](), list[ScoringFailure]()
         for completion in group:
             try:
                 values.append(rate(completion))
             except UnscorableError as reason:
                 values.append(None)
-                faults.append(ScoringFailure(reason.kind, str(reason)))
-        return GroupScores(values, tuple(faults))
+                failures.append(ScoringFailure(reason.kind, str(reason)))
+        return GroupScores(values, tuple(failures))
 
-    return ask
+    return score_group
 
 
 def require_column(completion: Completion, name: str, option: str) -> Any:

@@ -8,11 +8,11 @@ langdetect (its seed is 0: without one it draws).
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from runner.core.untrusted_text import parse_json
 from runner.reward.config import IfevalConfig
 from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 
@@ -95,8 +95,8 @@ def _postscript(text: str, arguments: Arguments) -> bool:
 def _is_json(text: str, arguments: Arguments) -> bool:
     inner = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(inner)
-    except (ValueError, RecursionError):
+        parse_json(inner)
+    except ValueError:
         return False
     return True
 

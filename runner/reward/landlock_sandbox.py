@@ -3,8 +3,8 @@
     limits ─▶ another user, under root ─▶ Landlock: read Python and libraries, write the current folder
            ─▶ seccomp: no socket, signal, new session, change of owners or modes … ─▶ the code
 
-Its source is given to `python -I -c`, so it imports the standard library alone. Arguments: the descriptor on which it
-says that the sandbox is closed, the program, memory, file size, processes, CPU seconds, the user (0: the same one) and
+Its source is given to `python -I -c`, so it imports the standard library alone. Arguments: the descriptor to which it
+writes when the sandbox is closed, the program, memory, file size, processes, CPU seconds, user (0: the same one) and
 the folders that may be read. Landlock (https://docs.kernel.org/userspace-api/landlock.html) is in Linux from 5.13 on;
 what its first version does not cover (network, signals, truncation, modes) is refused by seccomp. Children stay in the
 process group of the code, where `killpg` ends all of them. What is not hidden: that a file exists, and its size.
@@ -124,7 +124,7 @@ def refuse_system_calls() -> None:
 
 
 def main() -> None:
-    """Close the sandbox, say so, and run the code."""
+    """Close the sandbox, report it, and run the code."""
     ready, program, *numbers = sys.argv[1:8]
     memory, size, processes, seconds, user = map(int, numbers)
     if user:

@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
 from runner.reward.config import MathConfig
-from runner.reward.group_scorer import (
-    Group,
-    GroupScorer,
-    GroupScores,
-    ScoringFailure,
-    ScoringFailures,
-    UnscorableError,
-    require_column,
-)
+from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:
@@ -34,18 +26,13 @@ def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> GroupS
         pool.close()
         raise EnvironmentProblem(f'math-verify cannot be used: {error}\n  pip install "posttrain-run[math]"') from error
 
-    def one(completion: Completion) -> GroupScores:
-        try:
-            wanted = str(require_column(completion, config.column, "column"))
-        except UnscorableError as reason:
-            return GroupScores([None], (ScoringFailure(reason.kind, str(reason)),))
-        return pool.call({"answers": [completion.text], "wanted": [wanted]}, 1, seed=0)
+    def rate(completion: Completion) -> float:
+        wanted = str(require_column(completion, config.column, "column"))
+        scored = pool.call({"answers": [completion.text], "wanted": [wanted]}, 1, seed=0)
+        for failure in scored.failures:
+            raise UnscorableError(failure.kind, failure.message)
+        return float(scored.values[0] or 0)
 
-    def ask(group: Group) -> GroupScores:
-        scored = [one(completion) for completion in group]
-        return GroupScores([s.values[0] for s in scored], tuple(fault for s in scored for fault in s.failures))
-
-    faults = ScoringFailures(
-        "reward=math", config.max_failures, "set reward.column to a column of mathematical answers"
-    )
-    return GroupScorer(ask, faults, pool.workers, pool.close)
+    remedy = "set reward.column to a column of mathematical answers"
+    failures = ScoringFailures("reward=math", config.max_failures, remedy)
+    return GroupScorer(score_each(rate), failures, pool.workers, pool.close)

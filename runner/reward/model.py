@@ -113,7 +113,7 @@ def build(
 ) -> ModelReward:
     """Load the model. `tokenizer` is the policy's; make_encoder: of a tokenizer with a chat template.
 
-    Raises EnvironmentProblem if it cannot be had or is no reward model, SecurityRefusal if it is a pickle or code.
+    Raises EnvironmentProblem if it cannot be loaded or is no reward model, SecurityError if it is a pickle or code.
     """
     config.preflight()
     module, own = _load_module(config)

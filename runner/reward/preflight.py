@@ -6,12 +6,13 @@ Whether a function's file parses and has the function; whether a folder is a rew
 from __future__ import annotations
 
 import ast
-import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.core.untrusted_text import parse_json
 from runner.reward.base import RESERVED_ARGUMENTS
 from runner.spec.suggest import nearest_word
 
@@ -79,7 +80,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_folder(path: str) -> None:
-    """Raise EnvironmentProblem or SecurityRefusal; a hub id, which is not here, passes."""
+    """Raise EnvironmentProblem or SecurityError; a hub id, which is not here, passes."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
@@ -88,13 +89,13 @@ def check_folder(path: str) -> None:
             )
         return
     if is_adapter(path):
-        refuse_language_model(path, [json.loads((folder / ADAPTER_CONFIG).read_text()).get("task_type")])
+        refuse_language_model(path, [_read_config(folder / ADAPTER_CONFIG).get("task_type")])
     elif not (folder / "config.json").is_file():
         raise EnvironmentProblem(
             f"reward.path={path} is no model folder (no config.json)\n  set it to the folder of a reward model"
         )
     else:
-        refuse_language_model(path, json.loads((folder / "config.json").read_text()).get("architectures"))
+        refuse_language_model(path, _read_config(folder / "config.json").get("architectures"))
     if list(folder.glob("*.safetensors")):
         return
     if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
@@ -104,6 +105,17 @@ def check_folder(path: str) -> None:
             "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"
         )
     raise EnvironmentProblem(f"reward.path={path} has no weights (*.safetensors)")
+
+
+def _read_config(file: Path) -> Mapping[str, Any]:
+    """The JSON object in a file of a model. Raises EnvironmentProblem where it has none."""
+    try:
+        found = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise EnvironmentProblem(f"reward.path: {file} cannot be read: {error}; copy or download it again") from error
+    if not isinstance(found, Mapping):
+        raise EnvironmentProblem(f"reward.path: {file} is not a JSON object; copy or download it again")
+    return found
 
 
 def is_adapter(path: str) -> bool:

@@ -51,12 +51,12 @@ def pattern_fault(pattern: str, groups: int | None = None) -> str | None:
 
 
 def is_full_match(pattern: str, text: str) -> bool:
-    """Whether the whole text matches. Raises Unscorable after SEARCH_S seconds."""
+    """Whether the whole text matches. Raises UnscorableError after SEARCH_S seconds."""
     return _search(pattern, text, lambda known: known.fullmatch(text, timeout=SEARCH_S)) is not None
 
 
 def last_match(pattern: str, text: str) -> str | None:
-    """The group of the last match; None if there is no match. Raises Unscorable after SEARCH_S seconds."""
+    """The group of the last match, or None. Raises UnscorableError after SEARCH_S seconds."""
     found = _search(pattern, text, lambda known: deque(known.finditer(text, timeout=SEARCH_S), maxlen=1))
     return found[0].group(1) if found else None
 
@@ -150,7 +150,7 @@ def is_close(a: Decimal, b: Decimal, tolerance: float) -> bool:
 
 
 def expected_number(completion: Completion, name: str) -> Decimal:
-    """The right number: the last one of the column's text. Raises Unscorable if there is none."""
+    """The right number: the last one of the column's text. Raises UnscorableError if there is none."""
     value = require_column(completion, name, "column")
     number = last_number(str(value)) if not isinstance(value, bool) else None
     if number is None:

@@ -2,7 +2,7 @@
 
     rows ──their answer as the completion──▶ GroupScorer.preview ──▶ scores, which are shown; or DataError
 
-Nothing is counted: a row that cannot be scored is said, and does not bring the job nearer to `reward.max_failures`.
+Nothing is counted: a row that cannot be scored is shown, and does not bring the job nearer to `reward.max_failures`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ANSWER = "answer"  # the column that most data has the right answer in
 def try_reward(
     reward: Reward, prompts: Sequence[Prompt], tokenizer: Any, decide: Decide, option: str = "reward"
 ) -> None:
-    """Score a completion of each prompt and say the scores; option: that names the reward.
+    """Score a completion of each prompt and show the scores; option: the option of the reward.
 
     Raises DataError where a function raises.
     """

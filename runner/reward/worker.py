@@ -7,7 +7,7 @@
            ◀═ a file without a name ═══════════════   where the function is when its time is nearly over
 
 Nothing comes through stdin: its end means that the runner exited, and SIGTERM that it needs no more. The guard runs no
-foreign code, so it always notices. It is the foster parent (subreaper) of everything below it, so it finds and ends
+foreign code, so it always notices. It is the subreaper of all processes below it, so it finds and ends
 what the function left behind, also in sessions of its own. It does not rely on PR_SET_PDEATHSIG, which fires when the
 runner's *thread* that started it ends. The worker does: its parent is the guard's only thread.
 """
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def run_guard(child: int, runner: int, woken: int) -> int:
-    """Wait until the worker ends, the runner is gone or says so (SIGTERM); end everything below.
+    """Wait until the worker ends, the runner ends or sends SIGTERM; then end all processes below.
 
     Returns the worker's exit code, -N for a signal, 0 if it had not ended by itself.
     """
@@ -83,7 +83,7 @@ def run_guard(child: int, runner: int, woken: int) -> int:
 
 
 def _reap_children(child: int) -> int | None:
-    """Bury every process that has ended; the worker's code if it was among them."""
+    """Wait for every process that has ended; the worker's exit code if it is among them."""
     found = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -93,7 +93,7 @@ def _reap_children(child: int) -> int | None:
 
 
 def _kill_descendants(group: int) -> None:
-    """Kill and bury until nothing is below us: whatever loses its parent becomes our child."""
+    """Kill processes and wait for them until no child is left: an orphan below us becomes our child."""
     while True:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGKILL)
@@ -121,7 +121,7 @@ def _children() -> list[int]:
 
 
 def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
-    """Import the function, say so, and answer questions until there are none."""
+    """Import the function, report it, and answer requests until the socket ends."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -263,7 +263,7 @@ def _invalid_scores(message: str, size: int) -> dict[str, Any]:
 
 
 def _as_score(value: Any) -> tuple[float | None, str | None]:
-    """(score, sort of fault); None itself is no fault: the function says that it has no score."""
+    """(score, kind of fault); None is no fault: the function has no score for the sample."""
     if value is None:
         return None, None
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
@@ -294,7 +294,7 @@ def _error_location(error: BaseException, path: str) -> str:
 def _short_repr(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception as error:  # a foreign object may fail to show itself; its type is then all there is to say
+    except Exception as error:  # the repr of a foreign object may fail; its type is all that is known then
         text = f"an object whose repr raises {type(error).__name__}"
     return f"{text[:100]} ({type(value).__name__})"
 

@@ -1,9 +1,9 @@
 """Worker processes for a user's reward function: started on demand, killed when they hang, replaced.
 
     call ──▶ an idle worker, or a new one ──▶ answer in time            ─▶ GroupScores
-                                          ├─▶ no answer: killed          ─▶ nothing scored, said
+                                          ├─▶ no answer: killed          ─▶ no score, and a warning
                                           ├─▶ it was killed (SIGKILL)    ─▶ one more try, with a new one
-                                          └─▶ it died: removed           ─▶ nothing scored, said
+                                          └─▶ it died: removed           ─▶ no score, and a warning
 
 See `worker.py` for what happens on the other side. The kernel names the sender of everything that arrives on the socket
 (SO_PASSCRED); what another process than the worker wrote, one that the function has forked, is dropped.
@@ -37,12 +37,12 @@ from runner.run_dir import manifest
 from runner.run_dir.manifest import is_secret_name, redact
 
 log = logging.getLogger("runner")
-SAID_LINES = 20
-KEPT_BYTES = 8 << 20
+PRINTED_LINES = 20
+LOGGED_BYTES = 8 << 20
 
 
 class CapturedOutput:
-    """Takes lines from several threads. Without a folder, what is not said is only counted."""
+    """Takes lines from several threads. Without a folder, lines that are not printed are only counted."""
 
     def __init__(self, label: str, folder: Path | None) -> None:
         self._label = label
@@ -54,11 +54,11 @@ class CapturedOutput:
         """A line that was printed."""
         with self._lock:
             self._lines += 1
-            if self._lines <= SAID_LINES:
+            if self._lines <= PRINTED_LINES:
                 log.info("%s| %s", self._label, text)
-            if self._lines == SAID_LINES:
+            if self._lines == PRINTED_LINES:
                 log.info("%s| … further lines: %s", self._label, self._path or "not stored, only counted")
-            if not self._keep(text) and self._lines > SAID_LINES:
+            if not self._keep(text) and self._lines > PRINTED_LINES:
                 self._dropped += 1
 
     def append_to_file(self, text: str) -> None:
@@ -67,15 +67,15 @@ class CapturedOutput:
             self._keep(text)
 
     def close(self) -> None:
-        """Say how many lines were not said."""
-        if self._lines > SAID_LINES:
+        """Print how many lines there were."""
+        if self._lines > PRINTED_LINES:
             lost = f", {self._dropped} of them dropped" if self._dropped else ""
             where = f" in {self._path}" if self._path is not None else ""
             log.info("%s| %d lines were printed%s%s", self._label, self._lines, where, lost)
         self._lines = self._dropped = 0
 
     def _keep(self, text: str) -> bool:
-        if self._path is None or self._kept > KEPT_BYTES:
+        if self._path is None or self._kept > LOGGED_BYTES:
             return False
         line = f"{redact(text)}\n".encode(errors="replace")
         self._kept += len(line)
@@ -112,7 +112,10 @@ class WorkerStartError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionTarget:
-    """The function to run. `here`: modules beside the file can be imported; env: extra variables."""
+    """The function to run.
+
+    imports_siblings: modules beside the file can be imported; env: extra variables.
+    """
 
     file: Path
     function: str
@@ -128,7 +131,7 @@ class FunctionTarget:
 
 
 class RewardWorker:
-    """A running process. Raises CannotStart if it does not get ready."""
+    """A running process. Raises WorkerStartError if it does not get ready."""
 
     def __init__(self, target: FunctionTarget, output: CapturedOutput) -> None:
         self._output, self._file = output, str(target.file)
@@ -158,7 +161,7 @@ class RewardWorker:
             self.end()
             raise
 
-    def ask(self, question: bytes, timeout_s: float) -> dict[str, Any]:
+    def request(self, question: bytes, timeout_s: float) -> dict[str, Any]:
         """The answer to a question in JSON. Raises TimeoutError, EOFError if the process is gone."""
         end = time.monotonic() + timeout_s
         if self._arrived:
@@ -182,7 +185,9 @@ class RewardWorker:
         """End the process and all below it; how it ended, in words."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        code = self._process.stop(END_S)  # where a forked child of ours still holds stdin open, closing it says nothing
+        code = self._process.stop(
+            END_S
+        )  # where a forked child of ours still holds stdin open, closing it has no effect
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)
@@ -254,7 +259,7 @@ class WorkerPool:
             self._idle.put(None)
 
     def start(self) -> None:
-        """Start one process now, so that what is wrong with the file is known. Raises CannotStart."""
+        """Start one process now, so that what is wrong with the file is known. Raises WorkerStartError."""
         self._idle.get()
         process = None
         try:
@@ -278,11 +283,11 @@ class WorkerPool:
             return unscored_group(size, "the worker exited", f"the worker exited: {error}")
 
     def _ask_worker(self, question: bytes, size: int) -> GroupScores:
-        """What an idle worker, or a new one, answers. Raises Died."""
+        """What an idle worker, or a new one, answers. Raises WorkerDiedError."""
         process, kept = self._idle.get(), None
         try:
             process = process or RewardWorker(self._target, self._output)
-            answer = process.ask(question, self._timeout_s)
+            answer = process.request(question, self._timeout_s)
             kept = process
         except WorkerStartError as error:
             return unscored_group(size, "no worker", f"a new worker cannot start: {error}")

@@ -123,13 +123,14 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
         raise StorageError(f"{text}; run in a folder that you can write to") from error
 
 
-def claim_folder(where: Path) -> RunFolder:
-    """The folder `where` for a new run; a folder with other content is an error and not changed.
-
-    Raises EnvironmentProblem for one that is not empty, StorageError if it cannot be made.
-    """
-    folder = RunFolder(where.absolute())
-    if folder.spec.exists():
+def refuse_used_folder(where: Path) -> None:
+    """Raise EnvironmentProblem for a folder that has content or no UTF-8 name; nothing is changed."""
+    try:
+        str(where.absolute()).encode()
+    except UnicodeEncodeError as error:
+        text = "no UTF-8 text, so libraries cannot write there"
+        raise EnvironmentProblem(f"the path of {where} is {text}; choose another --folder") from error
+    if RunFolder(where).spec.exists():
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
         # a run that was killed before it wrote its spec leaves its lock and a staged file
@@ -139,11 +140,16 @@ def claim_folder(where: Path) -> RunFolder:
     if others:
         text = f"{where} is not empty ({', '.join(sorted(others)[:3])}{', …' if len(others) > 3 else ''})"
         raise EnvironmentProblem(f"{text}, but a run needs its own folder; choose another --folder")
+
+
+def claim_folder(where: Path) -> RunFolder:
+    """The folder for a new run. Raises as `refuse_used_folder`, and StorageError if it cannot be made."""
+    refuse_used_folder(where)
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(f"cannot make the run folder {where}: {error.strerror}") from error
-    return folder
+    return RunFolder(where.absolute())
 
 
 def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:

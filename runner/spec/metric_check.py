@@ -23,9 +23,12 @@ MEASURED = {  # by prefix; those of reward/ and eval/ depend on the job, those o
 }
 POLICY = "entropy ratio clip_frac_low clip_frac_high clip_frac_dual kl kl_coef"
 SIDES = "chosen_logprob rejected_logprob"
+HELD_OUT = {  # of the loss on held-out items, by their kind
+    "pairs": f"loss accuracy chosen rejected margin {SIDES}",
+    "judged": f"loss accuracy chosen rejected kl_baseline {SIDES}",
+}
 CHOICES = [f"{name}{end}" for name in ("accuracy", "accuracy_norm") for end in ("", LOW, HIGH)]  # multiple choice
 SAMPLED = ("rollout", "mismatch", "correction", "sampler", "weight_sync")  # what only rollouts have
-HELD_OUT = "loss accuracy chosen rejected margin chosen_logprob rejected_logprob kl_baseline divergence nll"
 OF_MACHINE = ("device", "sampler")
 OF_ONE_RANK = ("perf", "time", *OF_MACHINE)  # ranks of one job measure different values
 ESTIMATE = re.compile(r"(pass|mean)@\d+")
@@ -77,6 +80,10 @@ def missing_reason(metric: str, spec: Any) -> str | None:
         return f"{here} has no critic; set another metric"
     if group == "distill" and "teacher" not in algorithm.frozen_models():
         return f"{here} has no teacher; set another metric"
+    if metric in ("policy/kl", "policy/kl_coef") and not (preferences or algorithm.has_kl):
+        return f"{here} compares with no reference model here; type algorithm.kl_estimator=k3, or set another metric"
+    if group == "correction" and algorithm.correction == "none":
+        return "algorithm.correction=none has no importance weights; type algorithm.correction=tis, or another metric"
     if group in OF_MACHINE or _of_plug_in(group, spec):
         return None
     possible = possible_metrics(spec)
@@ -93,7 +100,10 @@ def possible_metrics(spec: Any) -> list[str]:
     scored = ["mean", "std", "num_failed", "zero_variance", *spec.reward.component_metrics()]
     margin = ["margin"] if algorithm.item_kind == "pairs" else []
     found["reward"] = ["chosen", "rejected", *margin] if preferences else scored
-    found["eval"] = [*HELD_OUT.split(), *_answer_metrics(spec.evaluation.samples, spec.reward)]
+    found["eval"] = [
+        *HELD_OUT.get(algorithm.item_kind, "loss divergence nll").split(),
+        *_answer_metrics(spec.evaluation.samples, spec.reward),
+    ]
     for one in _valid_sets(spec):
         reward = one.components.get("reward", spec.reward)
         measured = _answer_metrics(one.options.samples, reward) if one.options.choices is None else CHOICES

@@ -34,8 +34,8 @@ def escape_for_terminal(text: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """The text with control characters escaped (C0, C1), except line breaks and tabs."""
-    return "".join(_escape(c) if unicodedata.category(c) == "Cc" and c not in "\n\t" else c for c in text)
+    """The text with its lines and tabs; other controls (C0, C1) and lone surrogates are escaped."""
+    return "".join(_escape(c) if unicodedata.category(c) in {"Cc", "Cs"} and c not in "\n\t" else c for c in text)
 
 
 def print_text(text: str, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

@@ -108,21 +108,12 @@ class ZeroVarianceWarning(BaseCallback):
             return
         so_far = "" if self._silent == 1 else f", as in {self._silent - 1} steps before"
         if no_reward:
-            log.warning(
-                "step %d: no group had a valid reward (%d samples), so nothing was trained%s; see reward.log and "
-                "samples.jsonl",
-                end.step,
-                end.values["reward/num_failed"],
-                so_far,
-            )
-            return
-        log.warning(
-            "step %d: in every group all rewards were equal (mean %.4g), so nothing was trained%s; check "
-            "samples.jsonl, reward and sampler.temperature",
-            end.step,
-            end.values["reward/mean"],
-            so_far,
-        )
+            what = f"no group had a valid reward ({end.values['reward/num_failed']:.0f} samples)"
+            check = "see reward.log and samples.jsonl"
+        else:
+            what = f"in every group all rewards were equal (mean {end.values['reward/mean']:.4g})"
+            check = "check samples.jsonl, reward and sampler.temperature"
+        log.warning("step %d: %s, so nothing was trained%s; %s", end.step, what, so_far, check)
 
 
 class EvaluationReport(Protocol):

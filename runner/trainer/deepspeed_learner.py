@@ -41,7 +41,7 @@ class DeepSpeedLearner(LocalLearner):
         yield from ((name, self._zero.full_parameter(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
-        """See `learner_state.state_of`; the tensors are on the first rank alone. Collective."""
+        """See `learner_state`; the tensors are on the first rank alone. Collective."""
         tensors, values = dict[str, Tensor](), dict[str, dict[str, Any]]()
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         for name, value in self.weights():

@@ -279,7 +279,7 @@ class LocalLearner:
         yield from ((name, full_tensor(parameter)) for name, parameter in self._parameters.items())
 
     def state_dict(self) -> State:
-        """Trained parameters and the optimizer's state; see `learner_state.state_of`."""
+        """Trained parameters and the optimizer's state; see `learner_state`."""
         return learner_state(self._parameters, self.optimizer)
 
     def load_state_dict(self, state: State) -> None:

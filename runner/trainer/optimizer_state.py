@@ -1,10 +1,11 @@
-"""What a learner has come to, as a checkpoint keeps it: parameters and the optimizer's state, by name.
+"""The state of a learner in a checkpoint: parameters and the optimizer's state, by name.
 
-    parameters, optimizer ──state_of──▶ {"tensors": param/…, optim/<key>/…; "optimizer": the rest} ──restore──▶ the same
+    parameters, optimizer ──learner_state──▶ {"tensors": param/…, optim/<key>/…; "optimizer": the rest}
+                            ──restore_learner_state──▶ the same
 
-Tensors in pieces stay so on the way out, as whoever writes them takes each rank's own; on the way in they are whole,
-and each rank copies what it holds. A parameter that lies on other ranks only has no numbers here (it is on `meta`):
-this rank tells and takes nothing of it, and its name, shape and type are checked all the same.
+Sharded tensors are returned as they are: each rank writes its own shards. Loaded tensors are whole: each rank copies
+its shards. A parameter of other ranks is on `meta` here: this rank neither returns nor loads it, but checks its name,
+shape and type.
 """
 
 from __future__ import annotations

@@ -60,7 +60,10 @@ class FrozenModel:
         return self._model.base_fingerprint
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
-        """What makes logits [S, V] of its output `hidden` [S, H]. Raises UnfitModel without such a head."""
+        """A function from the output `hidden` [S, H] to logits [S, V].
+
+        Raises UnsupportedModelError without such a head.
+        """
         model = as_generative(self._model)
         if model is None:
             raise UnsupportedModelError(f"{type(self._model).__name__} has no LM head")

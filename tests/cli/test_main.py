@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -245,6 +246,21 @@ def test_our_own_bug_says_where_the_traceback_is(
     assert "ZeroDivisionError: oops" in written.read_text()
     written.unlink()
     assert "Traceback" in in_process(["--debug"], capsys)[2]
+
+
+def test_a_traceback_has_no_secret_and_needs_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "hf_" + "abcdefghijklmnopqrstuvwxyz01234567"
+    monkeypatch.setattr(module, "parse", raiser(ZeroDivisionError(f"{secret} \udcff")))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    _, _, err = in_process([], capsys)
+    [written] = tmp_path.glob("run-traceback-*")
+    assert "ZeroDivisionError: *** " in written.read_text() and secret not in written.read_text() + err
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    _, _, err = in_process([], capsys)
+    assert "its traceback cannot be written: " in err and "Traceback" in err and secret not in err
+    assert secret not in in_process(["--debug"], capsys)[2]
 
 
 def test_list_shows_own_recipes_with_their_first_comment(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,10 @@ import pytest
 
 from runner.checkpoint.format import MANIFEST_FILE, DamagedCheckpoint, read_manifest
 from runner.cli.main import main
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import CheckpointError, EnvironmentProblem
 from runner.core.untrusted_text import check_yaml, parse_json
+from runner.data.conversation import CALL_FORMS, plain_messages
+from runner.model.model_folder import read_header, read_json
 from runner.run_dir.folder import read_mapping
 
 BOMB = "\n".join(
@@ -50,9 +52,29 @@ def test_a_recipe_that_is_a_bomb_ends_at_once(text: str, workdir: Path, capsys: 
 def test_json_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="nested too deeply"):
         parse_json(BRACKETS)
+    with pytest.raises(ValueError, match="nested too deeply"):  # JSON that Python reads, and functions could not walk
+        parse_json("[" * 101 + "]" * 101)
+    assert parse_json("[" * 100 + "]" * 100)
     (tmp_path / MANIFEST_FILE).write_text(BRACKETS)
     with pytest.raises(DamagedCheckpoint, match="nested too deeply"):
         read_manifest(tmp_path)
     (tmp_path / "status.json").write_text(BRACKETS)
     with pytest.raises(EnvironmentProblem, match="nested too deeply"):
         read_mapping(tmp_path / "status.json")
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json", "model.safetensors.index.json"])
+def test_a_model_folder_is_bounded(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(BRACKETS)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: nested too deeply"):
+        read_json(tmp_path / name)
+    header = BRACKETS.encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="nested too deeply"):
+        read_header(tmp_path / "model.safetensors")
+
+
+def test_the_arguments_of_a_call_are_bounded() -> None:
+    call = {"function": {"name": "add", "arguments": BRACKETS}}
+    [message] = plain_messages([{"role": "assistant", "content": "", "tool_calls": [call]}], (), CALL_FORMS[0])
+    assert message["tool_calls"][0]["function"]["arguments"] == BRACKETS

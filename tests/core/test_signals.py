@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner.core.errors import Interrupted
-from runner.core.signals import StopSignal
+from runner.core.signals import StopSignal, survive_early_save
 from runner.launch.run_messages import console_logging
 from runner.tracker import console as module
 
@@ -61,7 +61,7 @@ def test_the_exit_code_is_kept_where_a_signal_comes_while_a_string_is_executed(t
     program = """
 import os, signal, sys
 from runner.core.errors import Interrupted
-from runner.core.signals import StopSignal
+from runner.core.signals import StopSignal, survive_early_save
 stop = StopSignal()
 stop.install()
 try:
@@ -140,3 +140,18 @@ def test_a_second_signal_ends_the_process(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (143, "")
+
+
+def test_sigusr1_before_a_run_has_handlers_does_not_end_it(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    try:
+        with survive_early_save():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert "SIGUSR1: there is nothing to save yet; the run continues" in capfd.readouterr().err
+            subject = StopSignal()
+            with subject.handle_signals():  # which takes the place of the early handler
+                os.kill(os.getpid(), signal.SIGUSR1)
+                assert "saving a checkpoint after this step" in capfd.readouterr().err
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGUSR1, before)

@@ -121,6 +121,10 @@ def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
             "conversations[0].value: text that is not JSON",
         ),
         (
+            {"conversations": [{"from": "function_call", "value": "[" * 100_000}]},
+            "conversations[0].value: text that is not JSON (nested too deeply)",
+        ),
+        (
             {"conversations": [{"from": "function_call", "value": '{"tool": "add"}'}]},
             "expected objects with the keys name and arguments, found",
         ),

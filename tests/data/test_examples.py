@@ -180,6 +180,7 @@ FAULTY: list[tuple[Reading, dict[str, Any], str]] = [
     ("prompts", {"prompt": TALK}, "prompt[1]: the prompt ends with an assistant turn; expected the messages before"),
     ("prompts", {"prompt": [{"role": "user"}]}, "prompt[0]: no content"),
     ("prompts", {"prompt": TALK[:1], "tools": "{"}, "column tools: text that is not JSON"),
+    ("prompts", {"prompt": TALK[:1], "tools": "[" * 100_000}, "column tools: text that is not JSON (nested too"),
     ("questions", {"prompt": "a", "answer": [1]}, "column answer: expected text or a number, found a list"),
     ("questions", {"prompt": TALK[:1], "answer": " "}, "column answer is empty"),
     ("questions", {"prompt": TALK, "answer": "a"}, "the prompt ends with an assistant turn"),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
+from runner.trainer.callbacks import DeviceStats
 from tests.small import UNJUDGED
 
 SMALL = (*UNJUDGED, "steps=2", "checkpoint.every=1")
@@ -27,6 +28,19 @@ def shell(script: str, cwd: Path, *words: str) -> tuple[int, str]:
 def test_a_current_folder_that_was_deleted_is_said(tmp_path: Path) -> None:
     code, said = shell("mkdir x; cd x; rmdir ../x", tmp_path, "list")
     assert (code, said) == (2, "error: the current folder was deleted; change to another one: cd FOLDER\n")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't start new thread")], ids=["memory", "threads"])
+def test_a_machine_without_memory_or_threads_is_no_bug(
+    error: Exception, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(DeviceStats, "on_start", fail)
+    assert main(list(SMALL)) == 75
+    said = capsys.readouterr().err
+    assert "this process gets no more memory or threads" in said and "ulimit -v" in said and "bug" not in said
 
 
 def run_with_failing_fsync(number: int, monkeypatch: pytest.MonkeyPatch) -> int:

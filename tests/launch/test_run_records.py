@@ -10,8 +10,8 @@ import yaml
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import Interrupted, RunnerError
-from runner.launch.run_records import status_of
-from runner.run_dir.folder import RunFolder
+from runner.launch.run_records import status_of, write_spec
+from runner.run_dir.folder import RunFolder, read_mapping
 
 
 @pytest.fixture
@@ -60,3 +60,11 @@ def test_a_page_that_cannot_be_written_is_a_warning_and_the_run_is_done(
     assert json.loads(folder.status.read_text())["state"] == "done" and not folder.report.exists()
     [line] = caplog.messages
     assert line.startswith("report.html is not written: ") and "; write it again: run report " in line
+
+
+@pytest.mark.parametrize("name", ["e\x1b[31m\x9b", "two\nlines: ["])
+def test_the_spec_of_a_folder_with_an_odd_name_can_be_read(name: str, workdir: Path) -> None:
+    (workdir / name).mkdir()
+    folder = RunFolder(workdir / name)
+    write_spec(folder, compose_job(["+recipe=sft_demo"]).spec)
+    assert read_mapping(folder.spec)["name"] == "sft_demo"

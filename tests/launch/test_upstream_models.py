@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runner.cli.job_builder import compose_job
+from runner.cli.main import main
 from runner.core.errors import SpecError
 from runner.launch.upstream_runs import (
     UpstreamRunFailed,
@@ -32,6 +33,17 @@ SMALL = ("model.hidden_size=32", "model.intermediate_size=48", "model.layers=2",
 
 def run(cwd: Path, *words: str, code: int = 0) -> str:
     return command.run(*words, cwd=cwd, code=code)
+
+
+def test_a_used_folder_is_refused_before_a_recipe_is_run_first(
+    workdir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (workdir / "papers").mkdir()
+    (workdir / "papers" / "thesis.tex").write_text("mine")
+    assert main(["+recipe=grpo_demo", "--folder", "papers"]) == 2
+    said = capsys.readouterr()
+    assert "papers is not empty (thesis.tex)" in said.err and "running +recipe" not in said.err
+    assert [path.name for path in workdir.rglob("*")] == ["papers", "thesis.tex"]
 
 
 @pytest.mark.slow

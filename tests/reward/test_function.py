@@ -462,7 +462,7 @@ def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) 
     )
     held = os.dup(process._process.stdin.fileno())  # what a process has that was forked from the run
     question = {"arguments": {"completions": ["4"]}, "size": 1, "seed": 0, "timeout_s": 60.0}
-    assert process.ask(json.dumps(question).encode(), 60.0)["values"] == [1.0]
+    assert process.request(json.dumps(question).encode(), 60.0)["values"] == [1.0]
     begin = time.monotonic()
     process.end()
     os.close(held)
@@ -535,7 +535,9 @@ def test_the_first_lines_are_said_and_all_are_kept(
     reward.close()
     said = [r.message for r in caplog.records if r.message.startswith("mine.py:score| ")]
     assert said[:3] == [f"mine.py:score| {line}" for line in ("during the import", "line 0", "line 1")]
-    assert len(said) == worker_pool.SAID_LINES + 2 and said[-1].startswith("mine.py:score| 1004 lines were printed in ")
+    assert len(said) == worker_pool.PRINTED_LINES + 2 and said[-1].startswith(
+        "mine.py:score| 1004 lines were printed in "
+    )
     kept = (tmp_path / "reward.log").read_text().splitlines()
     assert kept[:1001] == ["during the import", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
         "\ufffdxxx"
@@ -546,7 +548,7 @@ def test_the_first_lines_are_said_and_all_are_kept(
 def test_what_is_kept_is_bounded(
     function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_pool, "KEPT_BYTES", 1000)
+    monkeypatch.setattr(worker_pool, "LOGGED_BYTES", 1000)
     caplog.set_level("INFO", "runner")
     reward = function("def score(completions):\n  print('x\\n' * 5000)\n  return [1, 1]", folder=tmp_path)
     one(reward)

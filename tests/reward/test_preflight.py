@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.core.errors import SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.reward.config import FunctionConfig
-from runner.reward.preflight import function_fault
+from runner.reward.preflight import check_folder, function_fault
 
 FINDABLE = [
     "def score(): ...",
@@ -67,3 +67,14 @@ def test_preflight_names_the_file_and_the_path_becomes_absolute(workdir: Path) -
     (workdir / "mine.py").write_text("def score(): ...")
     config.preflight()
     assert config.with_absolute_paths().path == f"{workdir.resolve()}/mine.py:score"
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("{nope", "cannot be read"), ("[" * 100_000, "nested too deeply"), ("[1]", "is not a JSON object")],
+)
+def test_a_folder_whose_config_is_damaged_is_no_reward_model(name: str, text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(EnvironmentProblem, match=rf"{name} .*{said}"):
+        check_folder(str(tmp_path))

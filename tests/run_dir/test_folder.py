@@ -259,6 +259,8 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
     claimed.spec.touch()
     with pytest.raises(EnvironmentProblem, match="continue it: run resume here/run"):
         claim_folder(Path("here/run"))
+    with pytest.raises(EnvironmentProblem, match=r"f\udcff is no UTF-8 text"):
+        claim_folder(Path(os.fsdecode(b"f\xff")))
     (workdir / "papers").mkdir()
     (workdir / "papers" / "thesis.tex").write_text("mine")
     with pytest.raises(

@@ -125,4 +125,4 @@ def test_a_sample_in_one_line() -> None:
 
 
 def test_harmless_text_keeps_its_lines_and_loses_what_a_terminal_obeys() -> None:
-    assert escape_controls("a\tb\nc\u200eé\x1b[2J\r\x9b1m\x7f") == "a\tb\nc\u200eé\\x1b[2J\\r\\x9b1m\\x7f"
+    assert escape_controls("a\tb\nc\u200eé\x1b[2J\r\x9b1m\x7f\udcff") == "a\tb\nc\u200eé\\x1b[2J\\r\\x9b1m\\x7f\\udcff"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runner.algorithm.config import SftConfig
-from runner.algorithm.sft import Sft
+from runner.algorithm.sft import CrossEntropy, PackedAlgorithm
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
 from runner.device.config import CpuConfig
@@ -35,7 +35,7 @@ def job(callbacks: list[Callback], steps: int = 6, stop: StopSignal | None = Non
         seed=0,
         device=torch.device("cpu"),
     )
-    algorithm = Sft(SftConfig(batch_size=2), ThreeItems())
+    algorithm = PackedAlgorithm(SftConfig(batch_size=2), ThreeItems(), {"policy": CrossEntropy()})
     return TrainingJob(
         steps=steps,
         device=Cpu(CpuConfig(), decide=lambda *words: None),

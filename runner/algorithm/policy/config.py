@@ -6,7 +6,6 @@ registered functions (`runner.interfaces.losses`), which bring their own options
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import Field
@@ -22,38 +21,6 @@ T = TypeVar("T")
 def value_or_default(value: T | None, default: T) -> T:
     """An option's value, or what stands for null."""
     return default if value is None else value
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredAdvantage:
-    """By comparison with those of their group or their step, as a registered advantage does it."""
-
-
-@dataclass(frozen=True, slots=True)
-class GaeCritic:
-    """Generalised advantages, and the critic that they need.
-
-    role: whose model gives the values; clip: range of the value loss, None = none; coefficient: weight of the value
-    error in the policy's loss, None = the critic has a loss of its own
-    """
-
-    role: Literal["policy", "critic"]
-    gamma: float
-    lam: float
-    normalize_advantages: bool
-    whiten_ddof: int
-    clip: float | None
-    coefficient: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class TeacherLogRatio:
-    """The negative reverse KL, estimated on what was sampled."""
-
-
-AdvantageSource = (
-    RegisteredAdvantage | GaeCritic | TeacherLogRatio
-)  # what a sample's tokens are worth: `optimization` computes it
 
 
 class ResolvedOptions(NamedTuple):
@@ -141,14 +108,9 @@ class PolicyConfig(ReferenceBasedConfig):
         return self.old_logprobs_source == "sampler" or self.correction != "none" or self.max_logprob_diff is not None
 
     @property
-    def advantage_source(self) -> AdvantageSource:
-        """What a sample's tokens are worth."""
-        raise NotImplementedError
-
-    @property
-    def gae_critic(self) -> GaeCritic | None:
-        """The critic, where there is one."""
-        return self.advantage_source if isinstance(self.advantage_source, GaeCritic) else None
+    def critic_options(self) -> "PpoConfig | None":
+        """The options of generalized advantages and of the critic that they need; None = no critic."""
+        return None
 
     @property
     def zero_variance_policy(self) -> Literal["drop", "keep", "resample"]:
@@ -221,26 +183,19 @@ class PolicyConfig(ReferenceBasedConfig):
             found.append(("algorithm.lag", f"{self.lag} needs algorithm.correction={'|'.join(for_stale)}: {why}"))
         if self.kl_target is not None and self.resolved_options.kl_coef == 0:
             found.append(("algorithm.kl_target", "an adaptive coefficient cannot start at kl_coef=0"))
-        if (
-            self.kl_estimator != "none"
-            and (kl_in := selected_function(self, "kl_estimator").kl_in) != self.resolved_options.kl_in
-        ):
-            reasons = {
-                "loss": "in the reward only k1 is unbiased; type algorithm.kl_estimator=k1, or",
-                "reward": f"{self.kl_estimator} has no gradient in expectation as a loss; "
-                "type algorithm.kl_estimator=k3, or",
-            }
-            found.append(("algorithm.kl_estimator", f"{reasons[kl_in]} kl_in={kl_in} for {self.kl_estimator}"))
+        kl_in = None if self.kl_estimator == "none" else selected_function(self, "kl_estimator").kl_in
+        if kl_in not in (None, self.resolved_options.kl_in):
+            why, other = "in the reward only k1 is unbiased", "k1"
+            if kl_in == "reward":
+                why, other = f"{self.kl_estimator} has no gradient in expectation as a loss", "k3"
+            text = f"{why}; type algorithm.kl_estimator={other}, or kl_in={kl_in} for {self.kl_estimator}"
+            found.append(("algorithm.kl_estimator", text))
         if self.kl_coef == 0 and self.reference is not None:
             found.append(("algorithm.reference", "kl_coef=0 loads no reference model; leave it out, or raise kl_coef"))
         found += self.reference_problems(self.reference, job)
         if self.importance_sampling_level == "sequence" and self.loss_aggregation != "seq_mean_token_mean":
-            found.append(
-                (
-                    "algorithm.loss_aggregation",
-                    f"importance_sampling_level=sequence needs seq_mean_token_mean, not {self.loss_aggregation}",
-                )
-            )
+            text = f"importance_sampling_level=sequence needs seq_mean_token_mean, not {self.loss_aggregation}"
+            found.append(("algorithm.loss_aggregation", text))
         if self.max_logprob_diff is not None and self.lag:
             found.append(("algorithm.max_logprob_diff", f"at lag={self.lag} the two differ by design; use it at lag=0"))
         return found
@@ -270,10 +225,6 @@ class GrpoConfig(PolicyConfig):
     )
 
     @property
-    def advantage_source(self) -> RegisteredAdvantage:
-        return RegisteredAdvantage()
-
-    @property
     def zero_variance_policy(self) -> Literal["drop", "keep", "resample"]:
         return self.zero_variance
 
@@ -299,12 +250,8 @@ class GrpoConfig(PolicyConfig):
             found.append(("algorithm.zero_variance", text))
         compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
-            found.append(
-                (
-                    "algorithm.group_size",
-                    f"advantage={self.advantage} compares within a group; a group of 1 has no signal",
-                )
-            )
+            text = f"advantage={self.advantage} compares within a group; a group of 1 has no signal"
+            found.append(("algorithm.group_size", text))
         if not compares and self.zero_variance != "keep":
             found.append(("algorithm.zero_variance", f"advantage={self.advantage} also uses equal rewards; type keep"))
         return found
@@ -343,17 +290,18 @@ class PpoConfig(PolicyConfig):
         return {"policy": "lm+value"} if self.critic == "shared" else {"policy": "lm", "critic": "scalar"}
 
     @property
-    def advantage_source(self) -> GaeCritic:
-        shared = self.critic == "shared"
-        return GaeCritic(
-            role="policy" if shared else "critic",
-            gamma=self.gamma,
-            lam=self.lam,
-            normalize_advantages=self.normalize_advantages,
-            whiten_ddof=value_or_default(self.whiten_ddof, 0),
-            clip=self.value_clip,
-            coefficient=value_or_default(self.value_coef, 0.1) if shared else None,
-        )
+    def critic_options(self) -> "PpoConfig":
+        return self
+
+    @property
+    def critic_role(self) -> str:
+        """The model that gives the values."""
+        return "policy" if self.critic == "shared" else "critic"
+
+    @property
+    def shared_value_coef(self) -> float | None:
+        """Weight of the value loss in the policy's; None = the critic has a loss of its own."""
+        return value_or_default(self.value_coef, 0.1) if self.critic == "shared" else None
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
@@ -387,7 +335,3 @@ class OpdConfig(TeacherBasedConfig, PolicyConfig):
     kl_in: Literal["loss"] | None = Field(
         default=None, description="The KL penalty is added to the loss, as there is no reward."
     )
-
-    @property
-    def advantage_source(self) -> TeacherLogRatio:
-        return TeacherLogRatio()

@@ -4,12 +4,12 @@
     prepare   groups ─▶ one ragged batch ─▶ old, reference, teacher, values ─▶ advantages ─▶ epochs × mini-batches
     losses    policy: clipped surrogate, KL, entropy;  critic: clipped value error;  on one backbone: one loss of both
 
-    reward [N], values [T], KL [T] ──valued──▶ advantages [T] (returns [T])      once per step, before the first update
-    teacher, old [T]               ──valued──▶ advantages [T]                    of opd; without old, of the loss
-    weight [T] of a mini-batch ──weighted──▶ the aggregation's weights [T]       per optimizer step
+    reward [N], values [T], KL [T] ──add_advantages──▶ advantages [T] (returns [T])   once per step, before its updates
+    teacher, old [T]               ──add_advantages──▶ advantages [T]                 of opd; without old, in the loss
+    weight [T] of a mini-batch ──add_aggregation_weights──▶ weights [T]               per optimizer step
 
 Papers: GRPO 2402.03300, PPO 1707.06347, GAE 1506.02438; each part names its own (`runner.algorithm.policy.advantages`,
-`losses`, `kl`, `importance`, `aggregation`). Legend: N rows, T tokens.
+`losses`, `importance`; `runner.algorithm.kl_divergence`). Legend: N rows, T tokens.
 
 The policy that the ratio is taken to, `old` (`PolicyConfig.old_logprobs_source`):
   one update per step at lag 0     none is needed: the policy is the one that sampled
@@ -32,7 +32,7 @@ from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
 from runner.algorithm.policy.advantages import whiten
-from runner.algorithm.policy.config import GaeCritic, PolicyConfig, RegisteredAdvantage, TeacherLogRatio
+from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.total_loss import losses_by_role, teacher_log_ratio
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.core.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
@@ -111,13 +111,8 @@ class PolicyOptimization:
         if "policy/kl" in values:
             self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)
 
-    def encode(self, experience: Experience) -> State:
-        """As a checkpoint keeps it."""
-        return rollouts.encode_experience(experience)
-
-    def decode(self, state: State) -> Experience:
-        """The inverse of `encode`."""
-        return rollouts.decode_experience(state)
+    encode = staticmethod(rollouts.encode_experience)
+    decode = staticmethod(rollouts.decode_experience)
 
     def state_dict(self) -> State:
         """The adaptive coefficient."""
@@ -156,14 +151,14 @@ class PolicyOptimization:
     def _add_model_outputs(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
         """The channels that models make: old, importance, reference, teacher, values."""
         config = self.config
-        wanted: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen_models()}
+        needed: dict[Role, dict[str, str]] = {role: {role: "logprobs"} for role in config.frozen_models()}
         if config.old_logprobs_source == "trainer":
-            wanted["policy"] = {"old": "logprobs"}
+            needed["policy"] = {"old": "logprobs"}
         elif config.old_logprobs_source == "sampler":
             batch = with_tokens(batch, old=batch.tokens["sampled"])
-        if (critic := config.gae_critic) is not None:
-            wanted.setdefault(critic.role, {})["values"] = "values"
-        for role, channels in wanted.items():  # one pass of each model
+        if (critic := config.critic_options) is not None:
+            needed.setdefault(critic.critic_role, {})["values"] = "values"
+        for role, channels in needed.items():  # one pass of each model
             found = models[role].forward(batch, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
         return batch if config.correction == "none" else self._add_importance_weights(batch)
@@ -174,11 +169,14 @@ class PolicyOptimization:
         log_rho = importance.behavior_log_ratio(batch.tokens["old"], batch.tokens["sampled"], mask, row, level, limit)
         offered = {"log_ratio": lambda: log_rho, "mask": lambda: mask, "row": lambda: row}
         found: ImportanceWeights = compute_selected(self.config, "correction", offered)
-        affected, count = importance.affected_counts(found, mask)
-        self._health = {
-            "correction/effective_sample_size": float(importance.effective_sample_size(log_rho.exp().double(), mask)),
-            "correction/clip_frac": float(affected) / max(int(count), 1),
-        }
+        affected, count = map(int, importance.affected_counts(found, mask))
+        self._health = {}
+        if count:
+            size = importance.effective_sample_size(log_rho.exp().double(), mask)
+            self._health = {
+                "correction/effective_sample_size": float(size),
+                "correction/clip_frac": affected / count,
+            }
         return with_tokens(batch, importance=found.weights)
 
     def _mini_batches(self, batch: Batch, step: int, epoch: int) -> Iterator[Batch]:
@@ -227,35 +225,27 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
     A teacher's are left to the loss where the policy itself stands for `old`.
     """
     mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
-    match config.advantage_source:
-        case TeacherLogRatio():
-            if "old" not in batch.tokens:
-                return batch
-            return with_tokens(batch, advantages=teacher_log_ratio(batch.tokens["teacher"], batch.tokens["old"]))
-        case GaeCritic() as wanted:
-            rewards = advantages.token_level_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
-            values = batch.tokens["values"].double()
-            found, back = advantages.gae(rewards, values, mask, row, gamma=wanted.gamma, lam=wanted.lam)
-            if wanted.normalize_advantages:
-                found = whiten(found, mask, ddof=wanted.whiten_ddof)
-            return with_tokens(batch, returns=back, advantages=found)
-        case RegisteredAdvantage():
-            offered = {
-                "rewards": lambda: advantages.kl_penalized_rewards(
-                    _rewards(batch), _kl_penalty(config, batch), mask, row, beta
-                ),
-                "token_rewards": lambda: advantages.token_level_rewards(
-                    _rewards(batch), _kl_penalty(config, batch), mask, row, beta
-                ),
-                "group": lambda: batch.rows["tree"],
-                "lengths": lambda: mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long()),
-                "mask": lambda: mask,
-                "row": lambda: row,
-            }
-            found = compute_selected(config, "advantage", offered)
-            return with_tokens(
-                batch, advantages=found if selected_function(config, "advantage").per_token else found[row]
-            )
+    if not config.needs_reward:
+        if "old" not in batch.tokens:
+            return batch
+        return with_tokens(batch, advantages=teacher_log_ratio(batch.tokens["teacher"], batch.tokens["old"]))
+    given = _rewards(batch), _kl_penalty(config, batch), mask, row, beta
+    if (critic := config.critic_options) is not None:
+        rewards, values = advantages.token_level_rewards(*given), batch.tokens["values"].double()
+        found, returns = advantages.gae(rewards, values, mask, row, gamma=critic.gamma, lam=critic.lam)
+        if critic.normalize_advantages:
+            found = whiten(found, mask, ddof=critic.whiten_ddof or 0)
+        return with_tokens(batch, returns=returns, advantages=found)
+    offered = {
+        "rewards": lambda: advantages.kl_penalized_rewards(*given),
+        "token_rewards": lambda: advantages.token_level_rewards(*given),
+        "group": lambda: batch.rows["tree"],
+        "lengths": lambda: mask.new_zeros(batch.num_rows, dtype=torch.int64).index_add(0, row, mask.long()),
+        "mask": lambda: mask,
+        "row": lambda: row,
+    }
+    found = compute_selected(config, "advantage", offered)
+    return with_tokens(batch, advantages=found if selected_function(config, "advantage").per_token else found[row])
 
 
 def _rewards(batch: Batch) -> Tensor:

@@ -38,11 +38,12 @@ from runner.algorithm.loss_registry import compute_selected
 from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
-from runner.core.batch import Batch, row_sum, split_rows, with_totals
+from runner.algorithm.sft import PackedAlgorithm
+from runner.core.batch import Batch, row_sum, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, Data, LabeledCompletion, Loss, LossFn, Model, Outputs, PreferencePair, Role
-from runner.interfaces.learning import AlgorithmInputs, OfflineAlgorithm
+from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role
+from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
 CHOSEN, REJECTED = 0, 1  # the `branch` of each side
@@ -63,16 +64,10 @@ def _pair_tree(pair: PreferencePair, margins: bool) -> Tree:
 
 
 def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What rows [N] say of the chosen and of the rejected answers, [P] each, in the order of the pairs."""
+    """The values of rows [N] for the chosen and the rejected answers, [P] each, in the order of the pairs."""
     branch = batch.structure.rows["branch"]
     chosen, rejected = ((branch == side).nonzero()[:, 0] for side in (CHOSEN, REJECTED))
     return rows[chosen.to(rows.device, non_blocking=True)], rows[rejected.to(rows.device, non_blocking=True)]
-
-
-def mini_batches(batch: Batch, count: int) -> Iterator[Batch]:
-    """`count` parts of whole units, each knowing its totals."""
-    for part in split_rows(batch, count):
-        yield with_totals(part, part.count())
 
 
 def pair_metrics(found: PreferenceLosses) -> Metrics:
@@ -144,19 +139,12 @@ def with_reference(batch: Batch, reference: Model) -> Batch:
     return replace(batch, tokens={**batch.tokens, "reference": logprobs})
 
 
-class Dpo(OfflineAlgorithm):
+class Dpo(PackedAlgorithm):
     """Learns which of two answers is preferred."""
 
-    def __init__(self, config: DpoConfig, data: Data) -> None:
-        self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"policy": PairwiseLoss(config)}
-
-    def collect(self, step: int) -> Batch:
-        """The step's pairs as trees."""
-        return self.experience(self.data.take(step, self.config.batch_size))
+    config: DpoConfig
 
     def experience(self, items: Sequence[PreferencePair]) -> Batch:
-        """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts)
 
     def reference_batches(self, experience: Batch) -> Iterator[Batch]:
@@ -166,7 +154,7 @@ class Dpo(OfflineAlgorithm):
     def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """Mini-batches of whole pairs, with the reference's logprobs where the loss has a reference."""
         known = with_reference(experience, models["reference"]) if self.config.frozen_models() else experience
-        yield from mini_batches(known, self.config.mini_batches)
+        yield from super().prepare(known, models)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +164,14 @@ class KtoLoss:
     Reads the token channel `reference` [T] and the row channels `good` (1 or 0) and `z` [N].
     """
 
-    beta: float
-    desirable_weight: float
-    undesirable_weight: float
+    config: KtoConfig
     needs: frozenset[str] = LOGPROBS
 
     def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
-        good, z = batch.rows["good"] > 0, batch.rows["z"]
+        good, z, config = batch.rows["good"] > 0, batch.rows["z"], self.config
         log_ratio = log_ratios(batch, outputs["logprobs"])
-        losses, rewards = formulas.kto(
-            log_ratio,
-            good,
-            z,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        weights = {"desirable_weight": config.desirable_weight, "undesirable_weight": config.undesirable_weight}
+        losses, rewards = formulas.kto(log_ratio, good, z, beta=config.beta, **weights)
         metrics = Metrics()
         metrics.add("train/loss", losses.detach().sum(), len(losses))
         metrics.add("train/accuracy", ((log_ratio > z) == good).sum(), len(losses))
@@ -216,21 +196,11 @@ class KtoMiniBatch:
     mismatched: Batch | None
 
 
-class Kto(OfflineAlgorithm):
+class Kto(PackedAlgorithm):
     """Learns from answers that were judged good or bad."""
 
-    def __init__(self, config: KtoConfig, data: Data) -> None:
-        self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {
-            "policy": KtoLoss(config.beta, config.desirable_weight, config.undesirable_weight)
-        }
-
-    def collect(self, step: int) -> list[KtoMiniBatch]:
-        """The step's answers, a part per mini-batch."""
-        return self.experience(self.data.take(step, self.config.batch_size))
-
     def experience(self, items: Sequence[LabeledCompletion]) -> list[KtoMiniBatch]:
-        """Any judged answers as what `prepare` takes."""
+        """Judged answers as what `prepare` takes: a part per mini-batch."""
         edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
         parts = [items[a:b] for a, b in pairwise(edges) if a < b]
         return [
@@ -249,7 +219,7 @@ class Kto(OfflineAlgorithm):
             z = self._kl_baseline(part.mismatched, models)
             known = with_reference(part.batch, models["reference"])
             rows = {**known.rows, "z": torch.full((known.num_rows,), z)}
-            yield from mini_batches(replace(known, rows=rows), 1)
+            yield with_totals(replace(known, rows=rows), known.count())
 
     def _kl_baseline(self, batch: Batch | None, models: Mapping[Role, Model]) -> float:
         """The baseline; 0 where no answer has another prompt to stand behind."""
@@ -276,12 +246,12 @@ def mismatch_completions(items: Sequence[LabeledCompletion]) -> list[LabeledComp
 
 def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:
     """The algorithm over the job's data."""
-    return Dpo(config, parts.data)
+    return Dpo(config, parts.data, {"policy": PairwiseLoss(config)})
 
 
 def build_kto(config: KtoConfig, parts: AlgorithmInputs) -> Kto:
     """The algorithm over the job's data."""
-    return Kto(config, parts.data)
+    return Kto(config, parts.data, {"policy": KtoLoss(config)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,26 +268,15 @@ class RewardModelLoss:
         return Loss(found.losses.sum() / max(batch.totals["units"], 1), pair_metrics(found))
 
 
-class RewardModeling(OfflineAlgorithm):
+class RewardModeling(PackedAlgorithm):
     """Learns to score the preferred answer higher."""
 
-    def __init__(self, config: RmConfig, data: Data) -> None:
-        self.config, self.data = config, data
-        self.losses: Mapping[Role, LossFn] = {"reward_model": RewardModelLoss(config.center_rewards_coef)}
-
-    def collect(self, step: int) -> Batch:
-        """The step's pairs as trees."""
-        return self.experience(self.data.take(step, self.config.batch_size))
+    config: RmConfig
 
     def experience(self, items: Sequence[PreferencePair]) -> Batch:
-        """Any pairs as what `prepare` takes."""
         return pack_pairs(items, share=self.config.share_prompts, margins=self.config.use_margin)
-
-    def prepare(self, experience: Batch, models: Mapping[Role, Model]) -> Iterator[Batch]:
-        """Mini-batches of whole pairs, each knowing its totals."""
-        yield from mini_batches(experience, self.config.mini_batches)
 
 
 def build(config: RmConfig, parts: AlgorithmInputs) -> RewardModeling:
     """The algorithm over the job's data."""
-    return RewardModeling(config, parts.data)
+    return RewardModeling(config, parts.data, {"reward_model": RewardModelLoss(config.center_rewards_coef)})

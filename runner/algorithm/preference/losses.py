@@ -33,9 +33,8 @@ Alpha = Annotated[float, Field(ge=0, description="Weight of the chosen completio
 @preference_loss("sigmoid", paper="DPO 2305.18290", formula="−log σ(beta·(d_c − d_r))")
 def sigmoid(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """DPO: −logsig(beta·D). Rewards: beta·d."""
-    return _with_rewards(
-        -_log_sigmoid(beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
-    )
+    losses = -_log_sigmoid(beta * (chosen_log_ratios - rejected_log_ratios))
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss(
@@ -48,9 +47,8 @@ def conservative(
 ) -> PreferenceLosses:
     """cDPO: a share `label_smoothing` in 0..0.5 of the labels is taken to be flipped. Rewards: beta·d."""
     right, wrong = _both_labels(chosen_log_ratios, rejected_log_ratios, beta)
-    return _with_rewards(
-        (1 - label_smoothing) * right + label_smoothing * wrong, beta, chosen_log_ratios, rejected_log_ratios
-    )
+    losses = (1 - label_smoothing) * right + label_smoothing * wrong
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss(
@@ -75,20 +73,15 @@ def robust(
 @preference_loss("hinge", paper="SLiC 2305.10425; RSO 2309.06657", formula="max(0, 1 − beta·(d_c − d_r))")
 def hinge(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """SLiC on log-ratios, as in RSO: relu(1 − beta·D). Rewards: beta·d."""
-    return _with_rewards(
-        torch.relu(1 - beta * (chosen_log_ratios - rejected_log_ratios)), beta, chosen_log_ratios, rejected_log_ratios
-    )
+    losses = torch.relu(1 - beta * (chosen_log_ratios - rejected_log_ratios))
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss("ipo", paper="IPO 2310.12036", formula="(d_c − d_r − 1/(2·beta))²")
 def ipo(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """IPO as in the paper, on summed log-ratios: (D − 1/(2·beta))²; beta is tau. Rewards: beta·d."""
-    return _with_rewards(
-        (chosen_log_ratios - rejected_log_ratios - 1 / (2 * beta)).square(),
-        beta,
-        chosen_log_ratios,
-        rejected_log_ratios,
-    )
+    losses = (chosen_log_ratios - rejected_log_ratios - 1 / (2 * beta)).square()
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss(
@@ -125,23 +118,16 @@ def sigmoid_norm(
 @preference_loss("apo_zero", paper="APO 2408.06266", formula="1 − σ(beta·d_c) + σ(beta·d_r)")
 def apo_zero(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """Raises the chosen, lowers the rejected: for answers better than the policy's own. Rewards: beta·d."""
-    return _with_rewards(
-        torch.sigmoid(-beta * chosen_log_ratios) + torch.sigmoid(beta * rejected_log_ratios),
-        beta,
-        chosen_log_ratios,
-        rejected_log_ratios,
-    )
+    losses = torch.sigmoid(-beta * chosen_log_ratios) + torch.sigmoid(beta * rejected_log_ratios)
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss("apo_down", paper="APO 2408.06266", formula="σ(beta·d_c) + 1 − σ(beta·(d_c − d_r))")
 def apo_down(chosen_log_ratios: Tensor, rejected_log_ratios: Tensor, *, beta: Beta = 0.1) -> PreferenceLosses:
     """Lowers both, the rejected more: for answers worse than the policy's own. Rewards: beta·d."""
-    return _with_rewards(
-        torch.sigmoid(beta * chosen_log_ratios) + torch.sigmoid(-beta * (chosen_log_ratios - rejected_log_ratios)),
-        beta,
-        chosen_log_ratios,
-        rejected_log_ratios,
-    )
+    difference = chosen_log_ratios - rejected_log_ratios
+    losses = torch.sigmoid(beta * chosen_log_ratios) + torch.sigmoid(-beta * difference)
+    return _with_rewards(losses, beta, chosen_log_ratios, rejected_log_ratios)
 
 
 @preference_loss("simpo", paper="SimPO 2405.14734", formula="−log σ(beta·(p_c/n_c − p_r/n_r) − gamma)")
@@ -189,12 +175,8 @@ def cpo(
     chosen_logprobs: Tensor, rejected_logprobs: Tensor, *, beta: Beta = 0.1, alpha: Alpha = 1.0
 ) -> PreferenceLosses:
     """CPO as in the paper (alpha 1): the NLL is the chosen answer's sum. Rewards: beta·p."""
-    return _with_rewards(
-        -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs,
-        beta,
-        chosen_logprobs,
-        rejected_logprobs,
-    )
+    losses = -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs
+    return _with_rewards(losses, beta, chosen_logprobs, rejected_logprobs)
 
 
 @preference_loss(
@@ -209,12 +191,8 @@ def cpo_averaged(
 
     Departure: the mean runs over the pair's chosen tokens, not over those of the whole batch.
     """
-    return _with_rewards(
-        -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs / chosen_lengths,
-        beta,
-        chosen_logprobs,
-        rejected_logprobs,
-    )
+    losses = -_log_sigmoid(beta * (chosen_logprobs - rejected_logprobs)) - alpha * chosen_logprobs / chosen_lengths
+    return _with_rewards(losses, beta, chosen_logprobs, rejected_logprobs)
 
 
 def bradley_terry(

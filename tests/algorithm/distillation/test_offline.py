@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from runner.algorithm.config import DistillConfig
-from runner.algorithm.distillation import Distillation, build, common_vocab_logits
+from runner.algorithm.distillation import build, common_vocab_logits
+from runner.algorithm.sft import PackedAlgorithm
 from runner.build.components import build_tokenizer
 from runner.build.data import build_data
 from runner.build.evaluation import build_evaluation
@@ -106,7 +107,7 @@ def learner_of(model: CausalLM, budget: int = WHOLE) -> LocalLearner:
     return LocalLearner(model, optimizer, budget=budget, **options)
 
 
-def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> Distillation:
+def algorithm_of(config: DistillConfig, teacher: FrozenModel) -> PackedAlgorithm:
     return build(config, AlgorithmInputs(Rows(), byte_tokenizer(512), 0, silent, frozen_models={"teacher": teacher}))
 
 

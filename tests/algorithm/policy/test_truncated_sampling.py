@@ -25,19 +25,24 @@ WAYS = [
 ]
 
 
-def first_step(lag: int, correction: str, **sampling: Any) -> Mapping[str, float]:
+def first_step(lag: int, correction: str, **options: Any) -> Mapping[str, float]:
     config = GrpoConfig(batch_size=4, group_size=4, micro_batch_tokens=10**6, lag=lag, correction=correction)
     seen: list[Mapping[str, float]] = []
-    run_loop(job_of(config, callbacks=[LogStep([lambda step, values: seen.append(values)])], **sampling), 0)
+    run_loop(job_of(config, callbacks=[LogStep([lambda step, values: seen.append(values)])], **options), 0)
     return seen[0]
 
 
 @pytest.mark.parametrize(
     ("lag", "correction", "sampling", "double"),
     [
-        pytest.param(*way, sampling, (row + column) % 2 == 1, id=f"{way}-{sampling}")  # each pair of choices once
+        pytest.param(
+            *(*way, sampling, double),
+            id=f"{way}-{sampling}-{'float64' if double else 'float32'}",
+            marks=[] if (row + column) % 2 == double else pytest.mark.slow,  # each pair of choices once is quick
+        )
         for row, way in enumerate(WAYS)
         for column, sampling in enumerate(TRUNCATED)
+        for double in (False, True)
     ],
 )
 def test_the_ratio_is_1_before_an_update(lag: int, correction: str, sampling: Any, double: bool) -> None:
@@ -89,3 +94,8 @@ def test_metrics_of_log_probabilities_that_a_sampler_cannot_report_are_absent() 
     run_loop(job, 0)
     assert not [name for name in seen[0] if name.startswith(("mismatch/", "rollout/truncation_kl"))]
     assert math.isfinite(seen[0]["train/loss"])
+
+
+def test_importance_weights_of_no_token_have_no_metrics() -> None:
+    values = first_step(0, "tis", rate=lambda completion: None)
+    assert values["train/tokens"] == 0 and not [name for name in values if name.startswith(("correction/", "policy/"))]
