@@ -65,7 +65,7 @@ class VisibleRanges:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Some queries and some keys, of which at least a few are seen; `cut`: not all by all."""
+    """Some queries and some keys, of which at least a few are seen; `is_masked`: not all by all."""
 
     queries: slice
     keys: slice
@@ -76,7 +76,7 @@ class AttentionTile:
 class KvTransfer:
     """A rank meets the keys of another, `step` ranks before it.
 
-    given: int64, which of its own keys it gives in turn to the one `step` ranks behind it; keys: int64, the places of
+    sent: int64, which of its own keys it gives in turn to the one `step` ranks behind it; keys: int64, the places of
     those that it meets; tiles: what there is to compute with them
     """
 
