@@ -38,7 +38,6 @@ from runner.data.tokenization import (
     EncodedRows,
     ExampleTokenizer,
     digest,
-    encode,
     share_prefix,
     tokenizer_digest,
 )
@@ -279,7 +278,7 @@ class DemoData:
 
     def _encode(self, indices: Sequence[int], reading: Reading) -> list[EncodedExample | EncodedAnswers]:
         problems = Problems("data", "demo")
-        rows = encode(self.tokeniser, [self._example(index, reading) for index in indices], problems)
+        rows = self.tokeniser.encode([self._example(index, reading) for index in indices], problems)
         problems.raise_if_any()
         return [share_prefix(row.rows) or row.rows[-1] if isinstance(row, EncodedRows) else row for row in rows]
 

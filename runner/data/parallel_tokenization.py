@@ -33,7 +33,7 @@ from runner.data.config import ChatConfig
 from runner.data.examples import Example
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems
-from runner.data.tokenization import ExampleTokenizer, encode
+from runner.data.tokenization import ExampleTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -88,7 +88,7 @@ class BatchTokenizer:
         """The items of the examples, in order. Raises DataError."""
         own, tokenizer = self._options, self._tokenizer
         problems, counts = Problems(own.key, own.source), TruncationCounts()
-        encoded = encode(tokenizer, examples, problems)
+        encoded = tokenizer.encode(examples, problems)
         records = [item.record() for row in encoded for item in own.limit.apply(row, counts, problems)]
         items = pa.RecordBatch.from_pylist(records, own.schema)
         return TokenizedBatch(items, counts, problems, frozenset(tokenizer.notes), frozenset(tokenizer.chat_notes))
