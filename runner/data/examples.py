@@ -1,11 +1,11 @@
 """Rows to examples: the content of a valid row before tokenization.
 
-reading     functions                         example
-sft         text, conversation, answered      Plain | Chat, of which the answer is trained on
-pairs       pair, implicit_pair               Answers: one prompt with its answers
-judged      judged                            Answers
-prompts     ask                               Ask: a prompt alone
-held out    question                          Answers: the prompt with what a right answer says
+reading     functions (…_example)          example
+sft         text, chat, completion         TextExample | ChatExample, of which the answer is trained on
+pairs       pair, implicit_pair            AnswersExample: one prompt with its answers
+judged      labeled                        AnswersExample
+prompts     prompt                         PromptExample: a prompt alone
+questions   question                       AnswersExample: the prompt with what a right answer says
 
 The columns are there and of the format's type (`chat`: messages, else text) when one of these functions sees them.
 """
@@ -75,6 +75,8 @@ def _message_fault(message: Message) -> str | None:
         return _role_fault(message)
     if message.get("weight") not in (None, 0, 1):
         return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
+    if message.get("function_call"):
+        return ".function_call: an older form of tool calls, which templates do not read; expected tool_calls"
     if content is None and message.get("tool_calls"):
         return None
     if "content" not in message:
