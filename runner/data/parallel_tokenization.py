@@ -38,7 +38,7 @@ from runner.data.tokenization import ExampleTokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ALONE_S = 5.0  # after so many seconds the rest is worth the start of other processes
+ALONE_S = 2.0  # after so many seconds the rest is worth the start of other processes, 1 s each
 MOST_PROCESSES = 16  # on a machine, each with a copy of the tokenizer, about 300 MB
 ALONE = "  `taskset -c 0 run …` tokenizes in one process"
 
