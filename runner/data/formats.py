@@ -154,7 +154,8 @@ class FormatCheck:
             if self.format is None:
                 self.format, self.first = detect_format(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
+                text = f"{NEEDS[self.reading]}; found {_columns(row.value)}{_hint(row.value, self.reading)}"
+                self.problems.add_fault(row.place, text)
                 return
             try:
                 _refuse_media(row)
@@ -246,10 +247,6 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
 
 def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
-
-
-def _unknown_format(value: Mapping[str, Any], reading: Reading) -> str:
-    return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
 
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:

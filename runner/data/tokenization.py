@@ -135,12 +135,13 @@ class ExampleTokenizer:
                 failed.setdefault(example.place, error)
         for place, fault in failed.items():
             problems.add_fault(place, str(fault), fault.hint)
-        parts = iter(self._tokens([s for plan in plans for row in plan for s in _continuation_flags(row)]))
+        rows = [row for plan in plans for row in plan]
+        parts = iter(self._tokens([(s.text, at > 0, s.literal) for row in rows for at, s in enumerate(row)]))
         made = [
             [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
             for example, plan in zip(examples, plans, strict=True)
         ]
-        return [(rows[0] if len(rows) == 1 else EncodedRows(rows)) if rows else None for rows in made]
+        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in made]
 
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
@@ -232,10 +233,6 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | No
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     eos = tokenizer.eos_token_id
     return (whole[: starts[0]] if starts else []), (eos if isinstance(eos, int) else None)
-
-
-def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool, bool]]:
-    return [(segment.text, at > 0, segment.literal) for at, segment in enumerate(segments)]
 
 
 @dataclass(frozen=True, slots=True)

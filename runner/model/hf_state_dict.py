@@ -255,7 +255,7 @@ class HfStateDict:
         tensors = self._module.state_dict(keep_vars=True)
         self.converter.reset()
         for part in self._plain if which == "base" else self._merged:
-            if not self._is_included(part, which):
+            if not any(self._includes(which, name) for name in part.names if name in self.converter.groups):
                 continue
             full = {name: full_tensor(tensors[name]) for name in part.sources[: 1 if part.layer is None else None]}
             if not keep:
@@ -266,9 +266,6 @@ class HfStateDict:
             for name, tensor in self._merge_layer(part.layer, full).items():
                 blank = self.converter.model.get_parameter_or_buffer(name)
                 yield from self.converter.convert([name], _cast(tensor, dtype or blank.dtype))
-
-    def _is_included(self, part: TensorGroup, which: WeightSubset) -> bool:
-        return any(self._includes(which, name) for name in part.names if name in self.converter.groups)
 
     def _includes(self, which: WeightSubset, name: str) -> bool:
         """Whether a tensor that is written belongs to `which`."""
@@ -360,13 +357,10 @@ def _adapted_layers(module: nn.Module) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
-        if isinstance(part, BaseTunerLayer | ModulesToSaveWrapper) and not _is_below(path, found):
+        is_adapted = isinstance(part, BaseTunerLayer | ModulesToSaveWrapper)
+        if is_adapted and not any(path.startswith(f"{other}.") for other in found):
             found[path] = part
     return found
-
-
-def _is_below(path: str, others: Sequence[str] | Mapping[str, Any]) -> bool:
-    return any(path.startswith(f"{other}.") for other in others)
 
 
 def _base_prefix(module: nn.Module, inner: Any) -> str:

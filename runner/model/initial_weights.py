@@ -213,9 +213,5 @@ def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
     (attention_dropout, attn_pdrop, layerdrop, …)."""
     for part in module.modules():
-        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_dropout_rate(n, v)]
-        yield from ((part, name) for name in names)
-
-
-def _is_dropout_rate(name: str, value: object) -> bool:
-    return "drop" in name and isinstance(value, float)
+        rates = [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float)]
+        yield from ((part, name) for name in (["p"] if isinstance(part, _DropoutNd) else rates))
