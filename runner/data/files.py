@@ -31,6 +31,7 @@ from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_js
 if TYPE_CHECKING:
     import pyarrow as pa
 
+HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 SPLITS = "dataset_dict.json"  # of a folder with one saved data set per split
 STATE = "state.json"  # of one saved data set
 RECORDS = (SPLITS, STATE, "dataset_info.json", "dataset_infos.json")  # JSON files of `datasets` that hold no rows
@@ -56,7 +57,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
     """
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
+        raise DataError(f"{key}={path}: no such file or folder{_path_hint(path, root)}")
     if not root.is_dir():
         if reader_of(root) is None:
             raise DataError(f"{key}={path}: unsupported file type; expected {_supported_types()}, or a folder of them")
@@ -65,9 +66,10 @@ def find_files(path: str, key: str = "data.path") -> FileList:
         return _saved_splits(root, key)
     if (root / STATE).is_file() and (root / "dataset_info.json").is_file():
         return FileList(_saved_files(root, key))
-    found = sorted(f for f in root.rglob("*") if f.is_file() and not _hidden(f.relative_to(root)))
+    below = (f for f in root.rglob("*") if not any(part.startswith(".") for part in f.relative_to(root).parts))
+    found = sorted(f for f in below if f.is_file())
     files = [f for f in found if reader_of(f) is not None and f.name not in RECORDS]
-    rows = [f for f in files if not _is_text(f)] or files
+    rows = [f for f in files if reader_of(f) is not read_text] or files
     if not rows:
         raise DataError(f"{key}={path}: the folder has no data file; expected {_supported_types()}")
     training = [f for f in rows if TRAINING_SPLIT.search(str(f.relative_to(root)))]
@@ -209,22 +211,20 @@ def reader_of(file: Path) -> Callable[[Path, Problems], Iterator[Row]] | None:
     return TEXT_READERS.get(suffix) or ARROW_READERS.get(suffix)
 
 
-def _is_text(file: Path) -> bool:
-    return reader_of(file) is read_text
-
-
 def _supported_types() -> str:
     return f"{', '.join(TEXT_READERS)} (each also .gz), {', '.join(ARROW_READERS)}"
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _nearest(path: Path) -> str:
+def _path_hint(given: str, path: Path) -> str:
+    """What may have been meant by a path where nothing is."""
+    if "://" in given:
+        return "; only files on this machine are read: download it first"
+    if set(given) & set("*?["):
+        return "; patterns are not expanded: type the folder, or a list of files, [a.jsonl,b.jsonl]"
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+    if close := difflib.get_close_matches(path.name, names, n=1):
+        return f"; did you mean {path.with_name(close[0])}?"
+    return f"; a data set of the hub is data=hub data.path={given}" if HUB_ID.fullmatch(given) else ""
 
 
 TEXT_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {

@@ -195,6 +195,13 @@ def test_a_path_where_nothing_is_says_what_is_near(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no such file or folder; did you mean .*train\.jsonl\?"):
         find_files(str(tmp_path / "trian.jsonl"))
+    for path, hint in (
+        (str(tmp_path / "*.jsonl"), "patterns are not expanded: type the folder"),
+        ("https://example.org/a.jsonl", "only files on this machine are read"),
+        ("openai/gsm8k", "a data set of the hub is data=hub data.path=openai/gsm8k"),
+    ):
+        with pytest.raises(DataError, match=rf"no such file or folder; {hint}"):
+            find_files(path)
     with pytest.raises(DataError, match=r"unsupported file type; expected \.jsonl"):
         find_files(str(tmp_path / "notes.pdf"))
     with pytest.raises(DataError, match="the folder has no data file"):
