@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -13,6 +12,7 @@ from torch import nn
 
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.errors import Problem, SpecError
+from runner.core.progress_bars import no_peft_warnings
 from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
 
@@ -78,7 +78,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         use_rslora=config.rslora,
     )
     try:
-        with torch.random.fork_rng(devices=[]), _quiet_peft():  # peft draws on the CPU
+        with torch.random.fork_rng(devices=[]), no_peft_warnings():  # peft draws on the CPU
             torch.manual_seed(derive_seed(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
     except ValueError as error:
@@ -188,17 +188,6 @@ def _called_modules(blank: Any) -> set[str]:
         for hook in hooks:
             hook.remove()
     return called
-
-
-@contextmanager
-def _quiet_peft() -> Iterator[None]:
-    with warnings.catch_warnings():
-        # peft calls transformers by an older name; a user cannot change this
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        # ranks that peft itself sets for experts, whose gate and up are one tensor, and takes
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft corrects it
-        yield
 
 
 def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:

@@ -59,7 +59,10 @@ def resolve_max_length(spec: JobSpec, data: Data, decide: Decisions) -> JobSpec:
     resolved = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": data.longest})})
     if problems := resolved.sampler.problems(resolved):
         raise SpecError([Problem(key, text, "data.max_length=null") for key, text in problems])
-    decide.record_fact("data.max_length", str(data.longest), "no item of the data is longer, and the model allows it")
+    reason = "no item of the data is longer, and the model allows it"
+    if spec.data.is_stream:
+        reason = "the most that the model allows, as the rows of a stream are not known"
+    decide.record_fact("data.max_length", str(data.longest), reason)
     return resolved
 
 

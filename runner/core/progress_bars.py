@@ -1,8 +1,9 @@
-"""Disables transformers' progress bars and load reports, which would disturb the screen of the run."""
+"""Keeps progress bars and warnings of transformers and peft off the screen, which shows the run."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,3 +32,15 @@ def no_load_report() -> Iterator[None]:
         yield
     finally:
         library.setLevel(before)
+
+
+@contextmanager
+def no_peft_warnings() -> Iterator[None]:
+    """Without peft's warnings that a user cannot act on."""
+    with warnings.catch_warnings():
+        # peft calls transformers by an older name
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        # ranks that peft itself sets for experts, whose gate and up are one tensor
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to False", UserWarning)  # peft corrects it
+        yield

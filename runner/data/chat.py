@@ -7,7 +7,7 @@
     the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
-Texts are tokenised one by one, so that no token spans a border and the context's ids are exactly those that generation
+Texts are tokenized one by one, so that no token spans a border and the context's ids are exactly those that generation
 gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
 """
 
@@ -41,6 +41,7 @@ UNOPENED = (
     "the chat template's generation prompt differs from the start of the assistant turns that it renders, so prompt "
     "and completion cannot be separated"
 )
+OTHER_TEMPLATE = "chat.template=FILE sets a template that renders such a conversation"
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
     "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
@@ -183,11 +184,11 @@ class Renderer:
         try:
             return render(source, {"messages": messages, **variables})
         except TemplateTimeout as error:
-            raise RenderError(f"the chat template ran for more than {DEADLINE_S:g} s") from error
+            raise RenderError(f"the chat template ran for more than {DEADLINE_S:g} s", OTHER_TEMPLATE) from error
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
-            roles = ", ".join(m["role"] for m in messages)
+            roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
-            raise RenderError(f"the chat template fails on the conversation: {reason}") from error
+            raise RenderError(f"the chat template fails on the conversation: {reason}", OTHER_TEMPLATE) from error
 
     @cached_property
     def _call_form(self) -> CallForm:
@@ -361,7 +362,7 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
 
 
 def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
-    """Neighbours of the same kind made one, empty ones left out: the fewest borders."""
+    """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:
         if not segment.text:

@@ -133,6 +133,13 @@ class DemoConfig(DataConfig):
         """`terms` as it is used."""
         return 2 if self.terms is None else self.terms
 
+    @property
+    def num_questions(self) -> int:
+        """How many different questions there are."""
+        numbers = 9 * 10 ** (self.digits - 1)  # without leading 0
+        others = {"sum": numbers**self.numbers_to_add, "arithmetic": 3 * numbers**2, "reverse": 26**self.digits}
+        return others.get(self.task, 10**self.digits)
+
     def example_prompt(self) -> str:
         number = "503149276814"[: self.digits]
         if self.task in ("sort", "sum"):
@@ -140,43 +147,29 @@ class DemoConfig(DataConfig):
         return super().example_prompt()
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        found = self._sum_problems(job) if self.task == "sum" else self._one_turn_problems(job)
+        found = []
+        if self.items + self.held_out > self.num_questions:
+            text = f"the {self.num_questions} questions of data.task={self.task} with data.digits={self.digits}"
+            found.append(
+                ("data.items", f"{self.items} and data.held_out={self.held_out} are more than {text}; set fewer")
+            )
+        if self.terms is not None and self.task != "sum":
+            found.append(("data.terms", f"not used with task={self.task}; it belongs to task=sum"))
+        numbers = {"sum": self.numbers_to_add, "arithmetic": 2}.get(self.task, 1)
+        if numbers * self.digits > MOST_DIGITS:
+            options = "data.digits or data.terms" if self.task == "sum" else "data.digits"
+            text = f"{numbers} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower {options}"
+            found.append(("data.digits", text))
+        if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
+            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
+            if self.task == "sum":
+                why = f"sum is answered in several turns; algorithm={job.algorithm.name} compares completions, "
+                why += "but the calculator's messages are in between"
+            found.append(("data.task", f"{why}; type data.task=sort"))
         if self.truncation != "error":
             found.append(
                 ("data.truncation", "the options of data=demo set the length of its items; only error is supported")
             )
-        return found
-
-    def _one_turn_problems(self, job: Any) -> list[tuple[str, str]]:
-        found = []
-        space = {"arithmetic": 3 * (9 * 10 ** (self.digits - 1)) ** 2, "reverse": 26**self.digits}
-        if self.items + self.held_out > (count := space.get(self.task, 10**self.digits)):
-            text = f"the {count} numbers of data.digits={self.digits}; set fewer"
-            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {text}"))
-        if self.terms is not None:
-            found.append(("data.terms", f"not used with task={self.task}; it belongs to task=sum"))
-        if self.task == "arithmetic" and 2 * self.digits > MOST_DIGITS:
-            found.append(
-                ("data.digits", f"two numbers of {self.digits} digits are too long; {MOST_DIGITS // 2} is most")
-            )
-        if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
-            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
-            found.append(("data.task", f"{why}; type data.task=sort"))
-        return found
-
-    def _sum_problems(self, job: Any) -> list[tuple[str, str]]:
-        found = []
-        terms = self.numbers_to_add
-        space = (9 * 10 ** (self.digits - 1)) ** terms
-        if self.items + self.held_out > space:
-            few = f"the {space} questions of {terms} numbers with data.digits={self.digits}; set fewer"
-            found.append(("data.items", f"{self.items} and data.held_out={self.held_out} are more than {few}"))
-        if terms * self.digits > MOST_DIGITS:
-            text = f"{terms} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower one of them"
-            found.append(("data.terms", text))
-        if job.algorithm.item_kind not in ("sft", "prompts"):
-            why = f"algorithm={job.algorithm.name} compares completions, but the calculator's messages are in between"
-            found.append(("data.task", f"sum is answered in several turns; {why}; type data.task=sort"))
         return found
 
 
@@ -260,18 +253,13 @@ class SourceConfig(DataConfig):
         return [("data.holdout", f"{self.holdout:g}, but {other} sets the held-out rows too; leave one of them out")]
 
     def _weights_problems(self) -> list[tuple[str, str]]:
-        if self.mixture_weights is None:
+        weights, count = self.mixture_weights, len(self.sources())
+        if weights is None or (len(weights) == count and min(weights) > 0):
             return []
-        if len(self.mixture_weights) != len(self.sources()):
-            return [
-                (
-                    "data.mixture_weights",
-                    f"{len(self.mixture_weights)} weights for {len(self.sources())} sources; set one per source",
-                )
-            ]
-        if min(self.mixture_weights) <= 0:
-            return [("data.mixture_weights", "every weight must be above 0; leave out a source that you do not need")]
-        return []
+        text = "every weight must be above 0; leave out a source that you do not need"
+        if len(weights) != count:
+            text = f"{len(weights)} weights for {count} sources; set one per source"
+        return [("data.mixture_weights", text)]
 
     def _columns_problems(self) -> list[tuple[str, str]]:
         names = list((self.rename_columns or {}).values())
@@ -280,15 +268,10 @@ class SourceConfig(DataConfig):
 
     def _kind_problems(self, algorithm: Any) -> list[tuple[str, str]]:
         """Options that items of the algorithm's kind have no use for."""
-        if algorithm.item_kind == "sft":
+        if algorithm.item_kind == "sft" or self.truncation in TREE_RULES:
             return []
-        found = []
-        if self.truncation not in TREE_RULES:
-            why = f"algorithm={algorithm.name} needs complete completions"
-            found.append(
-                ("data.truncation", f"{why}, so {self.truncation} is not supported; choose {', '.join(TREE_RULES)}")
-            )
-        return found
+        why = f"algorithm={algorithm.name} needs complete completions, so {self.truncation} is not supported"
+        return [("data.truncation", f"{why}; choose {', '.join(TREE_RULES)}")]
 
 
 class FileConfig(SourceConfig):

@@ -61,7 +61,10 @@ class Marks:
 
 
 class ControlTokens:
-    """The control tokens of a tokenizer and of the chat template `source`."""
+    """The control tokens of a tokenizer and of the chat template `source`.
+
+    special: matches a special token in a text; anchor: see `join_anchor`
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
         self._tokenizer = tokenizer
@@ -70,7 +73,7 @@ class ControlTokens:
         written = literal_text(source)
         self.special = _alternation(special)
         self._control = _alternation({*special, *(name for name in added if name in written)})
-        self._anchor = join_anchor(tokenizer)
+        self.anchor = join_anchor(tokenizer)
 
     def mark(self, messages: Sequence[Any], tools: Any) -> tuple[list[Any], Any, Marks]:
         """Messages and tools with a private character in place of each control token in their texts."""
@@ -100,7 +103,7 @@ class ControlTokens:
         return min(as_text, key=len)
 
     def _encode(self, text: str) -> list[int]:
-        anchor, ids = self._anchor
+        anchor, ids = self.anchor
         return list(self._tokenizer(anchor + text, add_special_tokens=False, verbose=False)["input_ids"])[len(ids) :]
 
     def _is_in(self, value: Any) -> bool:

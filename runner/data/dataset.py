@@ -4,7 +4,7 @@ A table is memory-mapped from the cache on disk, or held in memory.
 
     cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
-    cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
+    cache_dir/<key>/summary.json    what was found while tokenizing, and the sha256 of tokens.arrow
 
 A folder is made aside and renamed, so that it is whole or not there; one that was damaged later is found by
 its checksum and made again.
@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 
 from runner.core.errors import StorageError
-from runner.data.files import sha256
+from runner.core.fsync_io import sha256
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
 from runner.interfaces import EvalQuestion
@@ -86,8 +86,9 @@ def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summ
 def load_or_build(
     folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
 ) -> tuple[TokenizedTable, Summary]:
-    """The table in `folder`; `fill` makes it where it is missing or damaged, which `damaged` reports.
+    """The table in `folder`; `fill` makes it where it is missing or damaged.
 
+    `report_damage` gets what is damaged.
     One process of a machine at a time looks and makes it: the ranks of a job need the same one at once.
     Raises StorageError where it cannot be written.
     """

@@ -18,12 +18,13 @@ seed ──numbers──▶ distinct questions ──▶ held-out first, then tr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from runner.data.tokenization import (
     EncodedRows,
     ExampleTokenizer,
     digest,
-    encode,
     share_prefix,
     tokenizer_digest,
 )
@@ -52,29 +52,27 @@ if TYPE_CHECKING:
 SMALL = 10**6  # so many numbers are permuted; of more, some are drawn
 
 
-class DemoTask(Protocol):
-    """Questions 0 … space − 1, all different."""
-
-    @property
-    def space(self) -> int: ...
-
-    def question(self, number: int) -> str: ...  # what the user says
-
-    def answer(self, number: int) -> str: ...  # what a right final answer says
-
-    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]: ...  # a way from the question to the answer
-
-
 @dataclass(frozen=True, slots=True)
-class SortTask:
+class DemoTask(ABC):
+    """Questions 0 … `config.num_questions` − 1, all different."""
+
+    config: DemoConfig
+
+    @abstractmethod
+    def question(self, number: int) -> str:
+        """What the user says."""
+
+    @abstractmethod
+    def answer(self, number: int) -> str:
+        """What a right final answer says."""
+
+    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
+        """From the question to the answer; without a tool it is given at once in any case."""
+        return ({"role": "assistant", "content": self.answer(number)},)
+
+
+class SortTask(DemoTask):
     """Sort the digits of a number."""
-
-    digits: int
-
-    @property
-    def space(self) -> int:
-        """How many questions there are."""
-        return 10**self.digits
 
     def question(self, number: int) -> str:
         """The number with its leading zeros."""
@@ -92,25 +90,12 @@ class SortTask:
         other = next((digits for digits in turned if digits != right), None)
         return other or right[:-1] + str((int(right[-1]) + 1) % 10)
 
-    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
-        """The answer at once, in any case."""
-        return ({"role": "assistant", "content": self.answer(number)},)
-
     def _zero_padded(self, number: int) -> str:
-        return str(number).zfill(self.digits)
+        return str(number).zfill(self.config.digits)
 
 
-@dataclass(frozen=True, slots=True)
-class SumTask:
+class SumTask(DemoTask):
     """Add numbers of `digits` digits, without leading 0, with the calculator of environment=calculator."""
-
-    digits: int
-    terms: int
-
-    @property
-    def space(self) -> int:
-        """How many questions there are."""
-        return self._each**self.terms
 
     def question(self, number: int) -> str:
         """The numbers, a blank between them."""
@@ -126,69 +111,51 @@ class SumTask:
         call: Message = {"role": "assistant", "content": f"calc {'+'.join(map(str, self._terms(number)))}"}
         return (answer,) if at_once else (call, {"role": "tool", "content": self.answer(number)}, answer)
 
-    @property
-    def _each(self) -> int:
-        """How many numbers of so many digits there are."""
-        return 9 * 10 ** (self.digits - 1)
-
     def _terms(self, number: int) -> list[int]:
-        """The digits of `number` to the base `_each`, each as a number of `digits` digits."""
-        return [10 ** (self.digits - 1) + number // self._each**at % self._each for at in range(self.terms)]
+        return decode_numbers(number, self.config.numbers_to_add, self.config.digits)
 
 
-@dataclass(frozen=True, slots=True)
-class WordedTask:
-    """A question in plain words, for any model. kind: arithmetic, reverse or format."""
-
-    kind: str
-    digits: int
-
-    @property
-    def space(self) -> int:
-        """How many questions there are."""
-        others = {"arithmetic": 3 * self._each**2, "reverse": 26**self.digits}
-        return others.get(self.kind, 10**self.digits)
+class WordedTask(DemoTask):
+    """A question in plain words, for any model: arithmetic, reverse or format."""
 
     def question(self, number: int) -> str:
         """The question, with how to answer it."""
-        if self.kind == "arithmetic":
+        if self.config.task == "arithmetic":
             a, sign, b = self._operation(number)
             return f"What is {a} {sign} {b}? Answer with the number alone."
-        if self.kind == "reverse":
+        if self.config.task == "reverse":
             return f'Spell the word "{self._word(number)}" backwards. Answer with the word alone.'
-        return f"Write the number {number:0{self.digits}d} between <answer> and </answer>. Write nothing else."
+        return f"Write the number {number:0{self.config.digits}d} between <answer> and </answer>. Write nothing else."
 
     def answer(self, number: int) -> str:
         """The expected answer."""
-        if self.kind == "arithmetic":
+        if self.config.task == "arithmetic":
             a, sign, b = self._operation(number)
             return str({"+": a + b, "-": a - b, "*": a * b}[sign])
-        return self._word(number)[::-1] if self.kind == "reverse" else f"<answer>{number:0{self.digits}d}</answer>"
-
-    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
-        """The answer at once, in any case."""
-        return ({"role": "assistant", "content": self.answer(number)},)
-
-    @property
-    def _each(self) -> int:
-        """How many numbers of so many digits there are."""
-        return 9 * 10 ** (self.digits - 1)
+        if self.config.task == "reverse":
+            return self._word(number)[::-1]
+        return f"<answer>{number:0{self.config.digits}d}</answer>"
 
     def _operation(self, number: int) -> tuple[int, str, int]:
         pair, sign = divmod(number, 3)
-        a, b = (10 ** (self.digits - 1) + part for part in divmod(pair, self._each))
+        b, a = decode_numbers(pair, 2, self.config.digits)
         return a, "+-*"[sign], b
 
     def _word(self, number: int) -> str:
         """The digits of `number` to the base 26, as letters."""
-        return "".join(chr(ord("a") + number // 26**at % 26) for at in range(self.digits))
+        return "".join(chr(ord("a") + number // 26**at % 26) for at in range(self.config.digits))
+
+
+def decode_numbers(number: int, count: int, digits: int) -> list[int]:
+    """The first `count` digits of `number` to a base such that each is a number of `digits` digits."""
+    base = 9 * 10 ** (digits - 1)
+    return [10 ** (digits - 1) + number // base**at % base for at in range(count)]
 
 
 def make_task(config: DemoConfig) -> DemoTask:
     """The task of the config."""
-    if config.task == "sum":
-        return SumTask(config.digits, config.numbers_to_add)
-    return SortTask(config.digits) if config.task == "sort" else WordedTask(config.task, config.digits)
+    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask}
+    return kinds.get(config.task, WordedTask)(config)
 
 
 def draw_numbers(space: int, count: int, seed: int) -> list[int]:
@@ -208,13 +175,13 @@ class DemoData:
     columns = ("answer",)
 
     def __init__(
-        self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind, limit: LengthLimit
+        self, config: DemoConfig, tokenizer: ExampleTokenizer, seed: int, kind: ItemKind, limit: LengthLimit
     ) -> None:
-        self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed
-        chat = tokeniser.chat.model_dump(mode="json", exclude={"template"})
-        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokeniser.tokenizer))
+        self.config, self.tokenizer, self.kind, self.seed = config, tokenizer, kind, seed
+        chat = tokenizer.chat.model_dump(mode="json", exclude={"template"})
+        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokenizer.tokenizer))
         self._task = make_task(config)
-        self._numbers = draw_numbers(self._task.space, config.held_out + config.items, seed)
+        self._numbers = draw_numbers(config.num_questions, config.held_out + config.items, seed)
         self._rounds = RefillOrders(
             lambda seed, shuffle: ProportionalOrder([config.items], seed, shuffle), seed, config.shuffle
         )
@@ -240,11 +207,11 @@ class DemoData:
     def _questions(self) -> tuple[EvalQuestion, ...]:
         kind: ItemKind = "sft" if self.kind == "sft" else "prompts"
         rows = self._encode(range(self.config.held_out), held_out_reading(kind))
-        return tuple(QUESTIONS[kind](row.record(), self.tokeniser.tokenizer) for row in rows)
+        return tuple(QUESTIONS[kind](row.record(), self.tokenizer.tokenizer) for row in rows)
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
         make = ITEMS[self.kind]
-        return [make(row.record(), self.tokeniser.tokenizer) for row in self._rows(indices)]
+        return [make(row.record(), self.tokenizer.tokenizer) for row in self._rows(indices)]
 
     def _longest(self, limit: LengthLimit) -> int:
         """No item has more tokens. Raises DataError for items above the limit.
@@ -255,7 +222,7 @@ class DemoData:
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
         ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
-        if (most := len(str(self.tokeniser.tokenizer.decode(ids)).encode())) > limit.most:
+        if (most := len(str(self.tokenizer.tokenizer.decode(ids)).encode())) > limit.most:
             problems, tally = Problems("data", "demo"), TruncationCounts()
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
@@ -279,7 +246,7 @@ class DemoData:
 
     def _encode(self, indices: Sequence[int], reading: Reading) -> list[EncodedExample | EncodedAnswers]:
         problems = Problems("data", "demo")
-        rows = encode(self.tokeniser, [self._example(index, reading) for index in indices], problems)
+        rows = self.tokenizer.encode([self._example(index, reading) for index in indices], problems)
         problems.raise_if_any()
         return [share_prefix(row.rows) or row.rows[-1] if isinstance(row, EncodedRows) else row for row in rows]
 
@@ -324,8 +291,8 @@ def build(
 
     Raises DataError where the tokenizer has no chat template or items are too long.
     """
-    tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
-    data = DemoData(config, tokeniser, seed, kind, LengthLimit(config.max_length, "error", kind, length_limit))
-    for note in sorted(data.tokeniser.notes):
+    examples = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
+    data = DemoData(config, examples, seed, kind, LengthLimit(config.max_length, "error", kind, length_limit))
+    for note in sorted(data.tokenizer.notes):
         decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

@@ -1,11 +1,11 @@
 """Rows to examples: the content of a valid row before tokenization.
 
-reading     functions                         example
-sft         text, conversation, answered      Plain | Chat, of which the answer is trained on
-pairs       pair, implicit_pair               Answers: one prompt with its answers
-judged      judged                            Answers
-prompts     ask                               Ask: a prompt alone
-held out    question                          Answers: the prompt with what a right answer says
+reading     functions (…_example)          example
+sft         text, chat, completion         TextExample | ChatExample, of which the answer is trained on
+pairs       pair, implicit_pair            AnswersExample: one prompt with its answers
+judged      labeled                        AnswersExample
+prompts     prompt                         PromptExample: a prompt alone
+questions   question                       AnswersExample: the prompt with what a right answer says
 
 The columns are there and of the format's type (`chat`: messages, else text) when one of these functions sees them.
 """
@@ -36,37 +36,39 @@ def is_trained(message: Message) -> bool:
     return message.get("weight") != 0
 
 
-def conversation_fault(
+def check_conversation(
     messages: Sequence[Message], names: Sequence[str], context: int, where: str = "the conversation"
-) -> str | None:
-    """What is wrong with the conversation, or None; `names[i]` is what the user calls `messages[i]`.
+) -> None:
+    """Raise RowError if something is wrong with the conversation.
 
-    The first `context` messages are the prompt's; what is trained on must come after them, in what is called `where`.
+    `names[i]` is what the user calls `messages[i]`. The first `context` messages are the prompt's; what is trained on
+    must come after them, in what is called `where`.
     """
-    fault = messages_fault(messages, names)
-    said = [message for message in messages[context:] if fault is None and message["role"] == "assistant"]
-    if fault or any(map(is_trained, said)):
-        return fault
-    if said:
-        return f"every assistant turn of {where} has weight 0; expected one to train on"
-    found = ", ".join(m["role"] for m in messages[context:]) or "no message"
-    return f"{where} has no assistant turn; expected a message with role assistant, found {found}"
+    _check_messages(messages, names)
+    said = [message for message in messages[context:] if message["role"] == "assistant"]
+    if said and not any(map(is_trained, said)):
+        raise RowError(f"every assistant turn of {where} has weight 0; expected one to train on")
+    if not said:
+        found = ", ".join(m["role"] for m in messages[context:]) or "no message"
+        raise RowError(f"{where} has no assistant turn; expected a message with role assistant, found {found}")
 
 
-def prompt_fault(messages: Sequence[Message], names: Sequence[str]) -> str | None:
-    """What is wrong with messages that the assistant is to answer, or None."""
+def check_prompt(messages: Sequence[Message]) -> None:
+    """Raise RowError if something is wrong with messages that the assistant is to answer."""
     if not messages:
-        return "column prompt is empty; expected at least one message"
-    fault = messages_fault(messages, names)
-    if fault or messages[-1]["role"] != "assistant":
-        return fault
-    return f"{names[-1]}: the prompt ends with an assistant turn; expected the messages before the answer"
+        raise RowError("column prompt is empty; expected at least one message")
+    names = _names("prompt", messages)
+    _check_messages(messages, names)
+    if messages[-1]["role"] == "assistant":
+        text = "the prompt ends with an assistant turn; expected the messages before the answer"
+        raise RowError(f"{names[-1]}: {text}")
 
 
-def messages_fault(messages: Sequence[Message], names: Sequence[str]) -> str | None:
-    """What is wrong with the first faulty message, or None."""
-    faults = ((name, _message_fault(message)) for message, name in zip(messages, names, strict=True))
-    return next((f"{name}{fault}" for name, fault in faults if fault), None)
+def _check_messages(messages: Sequence[Message], names: Sequence[str]) -> None:
+    """Raise RowError for the first faulty message."""
+    for message, name in zip(messages, names, strict=True):
+        if fault := _message_fault(message):
+            raise RowError(f"{name}{fault}")
 
 
 def _message_fault(message: Message) -> str | None:
@@ -75,6 +77,8 @@ def _message_fault(message: Message) -> str | None:
         return _role_fault(message)
     if message.get("weight") not in (None, 0, 1):
         return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
+    if message.get("function_call"):
+        return ".function_call: an older form of tool calls, which templates do not read; expected tool_calls"
     if content is None and message.get("tool_calls"):
         return None
     if "content" not in message:
@@ -208,7 +212,7 @@ def implicit_pair_example(row: Row, chat: bool) -> AnswersExample:
     if chat:
         for column in ("chosen", "rejected"):
             names = _names(column, row.value[column])
-            _raise_fault(conversation_fault(row.value[column], names, 0, f"column {column}"))
+            check_conversation(row.value[column], names, 0, f"column {column}")
         cut = count_common_messages(chosen, rejected)
     else:
         cut = count_common_characters(_require_text(chosen, "chosen"), _require_text(rejected, "rejected"))
@@ -236,7 +240,7 @@ def prompt_example(row: Row, chat: bool) -> PromptExample:
         columns["completion"] = _last_assistant_text(columns["completion"])
     if not chat:
         return PromptExample(row.place, _require_text(prompt, "prompt"), columns=columns)
-    _raise_fault(prompt_fault(prompt, _names("prompt", prompt)))
+    check_prompt(prompt)
     return PromptExample(row.place, tuple(prompt), _tools(row), columns)
 
 
@@ -250,7 +254,7 @@ def question_example(row: Row, chat: bool) -> AnswersExample:
     facts = {"messages": prompt if chat else None, "columns": columns}
     if not chat:
         return AnswersExample(row.place, (_plain(row, prompt, answer, "answer"),), facts)
-    _raise_fault(prompt_fault(prompt, _names("prompt", prompt)))
+    check_prompt(prompt)
     if CHECKED_COLUMN not in row.value:
         _require_text(answer, "answer")
     messages = (*prompt, {"role": "assistant", "content": answer})
@@ -313,13 +317,8 @@ def _chat(row: Row, prompt: Sequence[Message], answer: Sequence[Message], column
     tools = _tools(row)
     messages = (*prompt, *answer)
     names = [*_names("prompt", prompt), *_names(column, answer)]
-    _raise_fault(conversation_fault(messages, names, len(prompt), f"the {column}" if of_prompt else "the conversation"))
+    check_conversation(messages, names, len(prompt), f"the {column}" if of_prompt else "the conversation")
     return ChatExample(row.place, messages, len(prompt), tools)
-
-
-def _raise_fault(fault: str | None) -> None:
-    if fault:
-        raise RowError(fault)
 
 
 def _require_text(value: str, column: str) -> str:

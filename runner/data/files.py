@@ -15,6 +15,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,14 +25,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
+from runner.core.fsync_io import sha256
 from runner.core.untrusted_text import parse_json
 from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_json, read_jsonl, read_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+HUB_ID = re.compile(r"[\w-]+/[\w.-]+")
 SPLITS = "dataset_dict.json"  # of a folder with one saved data set per split
 STATE = "state.json"  # of one saved data set
+RECORDS = (SPLITS, STATE, "dataset_info.json", "dataset_infos.json")  # JSON files of `datasets` that hold no rows
+# words in the names of files and folders, as `datasets` knows them
+TRAINING_SPLIT = re.compile(r"(?<![a-z])train(ing)?(?![a-z])", re.IGNORECASE)
+HELD_OUT_SPLIT = re.compile(r"(?<![a-z])(test(ing)?|eval(uation)?|val(id(ation)?)?|dev)(?![a-z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +52,13 @@ class FileList:
 def find_files(path: str, key: str = "data.path") -> FileList:
     """The file called `path`, all data files in the folder `path` and below, or those of a saved data set.
 
-    Hidden files are left out. Text files (.txt) of a folder are read if it has no other data files; beside others
-    they are notes. Raises DataError if there is no data file.
+    Hidden files are left out, and where files are named after the split train, those of other splits. Text files (.txt)
+    of a folder are read if it has no other data files; beside others they are notes. Raises DataError if there is no
+    data file.
     """
     root = Path(path).expanduser()
     if not root.exists():
-        raise DataError(f"{key}={path}: no such file or folder{_nearest(root)}")
+        raise DataError(f"{key}={path}: no such file or folder{_path_hint(path, root)}")
     if not root.is_dir():
         if reader_of(root) is None:
             raise DataError(f"{key}={path}: unsupported file type; expected {_supported_types()}, or a folder of them")
@@ -59,12 +67,19 @@ def find_files(path: str, key: str = "data.path") -> FileList:
         return _saved_splits(root, key)
     if (root / STATE).is_file() and (root / "dataset_info.json").is_file():
         return FileList(_saved_files(root, key))
-    found = sorted(f for f in root.rglob("*") if f.is_file() and not _hidden(f.relative_to(root)))
-    files = [f for f in found if reader_of(f) is not None]
-    rows = [f for f in files if not _is_text(f)] or files
+    below = (f for f in root.rglob("*") if not any(part.startswith(".") for part in f.relative_to(root).parts))
+    found = sorted(f for f in below if f.is_file())
+    files = [f for f in found if reader_of(f) is not None and f.name not in RECORDS]
+    rows = [f for f in files if reader_of(f) is not read_text] or files
     if not rows:
         raise DataError(f"{key}={path}: the folder has no data file; expected {_supported_types()}")
-    return FileList(tuple(rows), tuple(f.name for f in found if f not in rows))
+    training = [f for f in rows if TRAINING_SPLIT.search(str(f.relative_to(root)))]
+    other = (
+        [f for f in rows if f not in training and HELD_OUT_SPLIT.search(str(f.relative_to(root)))] if training else []
+    )
+    ignored = [f.name for f in found if f not in rows]
+    ignored += [f"{f.name} of another split than train ({key}={f} reads it)" for f in other]
+    return FileList(tuple(f for f in rows if f not in other), tuple(ignored))
 
 
 def _saved_splits(root: Path, key: str) -> FileList:
@@ -197,22 +212,20 @@ def reader_of(file: Path) -> Callable[[Path, Problems], Iterator[Row]] | None:
     return TEXT_READERS.get(suffix) or ARROW_READERS.get(suffix)
 
 
-def _is_text(file: Path) -> bool:
-    return reader_of(file) is read_text
-
-
 def _supported_types() -> str:
     return f"{', '.join(TEXT_READERS)} (each also .gz), {', '.join(ARROW_READERS)}"
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _nearest(path: Path) -> str:
+def _path_hint(given: str, path: Path) -> str:
+    """What may have been meant by a path where nothing is."""
+    if "://" in given:
+        return "; only files on this machine are read: download it first"
+    if set(given) & set("*?["):
+        return "; patterns are not expanded: type the folder, or a list of files, [a.jsonl,b.jsonl]"
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.with_name(close[0])}?" if close else ""
+    if close := difflib.get_close_matches(path.name, names, n=1):
+        return f"; did you mean {path.with_name(close[0])}?"
+    return f"; a data set of the hub is data=hub data.path={given}" if HUB_ID.fullmatch(given) else ""
 
 
 TEXT_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
@@ -231,12 +244,6 @@ ARROW_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
 
 MOST_HASHED_BYTES = 2**30  # of a stream: seconds of hashing at each start
 SAMPLE_BYTES = 2**20
-
-
-def sha256(file: Path) -> str:
-    """Digest of a file's bytes."""
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _sample(file: Path) -> str:

@@ -74,6 +74,7 @@ def is_json(value: Any) -> bool:
 Columns = tuple[str, ...]
 Parse = Callable[[Row, bool], Example]
 # In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
+# Rows of other projects' formats become the first one.
 FORMATS: dict[Reading, dict[Columns, Parse]] = {
     "sft": {("messages",): chat_example, ("prompt", "completion"): completion_example, ("text",): text_example},
     "pairs": {("prompt", "chosen", "rejected"): pair_example, ("chosen", "rejected"): implicit_pair_example},
@@ -98,13 +99,6 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "pairs": "chosen and rejected are preference pairs (algorithm=dpo, rm)",
     "judged": "with a label, these are labeled completions (algorithm=kto)",
     "sft": "these are completions for algorithm=sft",
-}
-CONVERTED: dict[Reading, Columns] = {  # what rows of other projects' formats become
-    "sft": ("messages",),
-    "pairs": ("prompt", "chosen", "rejected"),
-    "judged": ("prompt", "completion", "label"),
-    "prompts": ("prompt",),
-    "questions": ("prompt", "answer"),
 }
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -160,7 +154,8 @@ class FormatCheck:
             if self.format is None:
                 self.format, self.first = detect_format(row.value, self.reading), row.place
             if self.format is None:
-                self.problems.add_fault(row.place, _unknown_format(row.value, self.reading))
+                text = f"{NEEDS[self.reading]}; found {_columns(row.value)}{_hint(row.value, self.reading)}"
+                self.problems.add_fault(row.place, text)
                 return
             try:
                 _refuse_media(row)
@@ -236,7 +231,7 @@ def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     if found is not None and found.columns[0] == "prompt":
         return found
     conversion = find_conversion(value, reading)
-    return Format(CONVERTED[reading], chat=True, conversion=conversion) if conversion else found
+    return Format(next(iter(FORMATS[reading])), chat=True, conversion=conversion) if conversion else found
 
 
 def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
@@ -252,10 +247,6 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
 
 def _columns(value: Mapping[str, Any]) -> str:
     return ", ".join(map(str, value)) or "no column"
-
-
-def _unknown_format(value: Mapping[str, Any], reading: Reading) -> str:
-    return f"{NEEDS[reading]}; found {_columns(value)}{_hint(value, reading)}"
 
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
+from runner.core.fsync_io import sha256
 from runner.core.http_client import site_fault
 from runner.data.config import ChatConfig, HubConfig, ModelScopeConfig, RemoteConfig
-from runner.data.files import sha256, without_nulls
+from runner.data.files import without_nulls
 from runner.data.prepare import SourcePreparation, build_data
 from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind

@@ -1,8 +1,9 @@
 """Tokens to training items and held-out questions, with data.truncation applied and counted.
 
-sft      ids, loss_mask        ─▶ Item     (held out: Question)
-pairs    prompt, 2 answers  ─▶ Pair     judged   prompt, answer ─▶ Judged
-prompts  prompt             ─▶ Prompt   (held out, with the answer: Question)
+sft      ids, loss_mask     ─▶ TokenizedExample    (held out: EvalQuestion)
+pairs    prompt, 2 answers  ─▶ PreferencePair
+judged   prompt, answer     ─▶ LabeledCompletion
+prompts  prompt             ─▶ Prompt              (held out, with the answer: EvalQuestion)
 
 data.truncation
 error            a problem that names row and length
@@ -132,8 +133,12 @@ class LengthLimit:
         self, example: EncodedRows, tally: TruncationCounts, problems: Problems
     ) -> Iterator[EncodedExample]:
         """Items of several rows that share their beginning, each item of at most max_length tokens."""
-        alone = TruncationCounts()
-        rows = [r for row in example.rows for r in self.apply(row, alone, problems) if isinstance(r, EncodedExample)]
+        alone, faults = TruncationCounts(), Problems(problems.key, problems.source)
+        rows = [r for row in example.rows for r in self.apply(row, alone, faults) if isinstance(r, EncodedExample)]
+        if self.rule == "error" and alone.overlong:  # one fault for a row of data, however many branches it has
+            problems.add_fault(example.place, f"{alone.longest} tokens, above {self}")
+        else:
+            problems.extend(faults)
         tally.count_row(alone.longest)
         tally.overlong += alone.overlong > 0
         tally.left_out += alone.left_out > 0
@@ -235,7 +240,7 @@ Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
 def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
-    """The item of a tokenised row: weight 1 where it is trained on, 0 where it is context."""
+    """The item of a tokenized row: weight 1 where it is trained on, 0 where it is context."""
     return TokenizedExample(
         tuple(record["ids"]), tuple(map(float, record["loss_mask"])), tuple(record.get("branches") or ())
     )

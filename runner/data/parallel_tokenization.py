@@ -33,12 +33,12 @@ from runner.data.config import ChatConfig
 from runner.data.examples import Example
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems
-from runner.data.tokenization import ExampleTokenizer, encode
+from runner.data.tokenization import ExampleTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ALONE_S = 5.0  # after so many seconds the rest is worth the start of other processes
+ALONE_S = 2.0  # after so many seconds the rest is worth the start of other processes, 1 s each
 MOST_PROCESSES = 16  # on a machine, each with a copy of the tokenizer, about 300 MB
 ALONE = "  `taskset -c 0 run …` tokenizes in one process"
 
@@ -88,7 +88,7 @@ class BatchTokenizer:
         """The items of the examples, in order. Raises DataError."""
         own, tokenizer = self._options, self._tokenizer
         problems, counts = Problems(own.key, own.source), TruncationCounts()
-        encoded = encode(tokenizer, examples, problems)
+        encoded = tokenizer.encode(examples, problems)
         records = [item.record() for row in encoded for item in own.limit.apply(row, counts, problems)]
         items = pa.RecordBatch.from_pylist(records, own.schema)
         return TokenizedBatch(items, counts, problems, frozenset(tokenizer.notes), frozenset(tokenizer.chat_notes))

@@ -1,7 +1,7 @@
 """Sources of rows to the data of a job; data=file, whose sources are the user's own files.
 
-Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenizedData
-                  └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
+Source.rows ──FormatCheck──▶ Example ──ExampleTokenizer──▶ Encoded… ──LengthLimit──▶ TokenizedTable ──▶ TokenizedData
+                 └────────────────────── Problems ─────────────────────────┘   one DataError for a source's faults
 
 What the rows are read as (`Reading`) follows from the kind of items that the algorithm learns from.
 """
@@ -48,7 +48,7 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 512  # rows tokenised in one call
+BATCH = 512  # rows tokenized in one call
 
 
 class RowSource(Protocol):
@@ -190,7 +190,7 @@ class SourcePreparation:
         """Say format, counts, and what was left out or could not be had."""
         reading = portion.reading
         made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
-        self._record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
+        self.decide.record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
         unsaid = summary
         if portion.held_out and reading == self.kind:  # the columns of the training rows, said with these
             unsaid = summary | {"ignored": [], "given": []}
@@ -200,18 +200,18 @@ class SourcePreparation:
             self.decide("data.pairs", "all", left_out, f"{where}: pairs whose chosen and rejected are the same")
         if summary["several_turns"]:
             turns = f"in {summary['several_turns']} rows a completion has several turns; turns of other roles count too"
-            self._record_fact("data.turns", "every token of a completion", f"{where}: {turns}")
+            self.decide.record_fact("data.turns", "every token of a completion", f"{where}: {turns}")
         if summary["overlong"]:
-            self._record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
+            self.decide.record_fact("data.truncation", self.config.truncation, f"{where}: {summary['overlong']}")
         if summary["branches"]:
-            self._record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
+            self.decide.record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 
     def report_rows(self, reading: Reading, summary: Summary, where: str) -> None:
         """Say which columns are not read or given to rewards, and the notes on rows."""
         for note in summary["notes"]:
             self.decide("data.end_token", "trained on", "not trained on", f"{where}: {note}")
         for note in summary["chat_notes"]:
-            self._record_fact("chat", note, where)
+            self.decide.record_fact("chat", note, where)
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
@@ -222,10 +222,12 @@ class SourcePreparation:
                 f"{where}: some values have no JSON form",
             )
         elif summary["ignored"]:
-            self._record_fact("data.rename_columns", ignored, f"{where}: {summary['format']} does not use them")
+            self.decide.record_fact(
+                "data.rename_columns", ignored, f"{where}: the format {summary['format']} does not use them"
+            )
         if summary["given"]:
             untrained = "; the completion is not trained on" if "completion" in summary["given"] else ""
-            self._record_fact(
+            self.decide.record_fact(
                 "data.rename_columns", f"for {seen_by}: {', '.join(summary['given'])}", f"{where}{untrained}"
             )
 
@@ -236,15 +238,13 @@ class SourcePreparation:
         found = HeldOut(tables, self.config.max_eval_examples)
         if len(found) < found.total:
             used = f"the first {len(found)} of {found.total} held-out items"
-            self._record_fact("data.max_eval_examples", used, f"data.max_eval_examples={found.limit}; null uses all")
+            self.decide.record_fact(
+                "data.max_eval_examples", used, f"data.max_eval_examples={found.limit}; null uses all"
+            )
         return found
 
     def _report_damage(self, what: str) -> None:
-        self._record_fact("data.cache", "made again", f"damaged: {what}")
-
-    def _record_fact(self, feature: str, value: str, reason: str) -> None:
-        """Say something that is as it was wanted."""
-        self.decide(feature, value, value, reason)
+        self.decide.record_fact("data.cache", "made again", f"damaged: {what}")
 
 
 def _schema(reading: Reading) -> pa.Schema:
@@ -344,10 +344,11 @@ def build(
         training = [replace(source, streamed=True) for source in training]
         if training[0].is_sampled:
             text = "names, sizes, times of change, first and last MiB of each file"
-            decide("data.fingerprint", text, text, "the stream is above 1 GiB; a run resumes with the same data only")
+            why = "the stream is above 1 GiB; a run resumes with the same data only"
+            decide.record_fact("data.fingerprint", text, why)
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
             names = f"not read: {', '.join(source.file_list.ignored)}"
-            decide("data.files", names, names, f"{source.key}={source.name}")
+            decide.record_fact("data.files", names, f"{source.key}={source.name}")
     prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
     return build_data(prepare, training, held_out, seed)

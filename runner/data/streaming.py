@@ -183,7 +183,9 @@ def build_stream(prepare: SourcePreparation, source: RowSource, held_out: RowSou
         raise DataError("data.streaming=true: the model sets no limit to a row's length; type data.max_length=N")
     summary = blocks.read_first()
     text = f"{size} rows are shuffled together" if config.shuffle else "rows stay in their order"
-    prepare.decide("data.streaming", text, text, "rows are read and checked as steps need them (data.shuffle_buffer)")
+    prepare.decide.record_fact(
+        "data.streaming", text, "rows are read and checked as steps need them (data.shuffle_buffer)"
+    )
     tables, evaluation = [], None
     if held_out is not None:
         asked = Portion(held_out, held_out_reading(kind))

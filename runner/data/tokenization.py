@@ -1,8 +1,9 @@
 """Examples to tokens: ids, loss mask, span of the last answer; and the digest of what they depend on.
 
-    Chat    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
-    Plain   ───────────────────▶ one row of them              ──┴─ one batch call ──▶ EncodedExample | EncodedRows
-    Answers ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
+    ChatExample    ──Renderer.render──▶ rows of (text, trained on?)  ──┐
+    TextExample    ───────────────────▶ one row of them              ──┴─ one call ──▶ EncodedExample | EncodedRows
+    AnswersExample ──each answer with the prompt──▶ ids ──cut where the answer begins──▶ EncodedAnswers
+    PromptExample  ──the prompt alone──▶ ids ─────────────────────────────────────────▶ EncodedAnswers without any
 
 What is trained on follows from the segment a token came from, never from its value: an end-of-sequence token is
 trained on although it may also be the padding token. The first token of a row is never trained on: nothing predicts it.
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import DataError
 from runner.data.chat import Renderer, RenderError, TrainOn
 from runner.data.config import ChatConfig
-from runner.data.control_tokens import Segment, common_length, join_anchor
+from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
 from runner.data.readers import Problems, SourceLocation
 
@@ -98,12 +99,7 @@ class ExampleTokenizer:
         self.notes: set[str] = set()
         self._text_notes: set[str] = set()
         self._bos, self._eos = bos_and_eos(tokenizer)
-        self._anchor = join_anchor(tokenizer)
-        self._special_texts = {str(token) for token in tokenizer.all_special_tokens}
-        self._special = {
-            *tokenizer.all_special_ids,
-            *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special),
-        }
+        self._control = ControlTokens(tokenizer, "")
 
     @cached_property
     def renderer(self) -> Renderer:
@@ -115,16 +111,20 @@ class ExampleTokenizer:
         """What was noticed of control tokens in conversations and texts, and of lost reasoning."""
         return self._text_notes | (self.renderer.notes if "renderer" in self.__dict__ else set())
 
-    def encode_examples(
-        self, examples: Sequence[TextExample | ChatExample], problems: Problems
-    ) -> list[EncodedExample | EncodedRows]:
+    def encode(
+        self, examples: Sequence[Example], problems: Problems
+    ) -> list[EncodedExample | EncodedRows | EncodedAnswers]:
         """Tokens of each example in order; one that cannot be encoded goes to `problems`. Raises DataError."""
-        return [row for row in self.encode_each(examples, problems) if row is not None]
+        parts = [e.answers if isinstance(e, AnswersExample) else (e,) for e in examples]
+        rows = iter(self._encode_each([part for some in parts for part in some], problems))
+        each = [[row for row in [next(rows) for _ in some] if row is not None] for some in parts]
+        complete = zip(examples, parts, each, strict=True)
+        return [_combine(example, made) for example, some, made in complete if len(made) == len(some)]
 
-    def encode_each(
-        self, examples: Sequence[TextExample | ChatExample], problems: Problems
+    def _encode_each(
+        self, examples: Sequence[TextExample | ChatExample | PromptExample], problems: Problems
     ) -> list[EncodedExample | EncodedRows | None]:
-        """As `encode`, with None for each example that cannot be encoded; several of one row are one problem."""
+        """None for each example that cannot be encoded; several of one row are one problem."""
         plans: list[list[list[Segment]]] = []
         failed: dict[SourceLocation, RenderError] = {}
         for example in examples:
@@ -135,45 +135,27 @@ class ExampleTokenizer:
                 failed.setdefault(example.place, error)
         for place, fault in failed.items():
             problems.add_fault(place, str(fault), fault.hint)
-        parts = iter(self._tokens([s for plan in plans for row in plan for s in _continuation_flags(row)]))
+        rows = [row for plan in plans for row in plan]
+        parts = iter(self._tokens([(s.text, at > 0, s.literal) for row in rows for at, s in enumerate(row)]))
         made = [
             [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
             for example, plan in zip(examples, plans, strict=True)
         ]
-        return [(rows[0] if len(rows) == 1 else EncodedRows(rows)) if rows else None for rows in made]
+        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in made]
 
-    def encode_prompts(self, asks: Sequence[PromptExample], problems: Problems) -> list[list[int] | None]:
-        """The ids of each prompt as generation sees them; None and a problem where it cannot be written.
-
-        Raises DataError.
-        """
-        plans: list[list[Segment] | None] = []
-        for ask in asks:
-            try:
-                plans.append(self._prompt_plan(ask))
-            except RenderError as error:
-                plans.append(None)
-                problems.add_fault(ask.place, str(error), error.hint)
-        parts = iter(self._tokens([flag for plan in plans if plan for flag in _continuation_flags(plan)]))
-        rows = [plan if plan is None else [i for _ in plan for i in next(parts)] for plan in plans]
-        return [
-            [*self._start(ids), *ids] if ids is not None and isinstance(ask.prompt, str) else ids
-            for ask, ids in zip(asks, rows, strict=True)
-        ]
-
-    def _prompt_plan(self, ask: PromptExample) -> list[Segment]:
-        if isinstance(ask.prompt, str):
-            self._note_special_tokens(ask.prompt)
-            return [Segment(ask.prompt, is_trained=False)]
-        return self.renderer.render_prompt(ask.prompt, ask.tools)
-
-    def _plan(self, example: TextExample | ChatExample) -> list[list[Segment]]:
+    def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
+        """The segments of each row that the example becomes. Raises RenderError."""
+        if isinstance(example, ChatExample):
+            return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
         if isinstance(example, TextExample):
             return [self._plain(example)]
-        return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+        if isinstance(example.prompt, tuple):
+            return [self.renderer.render_prompt(example.prompt, example.tools)]
+        self._note_special_tokens(example.prompt)
+        return [[Segment(example.prompt, is_trained=False)]]
 
     def _note_special_tokens(self, text: str) -> None:
-        if any(token in text for token in self._special_texts):
+        if self._control.special.search(text):
             self._text_notes.add("texts contain special tokens; they are encoded as special tokens")
 
     def _plain(self, example: TextExample) -> list[Segment]:
@@ -190,9 +172,9 @@ class ExampleTokenizer:
     def _tokens(self, texts: Sequence[tuple[str, bool, bool]]) -> list[list[int]]:
         """Ids of each (text, continues a row, is literal), each distinct text once, all in one call."""
         known = [text for text in dict.fromkeys(texts) if not text[2]]
-        ids = {text: self.renderer.control.literal_ids(text[0]) for text in dict.fromkeys(texts) if text[2]}
+        ids = {text: self._control.literal_ids(text[0]) for text in dict.fromkeys(texts) if text[2]}
         if known:
-            anchor, ids_of_anchor = self._anchor
+            anchor, ids_of_anchor = self._control.anchor
             full = [anchor + text if goes_on else text for text, goes_on, _ in known]
             options: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
             cut = len(ids_of_anchor)
@@ -205,10 +187,13 @@ class ExampleTokenizer:
         return [] if list(part[:1]) == self._bos[:1] else self._bos
 
     def _assemble(
-        self, example: TextExample | ChatExample, segments: Sequence[Segment], parts: Sequence[list[int]]
+        self,
+        example: TextExample | ChatExample | PromptExample,
+        segments: Sequence[Segment],
+        parts: Sequence[list[int]],
     ) -> EncodedExample:
         ids, loss_mask, answer = list[int](), list[int](), (0, 0)
-        if isinstance(example, TextExample):
+        if isinstance(example, TextExample) or (isinstance(example, PromptExample) and isinstance(example.prompt, str)):
             ids = list(self._start(parts[0]))
             loss_mask = [int(segments[0].is_trained)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
@@ -235,7 +220,7 @@ class ExampleTokenizer:
         return [*ids, self._eos], [*loss_mask, 1], (answer[0], answer[1] + 1) if answer[1] else answer
 
     def _note_end(self, ids: Sequence[int]) -> None:
-        if ids and ids[-1] not in self._special:
+        if ids and not self._control.special.fullmatch(str(self.tokenizer.convert_ids_to_tokens(ids[-1]))):
             self.notes.add(
                 "the chat template ends an assistant turn without a special token, so its end is not trained"
             )
@@ -250,13 +235,9 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | No
     return (whole[: starts[0]] if starts else []), (eos if isinstance(eos, int) else None)
 
 
-def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool, bool]]:
-    return [(segment.text, at > 0, segment.literal) for at, segment in enumerate(segments)]
-
-
 @dataclass(frozen=True, slots=True)
 class EncodedAnswers:
-    """A tokenised prompt with its answers (none, one or two), and what is known of them (JSON-able)."""
+    """A tokenized prompt with its answers (none, one or two), and what is known of them (JSON-able)."""
 
     place: SourceLocation
     prompt: list[int]
@@ -268,47 +249,18 @@ class EncodedAnswers:
         return {"prompt": self.prompt, "answers": self.answers, "facts": json.dumps(self.facts, allow_nan=False)}
 
 
-def encode(
-    tokeniser: ExampleTokenizer, examples: Sequence[Example], problems: Problems
-) -> list[EncodedExample | EncodedRows | EncodedAnswers]:
-    """Tokens of each example; those of one source are all of one type, so that their order stays.
-
-    One that cannot be encoded goes to `problems`. Raises DataError.
-    """
-    single = [e for e in examples if isinstance(e, TextExample | ChatExample)]
-    asks = [e for e in examples if isinstance(e, PromptExample)]
-    answers = [e for e in examples if isinstance(e, AnswersExample)]
-    return [
-        *tokeniser.encode_examples(single, problems),
-        *encode_prompts(tokeniser, asks, problems),
-        *encode_answers(tokeniser, answers, problems),
-    ]
-
-
-def encode_prompts(
-    tokeniser: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
-) -> list[EncodedAnswers]:
-    """Each prompt alone, with its conversation and columns; problems are collected in `problems`."""
-    facts = [{"messages": a.prompt if isinstance(a.prompt, tuple) else None, "columns": a.columns} for a in asks]
-    return [
-        EncodedAnswers(ask.place, prompt, [], known)
-        for ask, prompt, known in zip(asks, tokeniser.encode_prompts(asks, problems), facts, strict=True)
-        if prompt is not None
-    ]
-
-
-def encode_answers(
-    tokeniser: ExampleTokenizer, rows: Sequence[AnswersExample], problems: Problems
-) -> list[EncodedAnswers]:
-    """Each prompt with its answers; a row that fails is collected in `problems`. Raises DataError."""
-    flat = iter(tokeniser.encode_each([answer for row in rows for answer in row.answers], problems))
-    found = []
-    for row in rows:
-        each = [answer for answer in [next(flat) for _ in row.answers] if isinstance(answer, EncodedExample)]
-        if len(each) == len(row.answers):
-            prompt = each[0].ids[: each[0].answer[0]]
-            found.append(EncodedAnswers(row.place, prompt, [e.ids[slice(*e.answer)] for e in each], row.facts))
-    return found
+def _combine(
+    example: Example, rows: Sequence[EncodedExample | EncodedRows]
+) -> EncodedExample | EncodedRows | EncodedAnswers:
+    """The item of an example: its row, or its prompt with the answers."""
+    known = [row for row in rows if isinstance(row, EncodedExample)]
+    if isinstance(example, PromptExample):
+        facts = {"messages": example.prompt if isinstance(example.prompt, tuple) else None, "columns": example.columns}
+        return EncodedAnswers(example.place, known[0].ids, [], facts)
+    if isinstance(example, AnswersExample):
+        prompt = known[0].ids[: known[0].answer[0]]
+        return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], example.facts)
+    return rows[0]
 
 
 def digest(*parts: Any) -> str:

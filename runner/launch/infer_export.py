@@ -14,7 +14,7 @@ from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig
 from runner.data.examples import PromptExample
 from runner.data.readers import Problems, SourceLocation
-from runner.data.tokenization import ExampleTokenizer
+from runner.data.tokenization import EncodedAnswers, ExampleTokenizer
 from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
 from runner.launch.export import CardFacts, CheckFolder, write_export
 from runner.launch.run_messages import ChatMarkers, plain_sample
@@ -34,11 +34,12 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
     said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
     asked = PromptExample(SourceLocation("prompt", 1), said)
-    [ids] = ExampleTokenizer(tokenizer, chat).encode_prompts([asked], problems)
+    rows = ExampleTokenizer(tokenizer, chat).encode([asked], problems)
     problems.raise_if_any()
-    if not ids:
+    assert isinstance(rows[0], EncodedAnswers)
+    if not rows[0].prompt:
         raise DataError("the prompt is empty; type a text to continue")
-    return ids
+    return rows[0].prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def max_row_length(config: Any) -> tuple[int, str] | None:
 
 
 def check_row_length(longest: int, limit: tuple[int, str] | None) -> None:
-    """Raise SpecError if rows of `longest` tokens are more than `longest_row` allows."""
+    """Raise SpecError if rows of `longest` tokens are more than `limit` allows."""
     if limit is not None and longest > limit[0]:
         text = f"sequences of {longest} tokens are too long: {limit[1]}; the maximum is {limit[0]}, prompt included"
         raise SpecError([Problem("data.max_length", text)])

@@ -20,6 +20,7 @@ from runner.core.batch import pack
 from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, VarlenAttention
 from runner.model.batch_layout import run_packed
+from runner.model.flops import head_size
 from runner.model.packed_attention import PACKED_ATTENTION, UnsupportedAttention
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
@@ -135,8 +136,7 @@ def dense_objection(kernel: DenseAttention, config: Any, dtype: torch.dtype, dev
 def _head_shape(config: Any) -> tuple[int, int, int]:
     """Of queries, of keys, and their size. An encoder has as many of both."""
     heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads, size
+    return heads, getattr(config, "num_key_value_heads", None) or heads, head_size(config)
 
 
 def _random_inputs(shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -177,16 +177,14 @@ def _reference_varlen(
     scale: float,
 ) -> Tensor:
     """Attention by its definition, sequence by sequence; see `VarlenAttention`."""
-    groups = query.shape[1] // key.shape[1]
     done = []
     cut = (query.split(query_lengths), key.split(key_lengths), value.split(key_lengths))
     for q, k, v in zip(*cut, strict=True):
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         place = torch.arange(len(k), device=k.device)
         behind = place[-len(q) :, None] - place
-        unseen = (behind < 0) | (behind >= (window or len(k)))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        done.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v))
+        mask = (behind >= 0) & (behind < (window or len(k)))
+        rows = [tensor.transpose(0, 1)[None] for tensor in (q, k, v)]
+        done.append(_reference_dense(*rows, mask=mask, causal=False, scale=scale)[0].transpose(0, 1))
     return torch.cat(done)
 
 

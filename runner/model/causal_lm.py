@@ -66,38 +66,26 @@ class CausalLM(TransformersModel):
         lm_head = self.causal.get_output_embeddings()
         return lm_head if self.chunked and chunked_lm_head.is_plain_linear(lm_head) and lm_head.bias is None else None
 
-    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """The outputs named in `needs`, differentiable where gradients are enabled.
+    def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
+        """See `TransformersModel`.
 
         logprobs: [T], log p(ids[t] | its ancestors); entropy: [T], of the distribution that ids[t] was drawn from, in
         nats; float32 or better, 0 at roots. The token channel `temperature`, where the batch has it, divides the
-        logits that predict each token. hidden: [T, H], what ids[t] is predicted from, see `lm_head`. Raises SpecError
-        for an unknown name.
+        logits that predict each token. hidden: [T, H], what ids[t] is predicted from, see `lm_head`.
         """
-        self._refuse_unknown_outputs(needs)
-        if not needs:
-            return {}
-        if not self.stage.is_last:
-            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
-        tokens = self.shard_tokens(batch)
-        places = tokens.predicted_positions()
-
-        def work() -> dict[str, Tensor]:
-            values = dict[str, Tensor]()
-            if "hidden" in needs:
-                values["hidden"] = tokens.values_at(self._backbone(tokens), batch.tokens["parent"][places])
-            if needs & {"logprobs", "entropy"}:
-                values |= zip(("logprobs", "entropy"), self._score(tokens, places), strict=True)
-            return {name: tokens.scatter_and_sum(values[name], places, batch.num_tokens) for name in sorted(needs)}
-
-        return self._run_pass(work)
+        places, values = tokens.predicted_positions(), dict[str, Tensor]()
+        if "hidden" in needs:
+            values["hidden"] = tokens.values_at(self._backbone(tokens), tokens.batch.tokens["parent"][places])
+        if needs & {"logprobs", "entropy"}:
+            values |= zip(("logprobs", "entropy"), self._score(tokens, places), strict=True)
+        return {name: tokens.scatter_and_sum(values[name], places, tokens.batch.num_tokens) for name in sorted(needs)}
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
         """The function from `hidden` [S, H] to logits [S, V], without gradient; for a frozen model.
 
         Of a sharded model it holds the whole head, and is collective to get, not to call.
 
-        Raises UnfitModel where the logits are not the head's, of the last hidden states.
+        Raises UnsupportedModelError where the logits are not the head's, of the last hidden states.
         """
         if not self.chunked:
             text = f"the logits of {type(self.causal).__name__} are not its LM head applied to its last hidden states"
@@ -206,7 +194,9 @@ class CausalLM(TransformersModel):
     def _generation_mode(self) -> Iterator[None]:
         """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
         self._set_mode(False)
-        with self.summon_full_params(), self._without_compiled_layers(), self._own_attention(), torch.no_grad():
+        # cached keys and values would be compiled in every pass
+        uncompiled = nullcontext() if self._compiled is None else self._compiled.run_eagerly()
+        with self.summon_full_params(), uncompiled, self._own_attention(), torch.no_grad():
             yield
 
     @contextmanager
@@ -229,11 +219,7 @@ class CausalLM(TransformersModel):
         return self._logits(tokens) if self.causal.base_model is self.causal else self._backbone(tokens)
 
     def _logits(self, tokens: BatchTokens) -> Tensor:
-        def forward(**keywords: Any) -> Tensor:
-            logits: Tensor = self.causal(use_cache=False, **keywords).logits
-            return logits
-
-        return self._forward_tokens(forward, tokens)
+        return self._forward_tokens(lambda **keywords: self.causal(use_cache=False, **keywords).logits, tokens)
 
     def _head_inputs(
         self, tokens: BatchTokens, places: Tensor, hidden: Tensor | None = None

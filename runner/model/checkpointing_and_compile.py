@@ -49,7 +49,7 @@ CheckpointingMode = bool | int | str  # of model.gradient_checkpointing
 def enable_checkpointing(inner: Any, mode: CheckpointingMode, *, offload: bool, decide: Decide) -> None:
     """Let the layers of the transformers model `inner` keep less from now on.
 
-    way: true = all layers in full, n = every n-th, "selective"; offload: what is kept of a layer's input waits on the
+    mode: true = all layers in full, n = every n-th, "selective"; offload: what is kept of a layer's input waits on the
     host, which with `selective` is not all there is. `decide` records a model that cannot do so.
     """
     if not inner.supports_gradient_checkpointing:

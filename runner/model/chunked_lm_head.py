@@ -18,8 +18,9 @@ Legend: S predicted tokens (hidden states of their parents), n of them in a chun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,8 +153,9 @@ def chunked_logprobs(
     if not is_plain_linear(head):
         return _checkpointed_chunks(head, hidden, targets, chunk, temperature)
     weight, ids = local_vocab(head)
+    operands = partial(LogitOperands, compute=compute, ids=ids, temperature=temperature)
     values: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
-        hidden, weight, stored_parameter(head, "bias"), targets, chunk, compute, temperature, ids
+        hidden, weight, stored_parameter(head, "bias"), targets, chunk, operands
     )
     return values
 
@@ -175,9 +177,9 @@ def chunked_logprob_loss(
         values, _ = chunked_logprobs(head, hidden, targets, chunk, compute, temperature)
         return (values * coefficients).sum(), values.detach()
     weight, ids = local_vocab(head)
-    total, values = _ChunkedLogprobLoss.apply(
-        hidden, weight, stored_parameter(head, "bias"), targets, coefficients, chunk, compute, temperature, ids
-    )
+    operands = partial(LogitOperands, compute=compute, ids=ids, temperature=temperature)
+    bias = stored_parameter(head, "bias")
+    total, values = _ChunkedLogprobLoss.apply(hidden, weight, bias, targets, coefficients, chunk, operands)
     return total, values
 
 
@@ -318,14 +320,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         chunk: int,
-        compute: torch.dtype | None,
-        temperature: Tensor | None,
-        ids: VocabShard,
+        make_operands: Callable[..., LogitOperands],
     ) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature)
-        ctx.chunk, ctx.compute, ctx.ids = chunk, compute, ids
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.chunk, ctx.make_operands = chunk, make_operands
         ctx.set_materialize_grads(False)
-        operands = LogitOperands(hidden, weight, bias, compute, ids, temperature)
+        operands = make_operands(hidden, weight, bias)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         entropy = torch.empty_like(logprobs)
         for span in chunk_spans(len(targets), chunk):
@@ -335,20 +335,34 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature = ctx.saved_tensors
+        hidden, weight, bias, targets = ctx.saved_tensors
         if grad is None:
             grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
         if grad is None:
-            return (None,) * 8
-        operands = LogitOperands(hidden, weight, bias, ctx.compute, ctx.ids, temperature)
+            return (None,) * 6
+        operands = ctx.make_operands(hidden, weight, bias)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         for span in chunk_spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
             operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
-        return (*operands.results(), None, None, None, None, None)
+        return (*operands.results(), None, None, None)
 
 
-class _ChunkedLogprobLoss(torch.autograd.Function):
+class LossWithKnownGradient(torch.autograd.Function):
+    """A loss whose forward pass leaves the gradients of hidden, weight and bias in `ctx.grads`."""
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients, scaled; nothing for the other inputs."""
+        if ctx.grads is None:
+            raise RuntimeError("backward runs only once for this loss: its gradient buffers are freed")
+        scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
+        ctx.grads = None
+        return (*scaled, *[None] * (len(ctx.needs_input_grad) - len(scaled)))
+
+
+class _ChunkedLogprobLoss(LossWithKnownGradient):
     """Logits are made once: the gradient of Σ coefficients · logprobs is known up to a scalar."""
 
     @staticmethod
@@ -360,27 +374,16 @@ class _ChunkedLogprobLoss(torch.autograd.Function):
         targets: Tensor,
         coefficients: Tensor,
         chunk: int,
-        compute: torch.dtype | None,
-        temperature: Tensor | None,
-        ids: VocabShard,
+        make_operands: Callable[..., LogitOperands],
     ) -> tuple[Tensor, Tensor]:
-        operands = LogitOperands(hidden, weight, bias, compute, ids, temperature)
+        operands = make_operands(hidden, weight, bias)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         out = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         factors = coefficients.to(out.dtype)
         for span in chunk_spans(len(targets), chunk):
             log_softmax = operands.log_softmax(span)
-            out[span] = ids.gather_targets(log_softmax, targets[span])
+            out[span] = operands.ids.gather_targets(log_softmax, targets[span])
             operands.accumulate(span, log_softmax, targets[span], factors[span])
         ctx.grads = operands.results()
         ctx.mark_non_differentiable(out)
         return (out * factors).sum(), out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("backward runs only once for the linear loss: its gradient buffers are freed")
-        scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
-        ctx.grads = None
-        return (*scaled, None, None, None, None, None, None)

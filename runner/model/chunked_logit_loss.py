@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from runner.interfaces import LogitTermsFn
-from runner.model.chunked_lm_head import LogitOperands, VocabShard, chunk_spans, is_plain_linear, local_vocab
+from runner.model.chunked_lm_head import LogitOperands, LossWithKnownGradient, chunk_spans, is_plain_linear, local_vocab
 from runner.model.parameters import stored_parameter
 
 TermsOfChunk = Callable[[Tensor, slice], Mapping[str, Tensor]]  # a chunk's logits, and which chunk it is → its terms
@@ -47,8 +46,9 @@ def chunked_logit_loss(
     found: list[Mapping[str, Tensor]] = []
     if is_plain_linear(head) and torch.is_grad_enabled():
         weight, ids = local_vocab(head)
+        operands = LogitOperands(hidden, weight, stored_parameter(head, "bias"), compute, ids)
         total: Tensor = _ChunkedLogitLoss.apply(
-            hidden, weight, stored_parameter(head, "bias"), coefficients, piece, cuts, compute, found, ids
+            hidden, weight, stored_parameter(head, "bias"), coefficients, piece, cuts, found, operands
         )
     else:
         total = _checkpointed_loss(_full_logits_head(head), hidden, coefficients, piece, cuts, found)
@@ -84,7 +84,7 @@ def _checkpointed_loss(
     return total
 
 
-class _ChunkedLogitLoss(torch.autograd.Function):
+class _ChunkedLogitLoss(LossWithKnownGradient):
     """Logits are made once: the gradient of Σ coefficients · loss is known up to a scalar."""
 
     @staticmethod
@@ -96,30 +96,19 @@ class _ChunkedLogitLoss(torch.autograd.Function):
         coefficients: Tensor,
         piece: TermsOfChunk,
         cuts: list[slice],
-        compute: torch.dtype | None,
         found: list[Mapping[str, Tensor]],
-        ids: VocabShard,
+        operands: LogitOperands,
     ) -> Tensor:
-        operands = LogitOperands(hidden, weight, bias, compute, ids)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         total = hidden.new_zeros((), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
         for span in cuts:
-            logits = ids.gather_logits(operands.logits(span)).requires_grad_()
+            logits = operands.ids.gather_logits(operands.logits(span)).requires_grad_()
             with torch.enable_grad():
                 values = piece(logits, span)
                 share = (values["loss"] * coefficients[span]).sum()
             [d_logits] = torch.autograd.grad(share, logits)
-            operands.add_logit_gradients(span, ids.local_logits(d_logits))
+            operands.add_logit_gradients(span, operands.ids.local_logits(d_logits))
             total += share.detach()
             found.append({name: value.detach() for name, value in values.items()})
         ctx.grads = operands.results()
         return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.grads is None:
-            raise RuntimeError("backward runs only once for this loss: its gradient buffers are freed")
-        scaled = tuple(None if g is None else g.mul_(grad) for g in ctx.grads)
-        ctx.grads = None
-        return (*scaled, None, None, None, None, None, None)

@@ -87,11 +87,7 @@ class ModelConfig(ComponentConfig):
         """Where a head is not read in float32 beside bfloat16 layers."""
         if self.head_dtype is None or self.compute_dtype == "float32":
             return
-        try:
-            mesh = job.parallelism.mesh(job.launch.world)
-        except SpecError:  # which the mesh says itself
-            return
-        cut = [name for name, size in mesh._asdict().items() if size > 1 and not name.startswith("dp_")]
+        cut = [name for name in _parallel_sizes(job) if not name.startswith("dp_")]
         if cut or job.parallelism.deepspeed:
             kind = "|".join(cut) or job.parallelism.name
             text = f"with {kind}, embedding and head are cut or gathered in bfloat16, so a float32 head has no effect"
@@ -102,15 +98,12 @@ class ModelConfig(ComponentConfig):
         if self.gradient_checkpointing == "selective":
             text = "model.gradient_checkpointing=selective selects operators that torch.compile fuses"
             yield f"{text}; type model.gradient_checkpointing=true, or leave model.compile out"
-        try:
-            mesh = job.parallelism.mesh(job.launch.world)
-        except SpecError:  # which the mesh says itself
-            return
-        if self.gradient_checkpointing and mesh.dp_shard > 1:
+        sizes = _parallel_sizes(job)
+        if self.gradient_checkpointing and "dp_shard" in sizes:
             text = "compiled FSDP layers (parallelism.dp_shard) are not tested with model.gradient_checkpointing"
             yield f"{text}; leave one of them out, or type parallelism=ddp"
-        for name, size in mesh._asdict().items():
-            if size > 1 and name not in ("dp_replicate", "dp_shard"):
+        for name, size in sizes.items():
+            if name not in ("dp_replicate", "dp_shard"):
                 text = f"parallelism.{name}={size} changes layers, which is not tested with torch.compile"
                 yield f"{text}; leave it out, or type parallelism=ddp or fsdp"
 
@@ -120,6 +113,15 @@ class ModelConfig(ComponentConfig):
         Empty where only the model's folder has them.
         """
         return {}
+
+
+def _parallel_sizes(job: Any) -> dict[str, int]:
+    """The dimensions of the job's mesh that have several ranks; none for a mesh that is refused elsewhere."""
+    try:
+        mesh = job.parallelism.mesh(job.launch.world)
+    except SpecError:
+        return {}
+    return {name: size for name, size in mesh._asdict().items() if size > 1}
 
 
 class SmallConfig(ModelConfig):

@@ -22,14 +22,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import gcd
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from runner.core.batch import Batch
 from runner.distributed.autograd_collectives import all_reduce, all_to_all_autograd
-from runner.interfaces import VarlenAttention
+from runner.interfaces import ContextParallelStyle, VarlenAttention
 from runner.model.batch_layout import BatchTokens, ForwardFn, run_with_attention
 from runner.model.packed_attention import PackedRows, UnsupportedAttention, plan_attention, promote_to_common_dtype
 from runner.model.ring_attention import CpMask, RingAttention
@@ -76,9 +76,6 @@ class UlyssesAttention:
         return found.transpose(0, 1).flatten(1, 2)[None]
 
 
-CpStyle = Literal["ulysses", "ring"]
-
-
 @dataclass(frozen=True, slots=True)
 class ContextParallelGroup:
     """Those who have a share of every batch's tokens, as one of them sees them."""
@@ -86,7 +83,7 @@ class ContextParallelGroup:
     group: Any
     rank: int
     size: int
-    style: CpStyle
+    style: ContextParallelStyle
 
     def shard_tokens(self, batch: Batch) -> BatchTokens:
         """This rank's share of a batch."""

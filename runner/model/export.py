@@ -9,7 +9,6 @@ instead of three.
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from runner.core.errors import RunnerError
-from runner.core.progress_bars import no_progress_bar
+from runner.core.progress_bars import no_peft_warnings, no_progress_bar
 from runner.distributed.dtensor_utils import full_tensor
 from runner.model.parameters import read_as_stored
 
@@ -31,7 +30,7 @@ from runner.model.parameters import read_as_stored
 def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool) -> None:
     """Write a transformers or peft module, which lies whole in this process.
 
-    merged: the adapter in its base; used: the module itself is to stay as it is.
+    merged: the adapter in its base; keep_original: the module itself stays as it is.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if merged:  # in float32, or little of the adapter would stay
@@ -152,9 +151,7 @@ def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
     if module is not inner:
         import peft
 
-        with warnings.catch_warnings():  # as where the adapter is made first
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
+        with no_peft_warnings():
             made = peft.get_peft_model(made, module.peft_config[module.active_adapter], low_cpu_mem_usage=True)
     made.load_state_dict(tensors, assign=True)
     made.tie_weights()

@@ -2,7 +2,7 @@
 
     waiting ──admit──▶ rows ◀──decode── logits ──choose──▶ one id for each; a finished row makes room for the next
 
-Functions here expect a transformers causal LM in evaluation mode with its own attention (see `causal`).
+Functions here expect a transformers causal LM in evaluation mode with its own attention (see `CausalLM`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class DecodingBatch(Generic[Row]):
 class CompletionGenerator:
     """Writes many answers at once: a row that ends leaves its place to the next prompt.
 
-    ends: every id that ends an answer; longest: most tokens of prompt and answer together, and why; None = no limit
+    stop_token_ids: every id that ends an answer; length_limit: most tokens of prompt and answer together, and why;
+    None = no limit
     """
 
     def __init__(

@@ -57,7 +57,7 @@ SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
     """The model's tokenizer; `key` is the option that says its path.
 
-    Raises EnvironmentProblem if it cannot be had, SecurityRefusal if it is code.
+    Raises EnvironmentProblem if it cannot be had, SecurityError if it is code.
     """
     path = config.tokenizer or config.path
     path = _check_path(path, "model.tokenizer" if config.tokenizer else key)
@@ -95,10 +95,10 @@ def build(
 
     head="scalar" makes a sequence classifier with one label; a head that the weights lack is drawn from `seed`.
     head="lm+value" is a causal LM with a value head beside it. `key` is the option that says the path; `fit` sees the
-    module first (see `placed`), `admit` its config before that; `stored` is the data type of its weights, None = that
-    it computes in. On the meta device no weights are read, nor checked.
+    module first (see `place_on_device`), `admit` its config before that; `stored` is the data type of its weights,
+    None = that it computes in. On the meta device no weights are read, nor checked.
     Raises SpecError if rows of `longest` tokens are too long for it, EnvironmentProblem if it cannot be had or does not
-    fit the tokenizer, SecurityRefusal if its weights are pickles or it is code.
+    fit the tokenizer, SecurityError if its weights are pickles or it is code.
     """
     key = key if init_from is None else "init_from"
     kept = DTYPES[stored or config.compute_dtype]
@@ -118,7 +118,8 @@ def build(
             admit(architecture)
         if scratch or device.type == "meta":
             dtype = torch.float32 if scratch else kept
-            module = init_with_seed(lambda: _init_random(auto, config, architecture, dtype), seed)
+            options = {"dtype": dtype, "trust_remote_code": config.trust_remote_code}
+            module = init_with_seed(lambda: auto.from_config(architecture, **options), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
             source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
@@ -212,10 +213,6 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     if weights and not str(weights).endswith(SAFE_ENDINGS):
         raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
-
-
-def _init_random(auto: Any, config: HfConfig, architecture: Any, dtype: torch.dtype) -> Any:
-    return auto.from_config(architecture, dtype=dtype, trust_remote_code=config.trust_remote_code)
 
 
 def _load_pretrained(

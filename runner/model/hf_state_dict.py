@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -33,6 +33,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from runner.core.progress_bars import no_progress_bar
 from runner.core.safetensors_layout import TYPES, FileLayout, compute_layout, create_file
 from runner.distributed.dtensor_utils import full_tensor
+from runner.interfaces import WeightSubset
 from runner.model.export import adapter_state_dict, meta_tensors, rebuild_module
 
 MAX_SHARD_SIZE: int | str = inspect.signature(PreTrainedModel.save_pretrained).parameters["max_shard_size"].default
@@ -190,15 +191,12 @@ def _types_and_shapes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
 
 
-StateDictPart = Literal["all", "changed", "fixed", "base", "adapter"]
-
-
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
     """Tensors that are gathered together: one, with all its tied names, or those of an adapted layer.
 
     sources: names in the module; names: in the transformers model without an adapter; layer: the adapted layer's path
-    in the module, None = there is none; learns: whether training can change any of it
+    in the module, None = there is none; is_trained: whether training can change any of it
     """
 
     sources: tuple[str, ...]
@@ -224,7 +222,7 @@ class HfStateDict:
         self._changing = {name for one in learning if one in groups for name in groups[one]}
         self._skeleton: Any = None
 
-    def num_bytes(self, which: StateDictPart) -> int:
+    def num_bytes(self, which: WeightSubset) -> int:
         """Size of what `tensors` gives, in the base's own types."""
         if which == "adapter":
             found = list(
@@ -236,7 +234,7 @@ class HfStateDict:
         return sum(blank.numel() * blank.itemsize for blank in found)
 
     @torch.no_grad()
-    def tensors(self, which: StateDictPart, *, keep: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, which: WeightSubset, *, keep: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of `which`. Collective: all ranks iterate; those without `keep` get nothing.
 
         dtype: of floating-point numbers; None = the base's own. A tensor may be the model's own memory.
@@ -252,12 +250,12 @@ class HfStateDict:
                 yield name, full
 
     def _merged_tensors(
-        self, which: StateDictPart, keep: bool, dtype: torch.dtype | None
+        self, which: WeightSubset, keep: bool, dtype: torch.dtype | None
     ) -> Iterator[tuple[str, Tensor]]:
         tensors = self._module.state_dict(keep_vars=True)
         self.converter.reset()
         for part in self._plain if which == "base" else self._merged:
-            if not self._is_included(part, which):
+            if not any(self._includes(which, name) for name in part.names if name in self.converter.groups):
                 continue
             full = {name: full_tensor(tensors[name]) for name in part.sources[: 1 if part.layer is None else None]}
             if not keep:
@@ -269,11 +267,8 @@ class HfStateDict:
                 blank = self.converter.model.get_parameter_or_buffer(name)
                 yield from self.converter.convert([name], _cast(tensor, dtype or blank.dtype))
 
-    def _is_included(self, part: TensorGroup, which: StateDictPart) -> bool:
-        return any(self._includes(which, name) for name in part.names if name in self.converter.groups)
-
-    def _includes(self, which: StateDictPart, name: str) -> bool:
-        """Whether a tensor that is written belongs to `way`."""
+    def _includes(self, which: WeightSubset, name: str) -> bool:
+        """Whether a tensor that is written belongs to `which`."""
         return which in ("all", "base") or (name in self._changing) is (which == "changed")
 
     def _merge_layer(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -362,13 +357,10 @@ def _adapted_layers(module: nn.Module) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     for path, part in module.named_modules():
-        if isinstance(part, BaseTunerLayer | ModulesToSaveWrapper) and not _is_below(path, found):
+        is_adapted = isinstance(part, BaseTunerLayer | ModulesToSaveWrapper)
+        if is_adapted and not any(path.startswith(f"{other}.") for other in found):
             found[path] = part
     return found
-
-
-def _is_below(path: str, others: Sequence[str] | Mapping[str, Any]) -> bool:
-    return any(path.startswith(f"{other}.") for other in others)
 
 
 def _base_prefix(module: nn.Module, inner: Any) -> str:

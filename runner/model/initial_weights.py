@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.fsync_io import sha256
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -47,13 +48,13 @@ class WeightsSource:
         if self.commit is not None:
             found["commit"] = self.commit
         if self.folder is not None:
-            found["config"] = sha256(self.folder.glob("config.json"))
+            found["config"] = files_digest(self.folder.glob("config.json"))
         if self.adapter is not None:
-            found["adapter"] = sha256(sorted(self.adapter.glob("adapter_*")))
+            found["adapter"] = files_digest(sorted(self.adapter.glob("adapter_*")))
         if self.drawn is not None:
             found["drawn"] = self.drawn
         elif self.folder is not None and weights:
-            found["weights"] = sha256(sorted(self.folder.glob("*.safetensors")))
+            found["weights"] = files_digest(sorted(self.folder.glob("*.safetensors")))
         return found
 
     def refuse_lost_tensors(self, key: str) -> None:
@@ -65,12 +66,11 @@ class WeightsSource:
             raise SpecError([Problem(key, text)])
 
 
-def sha256(files: Iterable[Path]) -> str:
+def files_digest(files: Iterable[Path]) -> str:
     """One digest of the names and contents of files."""
     whole = hashlib.sha256()
     for path in files:
-        with path.open("rb") as file:
-            whole.update(f"{path.name} {hashlib.file_digest(file, 'sha256').hexdigest()}\n".encode())
+        whole.update(f"{path.name} {sha256(path)}\n".encode())
     return whole.hexdigest()
 
 
@@ -147,7 +147,11 @@ def load_folder(module: nn.Module, folder: str) -> None:
     module.config._name_or_path = folder  # type: ignore[union-attr]
     if next(module.parameters()).device.type == "meta":
         return
-    _refuse_other_heads(module.config, Path(folder))
+    described = Path(folder) / "config.json"
+    theirs = json.loads(described.read_text()) if described.is_file() else {}
+    _refuse_other_heads(module.config, theirs, folder)
+    layers, own_layers = theirs.get("num_hidden_layers"), getattr(module.config, "num_hidden_layers", None)
+    hint = f"; the folder has {layers} layers, this model {own_layers}" if layers not in (None, own_layers) else ""
     files = sorted(Path(folder).glob("*.safetensors"))
     wanted = dict(module.state_dict(keep_vars=True))
     filled = dict.fromkeys(wanted, 0)  # how many numbers of each were there
@@ -161,14 +165,11 @@ def load_folder(module: nn.Module, folder: str) -> None:
                         part.copy_(tensor)
                         filled[whole] += tensor.numel()
                     elif name not in HEADS:
-                        why = (
-                            f"{name} does not exist in this model "
-                            f"({file.name}){_layer_count_hint(module.config, Path(folder))}"
-                        )
+                        why = f"{name} does not exist in this model ({file.name}){hint}"
                         raise EnvironmentProblem(f"init_from={folder}: {why}")
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
-        more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
-        raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")
+        lacks = f"lacks {len(missing)} of the model's weights, e.g. {missing[0]}{hint}"
+        raise EnvironmentProblem(f"init_from={folder} {lacks}")
     refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
 
 
@@ -187,18 +188,8 @@ def _find_target(name: str, wanted: Mapping[str, Tensor]) -> tuple[str, Tensor |
     return whole, own if kind == "down" else own.chunk(2)[kind == "up"]
 
 
-def _layer_count_hint(config: Any, folder: Path) -> str:
-    """`; it has 4 layers, this model 2`, where the folder says how many and they differ."""
-    described = folder / "config.json"
-    there = json.loads(described.read_text()).get("num_hidden_layers") if described.is_file() else None
-    here = getattr(config, "num_hidden_layers", None)
-    return f"; the folder has {there} layers, this model {here}" if there not in (None, here) else ""
-
-
-def _refuse_other_heads(config: Any, folder: Path) -> None:
+def _refuse_other_heads(config: Any, theirs: Mapping[str, Any], folder: str) -> None:
     """Weights of as many numbers for other heads would load, and be another function."""
-    described = folder / "config.json"
-    theirs = json.loads(described.read_text()) if described.is_file() else {}
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts_per_tok"):
         if (there := theirs.get(name)) not in (None, here := getattr(config, name, None)):
             raise EnvironmentProblem(
@@ -222,9 +213,5 @@ def _dropout_rates(module: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     """Where models keep rates: in dropout modules, or in numbers of their own that are named after it
     (attention_dropout, attn_pdrop, layerdrop, …)."""
     for part in module.modules():
-        names = ["p"] if isinstance(part, _DropoutNd) else [n for n, v in vars(part).items() if _is_dropout_rate(n, v)]
-        yield from ((part, name) for name in names)
-
-
-def _is_dropout_rate(name: str, value: object) -> bool:
-    return "drop" in name and isinstance(value, float)
+        rates = [name for name, value in vars(part).items() if "drop" in name and isinstance(value, float)]
+        yield from ((part, name) for name in (["p"] if isinstance(part, _DropoutNd) else rates))

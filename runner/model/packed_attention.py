@@ -197,12 +197,12 @@ def promote_to_common_dtype(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(wide) for tensor in tensors]
 
 
-def _refuse_ignored_options(module: nn.Module, attention_mask: Tensor | None, options: dict[str, Any]) -> None:
+def refuse_ignored_options(options: dict[str, Any], is_own_mask: bool) -> None:
     """Raise UnsupportedAttention for anything that would otherwise be ignored."""
     unknown = sorted(key for key, value in options.items() if value is not None and key not in IGNORABLE_OPTIONS)
     if unknown:
         raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
-    if attention_mask is not None:
+    if is_own_mask:
         raise UnsupportedAttention("it builds its own attention mask")
 
 
@@ -223,7 +223,7 @@ def packed_attention(
     if "sliding_window" not in options and getattr(getattr(module, "config", None), "sliding_window", None):
         raise UnsupportedAttention("it does not pass its sliding window to the attention function")
     window = options.pop("sliding_window", None)
-    _refuse_ignored_options(module, attention_mask, options)
+    refuse_ignored_options(options, is_own_mask=attention_mask is not None)
     if ragged is None:
         raise UnsupportedAttention("it does not pass keywords to its attention layers")
     if is_causal is False or getattr(module, "is_causal", True) is False:

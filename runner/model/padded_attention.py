@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.interfaces import Decide, DenseAttention
 from runner.model.capability_probe import PROBE_ROWS, dense_objection, is_close
-from runner.model.packed_attention import IGNORABLE_OPTIONS, UnsupportedAttention, promote_to_common_dtype
+from runner.model.packed_attention import UnsupportedAttention, promote_to_common_dtype, refuse_ignored_options
 
 FEATURE = "attention.padded"
 
@@ -94,12 +94,7 @@ def _as_transformers_attention(kernel: DenseAttention) -> Callable[..., tuple[Te
         sliding_window: int | None = None,  # in the mask already
         **options: Any,
     ) -> tuple[Tensor, None]:
-        if unknown := sorted(
-            name for name, said in options.items() if said is not None and name not in IGNORABLE_OPTIONS
-        ):
-            raise UnsupportedAttention(f"its attention uses {', '.join(unknown)}")
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            raise UnsupportedAttention("it builds its own attention mask")
+        refuse_ignored_options(options, is_own_mask=attention_mask is not None and attention_mask.dtype != torch.bool)
         query, key, value = promote_to_common_dtype(query, key, value)
         queries = query.shape[2]
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

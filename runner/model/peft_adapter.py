@@ -5,9 +5,7 @@ base model + adapter_config.json + adapter_model.safetensors ─▶ a peft model
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from runner.core.errors import CheckpointError
+from runner.core.progress_bars import no_peft_warnings
 from runner.model.initial_weights import refuse_nonfinite_weights
 from runner.model.model_folder import ADAPTER_WEIGHTS, read_adapter_config, read_header
 from runner.spec.base import Head
@@ -31,7 +30,7 @@ def attach_adapter(inner: Any, folder: Path, *, head: Head = "lm", name: str = "
 
     read_adapter_config(folder)
     on_meta = next(inner.parameters()).is_meta
-    with quiet_peft(), torch.random.fork_rng(devices=[]):
+    with no_peft_warnings(), torch.random.fork_rng(devices=[]):
         settings: Any = peft.PeftConfig.from_pretrained(str(folder))
         settings.inference_mode = False
         settings.base_model_name_or_path = None  # peft then writes the base that it is attached to
@@ -65,7 +64,7 @@ def _load_weights(module: Any, folder: Path, name: str, own: Collection[str]) ->
             text = f"{key} has {count} rows, but the base's embedding {inner.weight.shape[0]}: it was resized"
             raise _unfit(folder, text)
     try:
-        with quiet_peft():
+        with no_peft_warnings():
             result: Any = peft.set_peft_model_state_dict(module, tensors, adapter_name=name)
     except (RuntimeError, KeyError) as error:
         raise _unfit(folder, " ".join(str(error).split())[:300]) from error
@@ -79,15 +78,6 @@ def _unfit(folder: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"the adapter {folder} does not fit its base: {why}\n  set the base that it was trained on: model.base=FOLDER"
     )
-
-
-@contextmanager
-def quiet_peft() -> Iterator[None]:
-    """Silence peft's warnings of its deprecated calls, ranks of experts, and newer settings."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)
-        yield
 
 
 def merge_into_base(module: Any, inner: nn.Module) -> Any:

@@ -65,7 +65,7 @@ class VisibleRanges:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Some queries and some keys, of which at least a few are seen; `cut`: not all by all."""
+    """Some queries and some keys, of which at least a few are seen; `is_masked`: not all by all."""
 
     queries: slice
     keys: slice
@@ -76,7 +76,7 @@ class AttentionTile:
 class KvTransfer:
     """A rank meets the keys of another, `step` ranks before it.
 
-    given: int64, which of its own keys it gives in turn to the one `step` ranks behind it; keys: int64, the places of
+    sent: int64, which of its own keys it gives in turn to the one `step` ranks behind it; keys: int64, the places of
     those that it meets; tiles: what there is to compute with them
     """
 
@@ -209,13 +209,12 @@ class KvSchedule:
         """Each step, and what of `own` [k, W, ·] of another rank this one meets there, [k, K, ·]."""
         met = own.index_select(1, self.sent[0])
         for step in range(len(self.transfers)):
-            ahead = self._send_block(own, step + 1) if step + 1 < len(self.transfers) else None
+            ahead, then = None, step + 1
+            if then < len(self.transfers):
+                ahead = self._shift(own.index_select(1, self.sent[then]), then, len(self.keys[then]))
             yield step, met
             if ahead is not None:
                 met = _split_heads(ahead.wait(), len(own))
-
-    def _send_block(self, own: Tensor, step: int) -> AsyncAllToAll:
-        return self._shift(own.index_select(1, self.sent[step]), step, len(self.keys[step]))
 
     def send_back(self, found: Tensor, step: int) -> AsyncAllToAll:
         """Give `found` [k, K, ·] back to the rank met in this step, and get the same from who met this one."""

@@ -22,20 +22,19 @@ from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
 from runner.core.progress_bars import no_progress_bar
 from runner.distributed.work_partition import SINGLE_STAGE
-from runner.interfaces import Decide, PipelineStage, VarlenAttention
+from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
 from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
-from runner.model.hf_state_dict import HfStateDict, StateDictPart
+from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
 
 if TYPE_CHECKING:
     from runner.model.checkpointing_and_compile import CompiledLayers
-    from runner.model.context_parallel import CpStyle
 
 T = TypeVar("T")
 
@@ -169,8 +168,9 @@ class TransformersModel:
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
         self.inner.set_attn_implementation(self.default_attention)
-        config, source = self.config, self.weights_source
-        made = type(self)(module, self.tokenizer, config, seed=self.seed, decide=decide, source=source)
+        made = type(self)(
+            module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
+        )
         made._kernel = self._kernel
         return made
 
@@ -204,7 +204,7 @@ class TransformersModel:
         """Whether every row of a batch takes as many places as the longest."""
         return self.layout == "padded"
 
-    def enable_context_parallel(self, group: Any, style: CpStyle) -> None:
+    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None:
         """Compute only a part of every batch's tokens, packed; the ranks of `group` compute the others."""
         from runner.model.context_parallel import ContextParallelGroup
 
@@ -214,8 +214,9 @@ class TransformersModel:
     def transformer_blocks(self) -> list[nn.Module]:
         """The layers of this rank that FSDP gathers one by one, first to last; empty if they are not named."""
         named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.absent_modules
-        kinds = [kind for kind in {type(part) for part in self.inner.modules()} if _class_names(kind) & named]
-        return [part for part in self.inner.modules() if type(part) in kinds and part not in elsewhere]
+        parts = [part for part in self.inner.modules() if part not in elsewhere]
+        # fully_shard derives a class of its own for a layer
+        return [part for part in parts if not named.isdisjoint(kind.__name__ for kind in type(part).__mro__)]
 
     def summon_full_params(self) -> AbstractContextManager[None]:
         """See `FsdpRoot.summon_full_params`."""
@@ -248,6 +249,26 @@ class TransformersModel:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The outputs named in `needs`, differentiable where gradients are enabled; see `_compute_outputs`.
+
+        Raises SpecError for an unknown name.
+        """
+        if needs - self.supported_outputs:
+            wanted, known = ", ".join(sorted(needs - self.supported_outputs)), ", ".join(sorted(self.supported_outputs))
+            text = f"its loss needs the model output {wanted}, which does not exist"
+            raise SpecError([Problem("algorithm", f"{text}; {type(self).__name__} makes {known}")])
+        if not needs:
+            return {}
+        if not self.stage.is_last:
+            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
+        tokens = self.shard_tokens(batch)
+        return self._run_pass(lambda: self._compute_outputs(tokens, needs))
+
+    def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
+        """The outputs of one pass of the backbone, of all ranks that share a batch's tokens."""
+        raise NotImplementedError
+
     def save(self, folder: Path | None) -> None:
         """Write a Hugging Face folder (safetensors, configs, tokenizer) or a PEFT adapter folder.
 
@@ -267,7 +288,7 @@ class TransformersModel:
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
 
     def hf_tensors(
-        self, subset: StateDictPart, *, keep: bool = True, dtype: torch.dtype | None = None
+        self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of a part (see `hf_state_dict`), named as in a Hugging Face or PEFT folder.
 
@@ -279,7 +300,7 @@ class TransformersModel:
         with nullcontext() if self.whole.is_sharded else self.summon_full_params():  # see `save`
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 
-    def hf_tensor_bytes(self, subset: StateDictPart) -> int:
+    def hf_tensor_bytes(self, subset: WeightSubset) -> int:
         """Size of what `hf_tensors` gives in the base's own types."""
         return self._hf_state_dict.num_bytes(subset)
 
@@ -315,10 +336,6 @@ class TransformersModel:
         """The same for the LM head."""
         return torch.float32 if self._compute_dtype and self.config.head_dtype == "float32" else self._compute_dtype
 
-    def _without_compiled_layers(self) -> AbstractContextManager[None]:
-        """Run uncompiled inside the block: cached keys and values would be compiled in every pass."""
-        return nullcontext() if self._compiled is None else self._compiled.run_eagerly()
-
     def _set_mode(self, training: bool) -> None:
         if self.module.training != training:
             self.module.train(training)
@@ -330,12 +347,8 @@ class TransformersModel:
 
     def _backbone(self, tokens: BatchTokens) -> Tensor:
         """The hidden states [W, H] of this rank's tokens of a batch."""
-
-        def forward(**keywords: Any) -> Tensor:
-            hidden: Tensor = self.inner.base_model(use_cache=False, **keywords).last_hidden_state
-            return hidden
-
-        return self._forward_tokens(forward, tokens)
+        base = self.inner.base_model
+        return self._forward_tokens(lambda **keywords: base(use_cache=False, **keywords).last_hidden_state, tokens)
 
     @torch.no_grad()
     def probe_hidden(self) -> Tensor:
@@ -384,14 +397,3 @@ class TransformersModel:
     def _pipeline_placeholder(self, batch: Batch) -> Tensor:
         """An empty tensor [0] of a stage that is not the last; its backward pass begins here."""
         return self._run_pass(lambda: self._backbone(self.shard_tokens(batch)))
-
-    def _refuse_unknown_outputs(self, needs: frozenset[str]) -> None:
-        if needs - self.supported_outputs:
-            wanted, known = ", ".join(sorted(needs - self.supported_outputs)), ", ".join(sorted(self.supported_outputs))
-            text = f"its loss needs the model output {wanted}, which does not exist"
-            raise SpecError([Problem("algorithm", f"{text}; {type(self).__name__} makes {known}")])
-
-
-def _class_names(kind: type) -> set[str]:
-    """The names of a class and of what it is derived from; fully_shard gives a layer a class of its own."""
-    return {one.__name__ for one in kind.__mro__}

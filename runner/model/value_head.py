@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from runner.core.batch import Batch
 from runner.core.errors import EnvironmentProblem, UnsupportedModelError
 from runner.interfaces import Decide
 from runner.model.batch_layout import BatchTokens
@@ -49,33 +48,20 @@ class ScalarHeadModel(TransformersModel):
             )
         self.head: nn.Module = found[0]
 
-    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """The outputs named in `needs`, differentiable where gradients are enabled.
+    def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
+        """See `TransformersModel`.
 
-        scores: [N], of the whole row; values: [T], V(state before ids[t]), 0 at roots; float32 or better. Raises
-        SpecError for an unknown name.
+        scores: [N], of the whole row; values: [T], V(state before ids[t]), 0 at roots; float32 or better.
         """
-        self._refuse_unknown_outputs(needs)
-        if not needs:
-            return {}
-        if not self.stage.is_last:
-            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
-
-        tokens = self.shard_tokens(batch)
-
-        def work() -> dict[str, Tensor]:
-            hidden = self._backbone(tokens)
-            out: dict[str, Tensor] = {}
-            if "scores" in needs:
-                rows, ends = tokens.row_ends()
-                out["scores"] = tokens.scatter_and_sum(self._head_values(tokens, hidden, ends), rows, batch.num_rows)
-            if "values" in needs:
-                places = tokens.predicted_positions()
-                values = self._head_values(tokens, hidden, batch.tokens["parent"][places])
-                out["values"] = tokens.scatter_and_sum(values, places, batch.num_tokens)
-            return out
-
-        return self._run_pass(work)
+        batch, hidden, out = tokens.batch, self._backbone(tokens), dict[str, Tensor]()
+        if "scores" in needs:
+            rows, ends = tokens.row_ends()
+            out["scores"] = tokens.scatter_and_sum(self._head_values(tokens, hidden, ends), rows, batch.num_rows)
+        if "values" in needs:
+            places = tokens.predicted_positions()
+            values = self._head_values(tokens, hidden, batch.tokens["parent"][places])
+            out["values"] = tokens.scatter_and_sum(values, places, batch.num_tokens)
+        return out
 
     def _head_values(self, tokens: BatchTokens, hidden: Tensor, places: Tensor) -> Tensor:
         head: Any = self.head  # beside an adapter it learns in float32 whatever the backbone's type
@@ -91,7 +77,7 @@ class PolicyWithValueHead(CausalLM):
     def __init__(self, module: nn.Module, *arguments: Any, decide: Decide, **options: Any) -> None:
         """See `TransformersModel`. The value head starts at zero, and so do values and their gradient.
 
-        Raises UnfitModel for one whose hidden states cannot be had.
+        Raises UnsupportedModelError for one whose hidden states cannot be had.
         """
         super().__init__(module, *arguments, decide=decide, **options)
         if self.causal.base_model is self.causal:
@@ -110,29 +96,22 @@ class PolicyWithValueHead(CausalLM):
         """What learns of the module, and the value head under the name `value_head`."""
         return {**super().trainable(), "value_head": self.value_head}
 
-    def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
-        """Outputs of `CausalLM.outputs` and values [T], from one pass of the backbone.
+    def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
+        """Outputs of `CausalLM` and values [T], from one pass of the backbone.
 
         Values are read at each token's parent, in units of the reward, float32 or better, 0 at roots. `temperature`
         changes no value; without logprobs and entropy the LM head does not run.
         """
         if "values" not in needs:
-            return super().outputs(batch, needs)
-        self._refuse_unknown_outputs(needs)
-        if not self.stage.is_last:
-            return dict.fromkeys(needs, self._pipeline_placeholder(batch))
-        tokens, scored = self.shard_tokens(batch), bool(needs & {"logprobs", "entropy"})
-        places = tokens.predicted_positions()
-
-        def work() -> dict[str, Tensor]:
-            hidden, made = self._hidden(tokens, scored)
-            states = tokens.values_at(hidden, batch.tokens["parent"][places])
-            found = {"hidden": states, "values": self._values(states)}
-            if scored:
-                found |= zip(("logprobs", "entropy"), self._score(tokens, places, made), strict=True)
-            return {name: tokens.scatter_and_sum(found[name], places, batch.num_tokens) for name in sorted(needs)}
-
-        return self._run_pass(work)
+            return super()._compute_outputs(tokens, needs)
+        batch, places, scored = tokens.batch, tokens.predicted_positions(), bool(needs & {"logprobs", "entropy"})
+        hidden, made = self._hidden(tokens, scored)
+        states = tokens.values_at(hidden, batch.tokens["parent"][places])
+        head: Any = self.whole.value_head
+        found: dict[str, Tensor] = {"hidden": states, "values": head(states)}
+        if scored:
+            found |= zip(("logprobs", "entropy"), self._score(tokens, places, made), strict=True)
+        return {name: tokens.scatter_and_sum(found[name], places, batch.num_tokens) for name in sorted(needs)}
 
     def _hidden(self, tokens: BatchTokens, scored: bool) -> tuple[Tensor, Tensor]:
         """Hidden states [W, H], and the input of `_score`: those, or logits [W, V] where the head is not cut."""
@@ -154,12 +133,6 @@ class PolicyWithValueHead(CausalLM):
         both = self._forward_tokens(forward, tokens)
         size = len(self.value_head)
         return both[:, :size], both[:, size:]
-
-    def _values(self, states: Tensor) -> Tensor:
-        """Values [S] of hidden states [S, H]."""
-        head: Any = self.whole.value_head
-        values: Tensor = head(states)
-        return values
 
 
 class ValueHead(nn.Module):

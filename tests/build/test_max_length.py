@@ -32,6 +32,8 @@ def test_it_is_the_longest_item_and_said(rows: str) -> None:
     spec, decide = resolve("data=file", f"data.path={rows}", "data.truncation=error")
     assert longest_row(spec) == spec.data.max_length == 52  # prompt, completion and end token
     assert "data.max_length: 52 (no item of the data is longer, and the model allows it)" in map(str, decide.entries)
+    _, decide = resolve("data=file", f"data.path={rows}", "data.streaming=true", "steps=1")
+    assert any("2048 (the most that the model allows, as the rows of a stream" in str(e) for e in decide.entries)
     given, _ = resolve("data=file", f"data.path={rows}", "data.max_length=60")
     assert given.data.max_length == 60
 

@@ -144,7 +144,7 @@ def encode_chat(
     """The rows of a conversation, or the words that refuse it."""
     problems = Problems("data.path", "a.jsonl")
     example = ChatExample(SourceLocation("a.jsonl", 1), tuple(messages), 0, tuple(tools))
-    found = ExampleTokenizer(tokenizer, options).encode_examples([example], problems)
+    found = ExampleTokenizer(tokenizer, options).encode([example], problems)
     if problems.count:
         return str(problems.error())
     return found[0].rows if isinstance(found[0], EncodedRows) else [found[0]]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runner.data.chat import TrainOn
 from runner.data.examples import AnswersExample, ChatExample, PromptExample, TextExample
 from runner.data.readers import Problems, SourceLocation
-from runner.data.tokenization import EncodedAnswers, EncodedExample, ExampleTokenizer, encode
+from runner.data.tokenization import EncodedAnswers, EncodedExample, ExampleTokenizer
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 HERE = SourceLocation("a.jsonl", 1)
@@ -25,7 +25,7 @@ THINKING = CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<
 
 def tree(tokenizer: Any, example: PromptExample | AnswersExample) -> EncodedAnswers:
     problems = Problems("data.path", "a.jsonl")
-    rows = encode(ExampleTokenizer(tokenizer, train_on="completion"), [example], problems)
+    rows = ExampleTokenizer(tokenizer, train_on="completion").encode([example], problems)
     problems.raise_if_any()
     [row] = rows
     assert isinstance(row, EncodedAnswers)
@@ -33,7 +33,7 @@ def tree(tokenizer: Any, example: PromptExample | AnswersExample) -> EncodedAnsw
 
 
 def sft(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn) -> EncodedExample:
-    [row] = ExampleTokenizer(tokenizer, train_on=train_on).encode_examples([example], Problems("data.path", "a.jsonl"))
+    [row] = ExampleTokenizer(tokenizer, train_on=train_on).encode([example], Problems("data.path", "a.jsonl"))
     return row
 
 
@@ -107,7 +107,7 @@ def test_a_batch_is_its_rows_one_by_one(tokenizer: Any) -> None:
         for i in range(9)
     ]
     for rows in (asks, pairs):
-        together = encode(ExampleTokenizer(tokenizer, train_on="completion"), rows, Problems("k", "a"))  # type: ignore[arg-type]
+        together = ExampleTokenizer(tokenizer, train_on="completion").encode(rows, Problems("k", "a"))  # type: ignore[arg-type]
         assert together == [tree(tokenizer, row) for row in rows]
 
 
@@ -122,10 +122,8 @@ def test_a_template_that_opens_answers_it_does_not_write_is_refused_and_can_be_a
     problems = Problems("data.path", "a.jsonl")
     both = tuple(ChatExample(SourceLocation("a.jsonl", 3), tuple(chat("a", said)), 1) for said in "bc")
     sound = AnswersExample(HERE, (TextExample(HERE, "a", "b"), TextExample(HERE, "a", "c")))
-    rows = encode(
-        ExampleTokenizer(tokenizer, train_on="completion"),
-        [AnswersExample(SourceLocation("a.jsonl", 3), both), sound],
-        problems,
+    rows = ExampleTokenizer(tokenizer, train_on="completion").encode(
+        [AnswersExample(SourceLocation("a.jsonl", 3), both), sound], problems
     )
     assert [row.place for row in rows] == [HERE]
     assert problems.count == 1  # one row, although neither answer can be told from its prompt

@@ -138,11 +138,11 @@ def test_a_refill_draws_from_an_order_of_its_own(tokenizer: Any, kind: ItemKind)
 
 
 def test_a_wrong_answer_is_seeded() -> None:
-    four = SortTask(4)
+    four = SortTask(DemoConfig())
     assert four.wrong(5031, 0) == four.wrong(5031, 0)
     assert len({four.wrong(5031, seed) for seed in range(40)}) > 10
     assert four.wrong(9999, 0) == "9990"
-    assert {SortTask(2).wrong(10, seed) for seed in range(9)} == {"10"}
+    assert {SortTask(DemoConfig(digits=2)).wrong(10, seed) for seed in range(9)} == {"10"}
 
 
 def test_more_items_than_numbers_is_a_problem_of_the_spec() -> None:
@@ -234,8 +234,9 @@ def test_a_held_out_prompt_is_what_an_environment_is_told(tokenizer: Any, task: 
 
 
 def test_every_question_of_a_small_sum_is_another() -> None:
-    task = SumTask(2, 2)
-    assert len({task.question(n) for n in range(task.space)}) == task.space == 8100
+    config = DemoConfig(task="sum", digits=2)
+    task = SumTask(config)
+    assert len({task.question(n) for n in range(config.num_questions)}) == 8100
 
 
 @pytest.mark.parametrize(
@@ -244,8 +245,11 @@ def test_every_question_of_a_small_sum_is_another() -> None:
         ("algorithm=dpo", r"data\.task: sum is answered in several turns; algorithm=dpo compares completions"),
         ("algorithm=kto", r"data\.task: sum .*type data\.task=sort"),
         ("algorithm=rm", r"data\.task: sum"),
-        ("algorithm=sft data.digits=10", r"data\.terms: 2 numbers of data\.digits=10 are more than 18 digits"),
-        ("algorithm=sft data.digits=2 data.items=9000", r"data\.items: 9000 and .* the 8100 questions of 2 numbers"),
+        ("algorithm=sft data.digits=10", r"data\.digits: 2 numbers of data\.digits=10 are more than 18 digits"),
+        (
+            "algorithm=sft data.digits=2 data.items=9000",
+            r"data\.items: 9000 and .* the 8100 questions of data\.task=sum",
+        ),
         ("algorithm=sft data.task=sort data.terms=3", r"data\.terms: not used with task=sort; it belongs to task=sum"),
     ],
 )

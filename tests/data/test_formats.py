@@ -164,6 +164,7 @@ def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weight
 
 PICTURE = {"messages": TALK, "images": ["cat.png"]}
 PARTS = [{"role": "user", "content": [{"text": "a", "image": "b.png"}]}, TALK[1]]
+OLD_CALL = {"role": "assistant", "content": "let me see", "function_call": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -171,6 +172,7 @@ PARTS = [{"role": "user", "content": [{"text": "a", "image": "b.png"}]}, TALK[1]
     [
         (PICTURE, "column images: only text can be trained on; to train on the text alone, type 'data.rename_columns="),
         ({"messages": PARTS}, "messages[0].content: expected parts of type text, found the keys text, image"),
+        ({"messages": [TALK[0], OLD_CALL]}, "messages[1].function_call: an older form of tool calls"),
     ],
 )
 def test_pictures_are_refused_in_words(row: dict[str, Any], text: str) -> None:

@@ -189,6 +189,11 @@ def test_a_row_of_a_conversation_that_is_too_long_follows_the_rule() -> None:
     tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
     assert [len(i.ids) for i in LengthLimit(15, "error").apply(turns(3, 9), tally, problems)] == [15]
     assert "a.jsonl:7: 21 tokens, above data.max_length=15" in str(problems.error())
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    assert list(LengthLimit(14, "error").apply(turns(3, 9, 5), tally, problems)) == []
+    assert problems.count == 1 and "a.jsonl:7: 21 tokens, above" in str(problems.error()), (
+        "one problem for all branches"
+    )
     tally = TruncationCounts()
     assert len(list(LengthLimit(15, "skip").apply(turns(3, 9), tally, Problems("data.path", "a")))) == 1
     assert (tally.overlong, tally.left_out) == (1, 1)

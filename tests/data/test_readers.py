@@ -178,12 +178,32 @@ def test_a_folder_gives_its_files_in_order_and_names_the_others(tmp_path: Path) 
     assert found.ignored == ("README.md",)
 
 
+def test_a_folder_with_a_split_train_leaves_out_the_other_splits_and_says_so(tmp_path: Path) -> None:
+    names = ("data/train-00000.jsonl", "data/test-00000.jsonl", "dev/a.jsonl", "latest.jsonl", "dataset_info.json")
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(GOOD)
+    found = find_files(str(tmp_path))
+    assert [file.name for file in found.files] == ["train-00000.jsonl", "latest.jsonl"]
+    test = f"test-00000.jsonl of another split than train (data.path={tmp_path}/data/test-00000.jsonl reads it)"
+    assert found.ignored[0] == "dataset_info.json" and found.ignored[1] == test and len(found.ignored) == 3
+    (tmp_path / "data/train-00000.jsonl").unlink()
+    assert len(find_files(str(tmp_path)).files) == 3
+
+
 def test_a_path_where_nothing_is_says_what_is_near(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_bytes(GOOD)
     (tmp_path / "notes.pdf").write_text("x")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no such file or folder; did you mean .*train\.jsonl\?"):
         find_files(str(tmp_path / "trian.jsonl"))
+    for path, hint in (
+        (str(tmp_path / "*.jsonl"), "patterns are not expanded: type the folder"),
+        ("https://example.org/a.jsonl", "only files on this machine are read"),
+        ("openai/gsm8k", "a data set of the hub is data=hub data.path=openai/gsm8k"),
+    ):
+        with pytest.raises(DataError, match=rf"no such file or folder; {hint}"):
+            find_files(path)
     with pytest.raises(DataError, match=r"unsupported file type; expected \.jsonl"):
         find_files(str(tmp_path / "notes.pdf"))
     with pytest.raises(DataError, match="the folder has no data file"):

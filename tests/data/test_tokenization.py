@@ -31,7 +31,7 @@ FORGETFUL = (
 
 def encode(tokenizer: Any, example: TextExample | ChatExample, train_on: TrainOn = "assistant") -> EncodedExample:
     problems = Problems("data.path", "a.jsonl")
-    rows = ExampleTokenizer(tokenizer, train_on=train_on).encode_examples([example], problems)
+    rows = ExampleTokenizer(tokenizer, train_on=train_on).encode([example], problems)
     problems.raise_if_any()
     [row] = rows
     assert isinstance(row, EncodedExample)
@@ -149,7 +149,7 @@ def test_a_template_that_rewrites_history_gives_each_turn_its_own_row() -> None:
     """Each row is what generation sees before the turn, and the turn; what the rows begin with stands once."""
     tokenizer = byte_tokenizer(template=FORGETFUL)
     talk = ChatExample(HERE, tuple(chat("a", "b", "c", "d")))
-    [encoded] = ExampleTokenizer(tokenizer).encode_examples([talk], Problems("data.path", "a"))
+    [encoded] = ExampleTokenizer(tokenizer).encode([talk], Problems("data.path", "a"))
     assert isinstance(encoded, EncodedRows)
     for row, turn, said in zip(encoded.rows, (1, 3), ("b", "d"), strict=True):
         assert learnt(tokenizer, row) == f"<think></think>{said}<|im_end|>"
@@ -167,10 +167,10 @@ def test_a_template_that_rewrites_history_gives_each_turn_its_own_row() -> None:
 
 def test_an_end_that_is_no_special_token_is_noted() -> None:
     tokenizer = byte_tokenizer(template=CHATML.replace("<|im_end|>", "##"))
-    tokeniser = ExampleTokenizer(tokenizer)
-    [row] = tokeniser.encode_examples([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
+    example_tokenizer = ExampleTokenizer(tokenizer)
+    [row] = example_tokenizer.encode([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
     assert learnt(tokenizer, row) == "b##\n"
-    assert tokeniser.notes == {
+    assert example_tokenizer.notes == {
         "the chat template ends an assistant turn without a special token, so its end is not trained"
     }
 
@@ -205,10 +205,10 @@ def test_last_of_plain_text_is_refused(tokenizer: Any) -> None:
 def test_a_tokenizer_without_end_token_is_noted() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    tokeniser = ExampleTokenizer(tokenizer)
-    [row] = tokeniser.encode_examples([TextExample(HERE, None, "ab")], Problems("data.path", "a"))
+    example_tokenizer = ExampleTokenizer(tokenizer)
+    [row] = example_tokenizer.encode([TextExample(HERE, None, "ab")], Problems("data.path", "a"))
     assert len(row.ids) == 2
-    assert "no end-of-sequence token" in "".join(tokeniser.notes)
+    assert "no end-of-sequence token" in "".join(example_tokenizer.notes)
 
 
 def metaspace_tokenizer() -> Any:
@@ -232,9 +232,7 @@ def test_a_batch_is_its_rows_one_by_one(tokenizer: Any) -> None:
     examples: list[TextExample | ChatExample] = [
         ChatExample(HERE, tuple(chat(f"q{i}", "a" * (i % 3 + 1)))) for i in range(20)
     ]
-    assert ExampleTokenizer(tokenizer).encode_examples(examples, Problems("k", "a")) == [
-        encode(tokenizer, e) for e in examples
-    ]
+    assert ExampleTokenizer(tokenizer).encode(examples, Problems("k", "a")) == [encode(tokenizer, e) for e in examples]
 
 
 def test_golden_tokens(tokenizer: Any) -> None:
@@ -248,7 +246,7 @@ def test_golden_tokens(tokenizer: Any) -> None:
     rows = [
         (row.ids, row.loss_mask, row.answer)
         for train_on in ("assistant", "all")
-        for row in ExampleTokenizer(tokenizer, train_on=train_on).encode_examples(examples, Problems("k", "a"))
+        for row in ExampleTokenizer(tokenizer, train_on=train_on).encode(examples, Problems("k", "a"))
     ]
     found = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
     assert (VERSION, found) == (3, "44a2e48f5a269405")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.model import chunked_lm_head
-from runner.model.chunked_lm_head import ALL_IDS
+from runner.model.chunked_lm_head import ALL_IDS, LogitOperands
 
 
 class Largest(TorchDispatchMode):
@@ -66,7 +67,8 @@ def test_gradcheck(bias: bool, tempered: bool) -> None:
     temperature = torch.tensor([0.5, 1.0, 2.0, 0.7, 1.3], dtype=torch.float64) if tempered else None
 
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, None, temperature, ALL_IDS)
+        operands = partial(LogitOperands, compute=None, ids=ALL_IDS, temperature=temperature)
+        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, operands)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
     assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"
