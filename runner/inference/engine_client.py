@@ -170,8 +170,7 @@ class EngineClient:
         if (future := self._calls.get(message.get("returned", ""))) is not None:
             future.set_result(message["value"])
         if (ready := message.get("ready")) is not None:
-            lists = {name: tuple(ready[name]) for name in ("adapters", "stop_token_ids")}
-            self._ready.set_result(EngineInfo(**{**ready, **lists}))
+            self._ready.set_result(EngineInfo.model_validate(ready, strict=False))
         if (error := message.get("error")) is not None:
             self._fail(EngineLost(error, message["exit_code"]))
 
