@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,9 @@ from runner.spec.job import JobSpec
 from runner.tracker.text import print_text
 
 if TYPE_CHECKING:
-    from runner.inference.model_source import ModelSource
+    from runner.inference.engine import SamplingParams
+    from runner.inference.model_source import LoadedModel, ModelSource
+    from runner.inference.torch_engine import TorchEngine
 
 SETTING = re.compile(r"[+~]*(\w+)(?:\.[\w.]*)?=")
 USABLE = re.compile(rf"[+]*(?:device(?:\.\w+)?=|model\.path=|model\.dtype=|{re.escape(TRUST)})")
@@ -189,21 +190,13 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
 
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
-    check_sampling(args)
     source, prompts, settings = resolve_source(args)
-    from runner.inference.model_source import load_source
-    from runner.tracker.text import escape_controls
-
     if args.file:
         prompts += _read_prompts(args.file)
-    if len(source.adapters) > 1:
-        raise UsageError("run chat takes one adapter; run serve supports several by name")
-    loaded = load_source(source, **settings)
-    from runner.core.auto_choices import Decisions
-    from runner.inference.engine import SamplingParams
+    loaded, engine, params = start_engine(args, source, settings)
     from runner.inference.generate import never_stopped, stream_answer
-    from runner.inference.torch_engine import TorchEngine
     from runner.launch.infer_export import prompt_ids
+    from runner.tracker.text import escape_controls
 
     style, asked = loaded.prompt_style, "prompts are plain text"
     if style == "chat":
@@ -213,16 +206,11 @@ def infer(args: Namespace) -> int:
     about = (f"{describe_source(source)}{at}, {asked}", loaded.stop_text())
     print_text("\n".join(filter(None, about)), file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
-    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
-    longest = engine.limits.length_limit
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
     for prompt in prompts or _typed_prompts():
         if several:
             print(shown_as(f"> {prompt}"))
         ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
-        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
-        sampling = partial(SamplingParams, args.temperature, args.top_p or 1.0, seed=args.seed or 0, stop=loaded.stop)
-        params = sampling(max_new_tokens=room, stop_token_ids=loaded.stop_token_ids)
         length = 0
         for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
             length += len(piece)
@@ -231,6 +219,31 @@ def infer(args: Namespace) -> int:
         if not length:
             print("(an empty completion)", file=sys.stderr)
     return 0
+
+
+def start_engine(
+    args: Namespace, source: ModelSource, settings: Mapping[str, Any]
+) -> tuple[LoadedModel, TorchEngine, SamplingParams]:
+    """The model of `run infer` and `run chat`, its engine, and how it is sampled from. Raises UsageError."""
+    check_sampling(args)
+    if len(source.adapters) > 1:
+        raise UsageError(f"run {args.verb} takes one adapter; run serve supports several by name")
+    from runner.inference.model_source import load_source
+
+    loaded = load_source(source, **settings)
+    from runner.core.auto_choices import Decisions
+    from runner.inference.engine import SamplingParams
+    from runner.inference.torch_engine import TorchEngine
+
+    params = SamplingParams(
+        args.temperature,
+        args.top_p or 1.0,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed or 0,
+        stop=loaded.stop,
+        stop_token_ids=loaded.stop_token_ids,
+    )
+    return loaded, TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1), params
 
 
 def _read_prompts(path: Path) -> list[str]:
