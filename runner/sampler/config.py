@@ -273,7 +273,7 @@ class NoSamplerConfig(SamplerConfig):
 class TorchSamplerConfig(SamplingConfig):
     """The model itself, in plain PyTorch; rollouts repeat bit for bit, except with interruptible=true."""
 
-    factory: ClassVar[str] = "runner.sampler.torch:build"
+    factory: ClassVar[str] = "runner.sampler.torch:TorchSampler"
     shares_model: ClassVar[bool] = True
     name: Literal["torch"] = "torch"
     interruptible: bool = Field(

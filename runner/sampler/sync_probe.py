@@ -57,11 +57,10 @@ class SyncProbe:
         for old in [one for one in self._expected if one < version]:
             del self._expected[old]
 
-    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int, name: str = "") -> None:
+    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None:
         """Give a sampler these weights, and once more if it then does not say what the trainer does.
 
-        name: of the sampler, for words. Raises SamplerError if it says something else again, and what `load` and
-        `score` raise.
+        Raises SamplerError if it says something else again, and what `load` and `score` raise.
         """
         for once_more in reversed(range(MAX_LOADS)):
             sampler.load_weights(weights, version)
@@ -69,7 +68,7 @@ class SyncProbe:
             self.last_difference = self.difference(engines, version)
             if self.last_difference <= self.limit:
                 return
-            who = name or self._farthest(engines, version)
+            who = self._farthest(engines, version)
             found = f"{who} differs from the trainer by {self.last_difference:.4g} after the sync of version {version}"
             if once_more:
                 log.warning("%s (sampler.sync_logprob_tolerance=%g): sending the weights again", found, self.limit)
@@ -87,17 +86,18 @@ class SyncProbe:
         Infinite where an answer has not the rows' shape, or is no number.
         """
         wanted = self._expected[version]
-        return max((_difference(scores, wanted) for scores in engines), default=math.inf)
+        return max((mean_difference(scores, wanted) for scores in engines), default=math.inf)
 
     def _farthest(self, engines: Sequence[Scores], version: int) -> str:
         """Words for the engine with the largest difference; engines come in the order of samplers or ranks."""
         if len(engines) < 2:
             return "a sampler"
-        off = [_difference(scores, self._expected[version]) for scores in engines]
+        off = [mean_difference(scores, self._expected[version]) for scores in engines]
         return f"sampler {off.index(max(off))} of 0 to {len(engines) - 1}"
 
 
-def _difference(scores: Scores, wanted: Scores) -> float:
+def mean_difference(scores: Scores, wanted: Scores) -> float:
+    """The mean absolute difference over all rows; infinite for rows of another shape, and where it is no number."""
     if [len(row) for row in scores] != [len(row) for row in wanted]:
         return math.inf
     pairs = list(zip(chain.from_iterable(scores), chain.from_iterable(wanted), strict=True))

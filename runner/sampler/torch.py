@@ -165,8 +165,3 @@ def copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
         raise ValueError(f"these weights do not match the sampler's: {len(differing)} differ, such as {differing[:3]}")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
-
-
-def build(config: TorchSamplerConfig, *, model: GenerativeModel, decide: Decide) -> TorchSampler:
-    """A sampler over `model`."""
-    return TorchSampler(config, model, decide=decide)

@@ -152,11 +152,8 @@ def _words(content: bytes) -> str:
     try:
         found = parse_json(text)
     except ValueError:
-        return _cut_short(" ".join(MARKUP.sub(" ", text).split()))
+        found = " ".join(MARKUP.sub(" ", text).split())
     while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
         found = inner
-    return _cut_short(str(found))
-
-
-def _cut_short(text: str) -> str:
-    return text if len(text) <= SAID else f"{text[:SAID]} …"
+    said = str(found)
+    return said if len(said) <= SAID else f"{said[:SAID]} …"

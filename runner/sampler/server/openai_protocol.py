@@ -27,6 +27,7 @@ from runner.core.errors import EnvironmentProblem
 from runner.sampler.sampling import SamplingRule
 from runner.sampler.server.openai_client import GarbledError, StatusError
 from runner.sampler.server.protocol import InvalidAnswerError
+from runner.sampler.sync_probe import mean_difference
 
 if TYPE_CHECKING:
     from runner.sampler.server.openai_server import OpenAiServer
@@ -163,8 +164,7 @@ class ServerFingerprint:
             return True
         if self.scores is None or now.scores is None:
             return self.scores is not now.scores
-        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
-        return not sum(differences) / len(differences) <= DRIFT
+        return mean_difference([now.scores], [self.scores]) > DRIFT
 
 
 def read_fingerprint(server: OpenAiServer, row: Sequence[int], model: str) -> ServerFingerprint:
