@@ -58,7 +58,10 @@ def http_url(host: str, port: int) -> str:
 
 
 def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int) -> uvicorn.Server:
-    """A uvicorn server of `app`, which `should_exit` ends and no signal; grace_s: for requests in flight then."""
+    """A uvicorn server of `app`, which `should_exit` ends, and no signal.
+
+    grace_s: seconds that requests in flight have then
+    """
     protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits, "clients": Counter[str]()})
     config = uvicorn.Config(
         _LimitBodies(app, limits),

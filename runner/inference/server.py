@@ -106,9 +106,10 @@ class Admission:
 
 
 async def run_server(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> None:
-    """Load the model and answer until a signal, then finish what is in flight; a second signal ends at once.
+    """Load the model and answer until a signal; then finish what is in flight.
 
-    Raises Interrupted after a signal, and what the engine failed with once its requests have been answered with 500.
+    A second signal ends at once. Raises Interrupted after a signal, and what the engine failed with once its requests
+    have been answered with 500.
     """
     received, loop = list[int](), asyncio.get_running_loop()
     server: uvicorn.Server | None = None

@@ -97,7 +97,7 @@ class SyncProbe:
 
 
 def mean_difference(scores: Scores, wanted: Scores) -> float:
-    """The mean absolute difference over all rows; infinite for rows of another shape, and where it is no number."""
+    """The mean absolute difference; infinite for rows of another shape, and where it is no number."""
     if [len(row) for row in scores] != [len(row) for row in wanted]:
         return math.inf
     pairs = list(zip(chain.from_iterable(scores), chain.from_iterable(wanted), strict=True))

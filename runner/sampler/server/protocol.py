@@ -1,4 +1,4 @@
-r"""The protocol of a trainer and its rollout servers: a JSON header and arrays of numbers in one HTTP body.
+r"""The protocol of a trainer and its rollout servers: a JSON header and arrays in one HTTP body.
 
     safetensors of   "header": {"version": 7, "digest": …} as UTF-8   "0", "1", …: the arrays
 

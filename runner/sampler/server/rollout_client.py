@@ -108,7 +108,10 @@ class ServerClient:
     def __init__(
         self, index: int, folder: Path, token: str, limits: AnswerLimits, metrics: PoolMetrics, *, silence_s: float
     ) -> None:
-        """folder: of endpoint files and logs; silence_s: without a byte, after which a server counts as stopped."""
+        """A server of the job in `folder`, where endpoint files and logs are.
+
+        silence_s: without a byte, after which a server counts as stopped
+        """
         self._name, self._path = f"sampler {index}", endpoint_path(folder, index)
         self._limits, self._metrics = limits, metrics
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
