@@ -95,7 +95,7 @@ class Admission:
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # not the path, of which there may be any number
-                self._served.requests[getattr(route, "path", "other"), message["status"]] += 1
+                self._served.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
             await send(message)
 
         self._running += 1

@@ -91,7 +91,6 @@ class CompletionAnswer:
 
     ids: list[Any]
     logprobs: list[Any]
-    finish: str | None
     stopped_by: str | None
 
 
@@ -119,7 +118,6 @@ def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
     return CompletionAnswer(
         ids=_ids(choice, logprobs),
         logprobs=[None if value == NO_LOGPROB else value for value in logprobs["token_logprobs"]],
-        finish=choice.get("finish_reason"),
         stopped_by=reason if isinstance(reason, str) else None,
     )
 
