@@ -81,7 +81,7 @@ def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int) -> uvicorn.Se
 class _ServerWithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to whoever started it."""
+        """Install no signal handlers: those of the process stay."""
         yield
 
 

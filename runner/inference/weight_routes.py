@@ -5,8 +5,8 @@
     POST /v1/unload_lora_adapter  {"lora_name": NAME}
     POST /reset_prefix_cache      nothing is kept of older weights
 
-They exist with weight_updates=true, behind a key: whoever has it can replace the model by any folder that the server
-reads. They work between requests only.
+They exist with weight_updates=true only, and need the key: a client that has it can replace the model by any folder
+that the server can read. They work between requests only.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 
-It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
-kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
-some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
-0.12), and weights that are a step old cannot be distinguished from that: `runner.core.tolerance` has the limits.
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, in another layout,
+under another name). Such an error is of the order of nats. In bfloat16 correct engines differ, too: log-probabilities
+of unlikely ids differ by some 0.1 by rounding alone (measured with 12 and 24 layers, random weights, logits that spread
+by 2 to 3.5: 0.04 to 0.12). Weights that are a step old cannot be distinguished from that. `runner.core.tolerance` has
+the limits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from runner.interfaces import Sampler
 log = logging.getLogger("runner")
 
 ROWS, TOKENS = 4, 16
-MAX_LOADS = 2  # before it is given up
+MAX_LOADS = 2  # of one version
 
 Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
 
@@ -49,7 +50,7 @@ class SyncProbe:
         return cls(draws.integers(0, vocabulary, (ROWS, TOKENS)).tolist(), limit)
 
     def expect(self, version: int, scores: Scores) -> None:
-        """What the trainer says of the rows with these weights."""
+        """Record the trainer's log-probabilities of the rows with these weights."""
         self._expected[version] = scores
 
     def drop_below(self, version: int) -> None:
@@ -58,9 +59,9 @@ class SyncProbe:
             del self._expected[old]
 
     def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None:
-        """Give a sampler these weights, and once more if it then does not say what the trainer does.
+        """Load these weights into a sampler, and once more if it then differs from the trainer.
 
-        Raises SamplerError if it says something else again, and what `load` and `score` raise.
+        Raises SamplerError if they differ again, and what `load_weights` and `score` raise.
         """
         for once_more in reversed(range(MAX_LOADS)):
             sampler.load_weights(weights, version)

@@ -1,4 +1,4 @@
-"""Build the sampler of a running server: check who it is and what its log-probabilities mean."""
+"""Build the sampler of a running server: check its model, and what its log-probabilities mean."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from runner.sampler.server.openai_protocol import FIX, LogprobsMode, detect_logp
 from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.server.openai_server import OpenAiServer
 
-UNTOLD = "/metrics has no process start time: a restart with nearly the same weights is not detected"
-UNSENT = "sampler.weight_sync=none sends no weights: it samples with the weights that it was started with"
+NO_START_TIME = "/metrics has no process start time: a restart with nearly the same weights is not detected"
+NO_WEIGHTS = "sampler.weight_sync=none sends no weights: it samples with the weights that it was started with"
 
 
 def build(
@@ -25,9 +25,9 @@ def build(
 ) -> OpenAiSampler:
     """A sampler that sends requests to the server at config.url.
 
-    folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
-    the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
-    where this server cannot be used, SamplerError where none answers.
+    folder: an empty one, which the sampler removes, for the configs of the model; recomputed: the log-probabilities
+    that the server reports are compared only. Raises SpecError and EnvironmentProblem where this server cannot be
+    used, SamplerError where none answers.
     """
     with ExitStack() as undone:
         undone.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -38,12 +38,14 @@ def build(
         server = OpenAiServer(OpenAiClient(config.url, key, config.retries), config.model, config.patience_s)
         rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
         decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
-        if not server.tells:
-            decide.record_fact("sampler restarts", "detected only by its log-probabilities of fixed tokens", UNTOLD)
+        if not server.reports_start:
+            decide.record_fact(
+                "sampler restarts", "detected only by its log-probabilities of fixed tokens", NO_START_TIME
+            )
         mode = detect_logprobs_mode(server, vocabulary)
         _check_logprobs(mode, server, rule, recomputed, decide)
         if config.weight_sync == "none":
-            decide.record_fact("sampler weights", "not the trainer's", UNSENT)
+            decide.record_fact("sampler weights", "not the trainer's", NO_WEIGHTS)
         else:
             model.save_configs(folder)
         sampler = OpenAiSampler(config, server, rule, model, folder, reports_raw=reports_raw(mode, rule))

@@ -1,11 +1,11 @@
 """The sampler of a running server: one request per completion, so that each has its own seed.
 
-    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
+    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut at our stop criteria
                                                                                           │
-    the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
+    has the server still these weights?  ◀──────────────────── fingerprint after each call┘   no: load, sample again
 
-A server that was restarted has the weights that it was started with, and says nothing of it. It is known by the
-time at which its process began, and by what it says of a fixed row of tokens.
+A server that was restarted has the weights that it was started with, and does not report that. Its fingerprint is the
+time at which its process began, and its log-probabilities of a fixed row of tokens.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LostAdapterError(Exception):
 
 
 class OpenAiSampler:
-    """Draws rollouts from a server; see `Sampler` for what its methods do."""
+    """Samples rollouts from a server; see `Sampler` for its methods."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class OpenAiSampler:
             self._longest = server.longest, "the server's --max-model-len"
         self._folder, self._reports_raw = folder, reports_raw
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
-        self._naps, self._asleep, self._sends = config.sleep, False, config.weight_sync != "none"
+        self._sleeps, self._asleep, self._sends_weights = config.sleep, False, config.weight_sync != "none"
         self._version = 0
         self._weights: StoredWeights | None = None
         self._metrics = PoolMetrics()
@@ -92,7 +92,7 @@ class OpenAiSampler:
 
         Raises SamplerError if it refuses them, StorageError if they cannot be written.
         """
-        if not self._sends:
+        if not self._sends_weights:
             return
         if not isinstance(weights, StoredWeights):
             raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
@@ -121,7 +121,7 @@ class OpenAiSampler:
         return found
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`; whatever is behind the address counts as one engine."""
+        """See `Sampler`; the server counts as one engine."""
         self._wake()
         return [[self._score_row(row) for row in rows]]
 
@@ -132,15 +132,15 @@ class OpenAiSampler:
 
     def release_memory(self) -> None:
         """With sampler.sleep it sleeps until the next request."""
-        if self._naps and not self._asleep:
+        if self._sleeps and not self._asleep:
             self._server.sleep()
             self._asleep = True
 
     def close(self) -> None:
-        """End what is under way, and remove what was written; the server keeps running."""
+        """Cancel running requests, and remove what was written; the server keeps running."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._server.part()
-        with ExitStack() as ends:  # each of them, whatever comes of the others
+        self._server.shorten_timeouts()
+        with ExitStack() as ends:  # each of them, also where another one fails
             ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
             ends.callback(self._pool.shutdown)
             ends.callback(self._server.client.close)
@@ -157,7 +157,7 @@ class OpenAiSampler:
         return read_fingerprint(self._server, self._fixed_row, self._sync.model)
 
     def _resync(self) -> None:
-        """Give the server the weights again that it has lost."""
+        """Send the server the weights again that it has lost."""
         if self._weights is None:
             text = "has other weights than at the start of the run, but sampler.weight_sync=none sends none"
             raise SamplerError(f"{self._server} {text}; start it with the same weights, then type: run resume")

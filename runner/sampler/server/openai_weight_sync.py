@@ -1,10 +1,10 @@
-"""How a server gets the trainer's weights: not at all, by an adapter, or by reading all of them again.
+"""Send the trainer's weights to a running server: none, an adapter, or all of them.
 
     load(weights, version) ─▶ a folder that the server can read ─▶ it receives the path ─▶ the folder before is removed
 
-Each load has a name and a folder of its own, so that no cache of the server's takes new weights for old ones. Where the
-server is on this machine that folder is on the shelf, whose files are linked, not copied, and which no end of a run
-leaves behind. In another one a run always has the same place, and clears it before its first load.
+Each load has a name and a folder of its own, so that no cache of the server confuses new weights with old ones. For a
+server on this machine the folder is in the weight store: its files are linked, not copied, and removed however a run
+ends. Below sampler.folder a run always uses the same folder, and clears it before its first load.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ requests ──groups, balanced by tokens──▶ one task for each server ─�
                                            │ it holds other weights: it loads them, and gets the same requests again
                                            └ no answer (dead, stopped): its successor gets them, with the same seeds
 
-Requests carry their seeds, so that a step's answers are the same bytes whoever gives them, and however often.
+Requests carry their seeds, so that a step's answers are the same bytes from every server, also when repeated.
 """
 
 from __future__ import annotations
@@ -114,9 +114,9 @@ class SamplerPool:
         self._on_each([client.release for client in self._clients])
 
     def close(self) -> None:
-        """Stop sending; whoever waits for an answer in another thread gets SamplerError at once.
+        """Cancel running requests; a thread that waits for an answer gets SamplerError at once.
 
-        The servers keep running: they belong to the launcher, or to others.
+        The servers keep running: the launcher ends them.
         """
         self._runner.cancel()
 

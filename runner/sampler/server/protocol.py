@@ -101,7 +101,7 @@ class ServerError:
 
     @classmethod
     def from_exception(cls, error: Exception) -> ServerError:
-        """As it is sent; of an error that has no words for users, the class and the first line."""
+        """As it is sent; of an error that is not made for users, the class and the first line."""
         first = (str(error).splitlines() or [""])[0]
         text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {first}"
         torch = sys.modules.get("torch")

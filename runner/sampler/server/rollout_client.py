@@ -171,7 +171,7 @@ class ServerClient:
         return found
 
     async def release(self, deadline: float) -> None:
-        """Have it give up memory that it can do without."""
+        """Make the server free memory that it does not need now."""
         reply = await self._post(RELEASE, encode({}), deadline)
         if reply.error is not None:
             raise reply.error.to_exception(str(self))

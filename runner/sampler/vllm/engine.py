@@ -37,7 +37,7 @@ KEPT_PREFIXES = ("VLLM_", "TRITON_", "ASCEND_CUSTOM_OPP_PATH")
 
 @contextmanager
 def allow_nondeterminism() -> Iterator[None]:
-    """While an engine computes: any kernel will do, as its draws are recorded and not repeated."""
+    """Allow any kernel while an engine computes: its samples are recorded, not repeated."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:

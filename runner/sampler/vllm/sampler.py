@@ -1,6 +1,6 @@
 """The sampler whose answers a vLLM engine writes.
 
-    requests ──prompts, a seed each──▶ engine ──ids, log-probabilities of what was drawn from──▶ rollouts
+    requests ──prompts, a seed each──▶ engine ──ids, log-probabilities of the sampled distribution──▶ rollouts
 
 A request's tokens are a function of weights, prompt and seed up to rounding, which depends on what else is in work.
 """
