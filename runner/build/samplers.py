@@ -88,7 +88,7 @@ def _sampler(
 def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
     assert isinstance(spec.sampler, SamplingConfig)  # or nothing would be sampled
     count, vocab_size = spec.launch.samplers // spec.sampler.cards(), policy.limits().vocab_size
-    return SamplerPool.of_job(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
+    return SamplerPool(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
 
 
 def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:

@@ -10,7 +10,9 @@ import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
@@ -116,6 +118,7 @@ async def request(
         sent["Content-Length"] = str(body.stat().st_size)  # otherwise it is sent in chunks, which are slower to read
     connect_s = None if silence_s is None else min(CONNECT_S, silence_s)
     async with (
+        AsyncExitStack() as ends,
         asyncio.timeout(silence_s) as silence,
         ClientSession(
             timeout=ClientTimeout(timeout_s, sock_connect=connect_s), headers=sent, trust_env=proxies
@@ -123,7 +126,10 @@ async def request(
         session.request(
             method,
             URL(url, encoded=True),
-            data=_file_blocks(body, silence, silence_s) if isinstance(body, Path) else body,
+            # a file is opened here: aiohttp may drop a generator without closing it
+            data=_file_blocks(ends.enter_context(body.open("rb", buffering=0)), silence, silence_s)
+            if isinstance(body, Path)
+            else body,
             allow_redirects=False,
         ) as response,
     ):
@@ -136,11 +142,10 @@ async def request(
         return response.status, bytes(content)
 
 
-async def _file_blocks(path: Path, silence: asyncio.Timeout, silence_s: float | None) -> AsyncIterator[bytes]:
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(UPLOAD_BYTES):
-            _extend(silence, silence_s)
-            yield block
+async def _file_blocks(file: FileIO, silence: asyncio.Timeout, silence_s: float | None) -> AsyncIterator[bytes]:
+    while block := file.read(UPLOAD_BYTES):
+        _extend(silence, silence_s)
+        yield block
 
 
 def _extend(silence: asyncio.Timeout, silence_s: float | None) -> None:

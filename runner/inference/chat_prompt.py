@@ -28,7 +28,7 @@ def render_chat(
 ) -> ChatPrompt:
     """The prompt of a conversation; control tokens inside messages are text.
 
-    Raises DataError for one that the template refuses, or of which it leaves words out.
+    Raises DataError for one that the template refuses, or of which it omits a part.
     """
     if not messages:
         raise DataError("messages is empty; at least one message is needed")

@@ -15,6 +15,8 @@ from dataclasses import asdict, replace
 from itertools import count
 from typing import Any
 
+from prometheus_client import Counter
+
 from runner.core.errors import DataError, DeadlineExceeded, RunnerError
 from runner.core.subprocess import READ_BYTES, JsonLines
 from runner.inference.engine import GenerationRequest, TokenEvent, TokenScore
@@ -45,7 +47,7 @@ class EngineClient:
         self._newest = time.monotonic()  # when the engine last sent something, or had nothing to do
         self.failure: RunnerError | None = None  # why no request can be answered any more
         self.failed = asyncio.Event()
-        self.tokens_generated = self.weight_version = 0
+        self.tokens_generated, self.weight_version = Counter("run_generation_tokens", "New tokens", registry=None), 0
 
     @classmethod
     async def connect(cls, reading: int, writing: int, **options: Any) -> EngineClient:
@@ -156,7 +158,8 @@ class EngineClient:
     def _dispatch(self, message: dict[str, Any]) -> None:
         for one in message.get("events", ()):
             event = decode_event(one)
-            self.tokens_generated, self.weight_version = self.tokens_generated + 1, event.weight_version
+            self.tokens_generated.inc()
+            self.weight_version = event.weight_version
             if (queue := self._queues.get(event.request_id)) is not None:  # or it was cancelled meanwhile
                 queue.put_nowait(event)
                 if event.finish_reason is not None:
@@ -170,8 +173,7 @@ class EngineClient:
         if (future := self._calls.get(message.get("returned", ""))) is not None:
             future.set_result(message["value"])
         if (ready := message.get("ready")) is not None:
-            lists = {name: tuple(ready[name]) for name in ("adapters", "stop_token_ids")}
-            self._ready.set_result(EngineInfo(**{**ready, **lists}))
+            self._ready.set_result(EngineInfo.model_validate(ready, strict=False))
         if (error := message.get("error")) is not None:
             self._fail(EngineLost(error, message["exit_code"]))
 

@@ -11,20 +11,21 @@ The front end holds the other ends of stdin and stdout. This process ends when t
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
 from runner.inference.model_source import ModelSource, load_source, parse_source
+from runner.spec.base import Config
 
 if TYPE_CHECKING:
     from runner.interfaces import GenerativeModel
@@ -33,8 +34,7 @@ IDLE_WAIT_S = 3600.0
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
+class EngineSettings(Config):
     """What the process loads and how it runs it.
 
     source, checkpoint, base, adapters: see `parse_source`; device: its name, None = the source's own
@@ -44,17 +44,16 @@ class EngineSettings:
     checkpoint: int | Literal["best", "last"] = "last"
     base: str | None = None
     adapters: tuple[str, ...] = ()
-    device: str | None = None
+    device: str | None = Field(None, min_length=1)
     trust_remote_code: bool = False
-    max_num_seqs: int = 32
+    max_num_seqs: int = Field(32, ge=1, le=4096)
 
     def parse(self) -> ModelSource:
         """The model that is meant. Raises EnvironmentProblem where there is none."""
         return parse_source(self.source, checkpoint=self.checkpoint, base=self.base, adapters=self.adapters)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineInfo:
+class EngineInfo(Config):
     """What the front end has to know of a loaded model.
 
     adapters: names that a request may choose; length_limit: most tokens of prompt and answer; step: of a run's
@@ -67,7 +66,7 @@ class EngineInfo:
     vocab_size: int
     length_limit: int | None
     step: int | None
-    chat_kwargs: dict[str, bool | int | float | str] = field(default_factory=dict)
+    chat_kwargs: dict[str, bool | int | float | str]
 
 
 class EngineHost:
@@ -254,9 +253,9 @@ def main(settings: str, folder: str) -> int:
     log.setLevel(logging.INFO)
 
     def work() -> None:
-        parsed = EngineSettings(**json.loads(settings))
+        parsed = EngineSettings.model_validate_json(settings)
         host, info = load_engine(parsed, Path(folder))
-        lines.send({"ready": asdict(info)})
+        lines.send({"ready": info.model_dump()})
         host.run(lines)
 
     return _run_and_report(lines, work)

@@ -25,8 +25,13 @@ def stream_answer(
     """Yield the text of one answer in parts, never half a character.
 
     A caller that stops listening cancels the request, and so does `is_stopped`, which is called before each token.
-    Raises DataError for a prompt that cannot be answered.
+    The answer has fewer tokens than `params` says where the model has no room. Raises DataError for a prompt that
+    cannot be answered.
     """
+    if (limit := engine.limits.length_limit) is not None:
+        if limit[0] <= len(prompt_ids):
+            raise DataError(f"the prompt has {len(prompt_ids)} tokens, and {limit[1]}")
+        params = replace(params, max_new_tokens=min(params.max_new_tokens, limit[0] - len(prompt_ids)))
     request = GenerationRequest(f"answer-{next(_ids)}", tuple(prompt_ids), params)
     text = TextStream(
         lambda ids: str(tokenizer.decode(ids)), hidden_token_ids(tokenizer, engine.limits.stop_token_ids), params.stop
@@ -54,7 +59,7 @@ def never_stopped() -> bool:
 class Conversation:
     """A chat with a model: what was said, and what is said next.
 
-    max_new_tokens: of one answer, fewer where the model has no room; messages: system prompt first, if there is one
+    messages: system prompt first, if there is one
     """
 
     engine: Engine
@@ -79,25 +84,16 @@ class Conversation:
         asked = [*self.messages, {"role": "user", "content": text}]
         prompt = render_chat(self.renderer, asked)
         turn = sum(message["role"] == "assistant" for message in asked)
-        room = self._room(len(prompt.ids))
-        params = replace(self.params, max_new_tokens=room, seed=self.params.seed + turn)
+        params = replace(self.params, seed=self.params.seed + turn)
         parts, said = ChatAnswer(tools=False, is_thinking=prompt.is_thinking), list[str]()
-        pieces = stream_answer(self.engine, self.renderer.tokenizer, prompt.ids, params, is_stopped)
-        for piece in pieces:
-            yield from self._collect(parts.push(piece), said)
+        try:
+            for piece in stream_answer(self.engine, self.renderer.tokenizer, prompt.ids, params, is_stopped):
+                yield from self._collect(parts.push(piece), said)
+        except DataError as error:
+            raise DataError(f"{error}; /reset starts a new one") from error
         yield from self._collect(parts.close(), said)
         self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
 
     def _collect(self, parts: Sequence[tuple[Part, str]], said: list[str]) -> Sequence[tuple[Part, str]]:
         said += [piece for part, piece in parts if part == "content"]
         return parts
-
-    def _room(self, prompt_tokens: int) -> int:
-        limit = self.engine.limits.length_limit
-        room = (
-            self.params.max_new_tokens if limit is None else min(self.params.max_new_tokens, limit[0] - prompt_tokens)
-        )
-        if room < 1:
-            assert limit is not None
-            raise DataError(f"the conversation has {prompt_tokens} tokens, and {limit[1]}; /reset starts a new one")
-        return room

@@ -1,7 +1,7 @@
 """Serve an ASGI application by uvicorn, with limits and a token check that uvicorn does not have.
 
-listen(host, port) ─▶ socket ─▶ make_server(app, limits).run(sockets=[socket])     in this thread, until SIGTERM
-                             └▶ serve_in_thread(app, socket, limits)               beside a thread that computes
+listen(host, port) ─▶ socket ─▶ make_server(app, limits).serve([socket])     in this thread's event loop
+                             └▶ serve_in_thread(app, socket, limits)         beside a thread that computes
 """
 
 from __future__ import annotations
@@ -57,13 +57,10 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(
-    app: ASGIApp, limits: HttpLimits, *, grace_s: int | None = None, handles_signals: bool = True
-) -> uvicorn.Server:
-    """A uvicorn server of `app`.
+def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int) -> uvicorn.Server:
+    """A uvicorn server of `app`, which `should_exit` ends, and no signal.
 
-    grace_s: seconds that requests in flight have once it is to end; None = no bound; handles_signals: whether SIGINT
-    and SIGTERM end it, or only `should_exit`
+    grace_s: seconds that requests in flight have then
     """
     protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits, "clients": Counter[str]()})
     config = uvicorn.Config(
@@ -78,13 +75,13 @@ def make_server(
         server_header=False,
         timeout_graceful_shutdown=grace_s,
     )
-    return uvicorn.Server(config) if handles_signals else _ServerWithoutSignals(config)
+    return _ServerWithoutSignals(config)
 
 
 class _ServerWithoutSignals(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to whoever started it."""
+        """Install no signal handlers: those of the process stay."""
         yield
 
 
@@ -105,7 +102,7 @@ class TokenCheck:
     """ASGI middleware: answers 401 without `Authorization: Bearer TOKEN`. open_paths need no token."""
 
     def __init__(self, app: ASGIApp, token: str, open_paths: frozenset[str] = frozenset()) -> None:
-        self._app, self._expected, self._open_paths = app, bearer(token).encode(), open_paths
+        self._app, self._expected, self._open_paths = app, f"Bearer {token}".encode(), open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or refuse it."""
@@ -116,11 +113,6 @@ class TokenCheck:
         text = "the token is missing or wrong; send the header Authorization: Bearer TOKEN"
         refusal = error_response(401, text, "authentication_error", code="invalid_api_key")
         await refusal(scope, receive, send)
-
-
-def bearer(token: str) -> str:
-    """The Authorization header's value."""
-    return f"Bearer {token}"
 
 
 def error_response(

@@ -1,4 +1,4 @@
-"""A model that somebody has, by one notation that every verb and option takes, and how it is loaded.
+"""Find a model by the one notation that every verb and option takes, and load it.
 
 text ─parse_source─▶ ModelSource ─load_source─▶ LoadedModel        parsing imports no torch
 
@@ -56,7 +56,7 @@ class AdapterSource:
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model that somebody has.
+    """Where a model is.
 
     text: as typed; name: what clients call it; path: the run's folder, the model's folder or its hub id; with
     `adapters`, that of their base; checkpoint: of a run; base: where a run's model.path lies now, None = where it was.

@@ -73,7 +73,7 @@ class _Answer:
     async def generate(self) -> AsyncGenerator[tuple[Choice, str, TokenEvent], None]:
         """Every new token, with the text that it adds to its choice."""
         served, start, is_first = self.served, time.monotonic(), True
-        served.count_prompts(self.requests)
+        served.prompt_tokens.inc(sum(len(request.prompt_ids) for request in self.requests))
         if not self.requests:
             return
         async with served.client.open(self.requests) as events:

@@ -7,9 +7,10 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from runner.core.errors import RunnerError
@@ -34,7 +35,7 @@ async def while_connected(served: ServedModel, request: Request, work: Coroutine
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks[0].done():
             return tasks[0].result()
-        served.cancelled += 1
+        served.cancelled.inc()
         raise ClientDisconnect
     finally:
         for task in tasks:
@@ -53,7 +54,7 @@ def event_stream(served: ServedModel, chunks: AsyncGenerator[Json, None]) -> Str
             content = bytes(error_response(500, str(error)).body).decode()
             yield f"data: {content}\n\n"
         except asyncio.CancelledError:
-            served.cancelled += 1
+            served.cancelled.inc()
             raise
         finally:
             await chunks.aclose()
@@ -121,7 +122,7 @@ def openai_routes(served: ServedModel) -> list[Route]:
         return JSONResponse({"status": "ok"})
 
     async def metrics(request: Request) -> Response:
-        return PlainTextResponse(served.metrics_text(), media_type="text/plain; version=0.0.4")
+        return Response(generate_latest(served.registry), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     return [
         Route("/v1/models", models),

@@ -140,9 +140,9 @@ class RolloutServer:
             raise HTTPException(400, f"size and mtime_ns are required: {error}") from error
         handle, received = os.memfd_create("weights"), 0
         try:
-            async for block in request.stream():
-                received += len(block)
-                _write(handle, block)
+            with open(handle, "wb", closefd=False) as memory:
+                async for block in request.stream():
+                    received += memory.write(block)
             if received != file.size:
                 raise HTTPException(400, f"{received} of {file.size} bytes arrived")
             if self._received.setdefault(file, handle) == handle:
@@ -284,9 +284,3 @@ def _http_error(_: Request, error: Exception) -> Response:
     response = error_response(error.status_code, error.detail)
     response.headers["Connection"] = "close"
     return response
-
-
-def _write(handle: int, block: bytes) -> None:
-    content = memoryview(block)
-    while content:
-        content = content[os.write(handle, content) :]

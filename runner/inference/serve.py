@@ -7,36 +7,23 @@ engine=vllm    this process: supervision                 ─────▶ chil
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import secrets
 import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import warnings
-from collections.abc import Coroutine
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from runner.core.errors import EnvironmentProblem, Interrupted
-from runner.core.subprocess import ChildProcess
-from runner.inference.engine_process import EngineInfo, EngineSettings
+from pydantic import Field
+
+from runner.core.errors import EnvironmentProblem
+from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, source_spec
-
-if TYPE_CHECKING:
-    from runner.inference.served_model import ServedModel
+from runner.spec.base import Config
 
 EngineName = Literal["auto", "torch", "vllm"]
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-@dataclass(frozen=True, slots=True)
-class ServeSettings:
+class ServeSettings(Config):
     """Settings of `run serve`.
 
     engine: auto = vLLM where it is installed and the device is no CPU
@@ -47,10 +34,10 @@ class ServeSettings:
     """
 
     engine: EngineName = "auto"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    grace_s: float = 30.0
-    start_timeout_s: float = 1800.0
+    host: str = Field("127.0.0.1", min_length=1)
+    port: int = Field(8000, ge=0, le=65535)
+    grace_s: float = Field(30.0, gt=0)
+    start_timeout_s: float = Field(1800.0, gt=0)
     logprobs_mode: Literal["raw", "processed"] = "raw"
     weight_updates: bool = False
     vllm_options: tuple[str, ...] = ()
@@ -77,7 +64,7 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
         )
     source = model.parse()
     if source.kind == "run":  # which run is latest is decided once
-        model = replace(model, source=source.path)
+        model = model.model_copy(update={"source": source.path})
     if _choose_engine(source, model.device, settings) == "vllm":
         from runner.inference.vllm_process import serve_vllm
 
@@ -123,79 +110,7 @@ def _serve_torch(model: EngineSettings, settings: ServeSettings, api_key: str | 
     from runner.inference.http import listen
 
     listen(settings.host, settings.port).close()  # that it can be had is known before the model is loaded
-    asyncio.run(_run_server(model, settings, api_key))
+    from runner.inference.server import run_server
+
+    asyncio.run(run_server(model, settings, api_key))
     return 0
-
-
-async def _run_server(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> None:
-    from runner.inference.http import listen
-    from runner.inference.server import serve_http
-
-    async with AsyncExitStack() as ends:
-        served = await _until_signal(_start_engine(model, settings, ends))
-        listener = ends.enter_context(listen(settings.host, settings.port))
-        ready = partial(_print_ready, served.info, replace(settings, port=listener.getsockname()[1]), api_key)
-        await serve_http(
-            served,
-            listener,
-            grace_s=settings.grace_s,
-            api_key=api_key,
-            weight_updates=settings.weight_updates,
-            on_ready=ready,
-        )
-
-
-async def _start_engine(model: EngineSettings, settings: ServeSettings, ends: AsyncExitStack) -> ServedModel:
-    """The model, loaded in a child process that ends with `ends`."""
-    from runner.inference.engine_client import EngineClient
-    from runner.inference.served_model import ServedModel
-
-    folder = Path(tempfile.gettempdir(), f"run-serve-{secrets.token_hex(8)}")  # the child's, for the tokenizer
-    ends.callback(shutil.rmtree, folder, ignore_errors=True)
-    command = [sys.executable, "-m", "runner.inference.engine_process", json.dumps(asdict(model)), str(folder)]
-    child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    ends.callback(child.stop, settings.grace_s)
-    assert child.stdin is not None and child.stdout is not None
-    writing = os.dup(child.stdin.fileno())
-    child.stdin.close()
-    client = await EngineClient.connect(child.stdout.fileno(), writing)
-    ends.push_async_callback(client.close)
-    info = await client.wait_ready()
-    tokenizer = await asyncio.to_thread(_load_tokenizer, folder)
-    return ServedModel(info, tokenizer, client, settings.logprobs_mode)
-
-
-async def _until_signal(work: Coroutine[None, None, ServedModel]) -> ServedModel:
-    """The result of `work`. Raises Interrupted where a signal comes first."""
-    task, loop, received = asyncio.ensure_future(work), asyncio.get_running_loop(), list[int]()
-
-    def stop(number: int) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await task
-    except asyncio.CancelledError:
-        if not received:
-            raise
-        raise Interrupted(received[0], f"{signal.Signals(received[0]).name} during the load of the model") from None
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    """The tokenizer that the engine's process has written; its folder is removed."""
-    from transformers import AutoTokenizer
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    shutil.rmtree(folder, ignore_errors=True)
-    return tokenizer
-
-
-def _print_ready(info: EngineInfo, settings: ServeSettings, api_key: str | None) -> None:
-    names = ", ".join(dict.fromkeys([info.name, *info.adapters]))
-    step = "" if info.step is None else f", step {info.step}"
-    key = "no key needed" if api_key is None else "with the key of --api-key-file"
-    print(f"{names}{step}: {settings.url}/v1 ({key}; Ctrl-C ends it)", flush=True)

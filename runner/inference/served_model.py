@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,13 +11,14 @@ from functools import cached_property
 from typing import Any, Literal, TypeVar
 
 import psutil
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from runner.data.chat import Renderer
 from runner.data.config import ChatConfig
 from runner.data.tokenization import bos_and_eos
 from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import ChatPrompt, render_chat
-from runner.inference.engine import GenerationRequest, TokenEvent
+from runner.inference.engine import TokenEvent
 from runner.inference.engine_client import EngineClient
 from runner.inference.engine_process import EngineInfo
 from runner.inference.openai_requests import BadRequest, GenerationBody
@@ -34,25 +34,6 @@ def unix_seconds() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-class Histogram:
-    """Durations by bucket, in Prometheus' sense: each counts what is not above its end."""
-
-    def __init__(self) -> None:
-        self._counts, self._sum, self._count = [0] * len(SECONDS), 0.0, 0
-
-    def observe(self, seconds: float) -> None:
-        """Count a duration."""
-        self._sum, self._count = self._sum + seconds, self._count + 1
-        self._counts = [count + (seconds <= end) for count, end in zip(self._counts, SECONDS, strict=True)]
-
-    def lines(self, name: str) -> list[str]:
-        """In Prometheus' text format."""
-        ends = [*(f"{end:g}" for end in SECONDS), "+Inf"]
-        counts = [*self._counts, self._count]
-        rows = [f'{name}_bucket{{le="{end}"}} {count}' for end, count in zip(ends, counts, strict=True)]
-        return [f"# TYPE {name} histogram", *rows, f"{name}_sum {self._sum:.6f}", f"{name}_count {self._count}"]
-
-
 @dataclass
 class ServedModel:
     """A model behind an engine, with its tokenizer.
@@ -66,14 +47,24 @@ class ServedModel:
     client: EngineClient
     logprobs_mode: Literal["raw", "processed"] = "raw"
     created: int = field(default_factory=unix_seconds)
-    requests: Counter[tuple[str, int]] = field(default_factory=Counter)  # by path and status
-    prompt_tokens: int = 0
-    cancelled: int = 0  # requests whose client has gone
-    first_token_s: Histogram = field(default_factory=Histogram)
-    duration_s: Histogram = field(default_factory=Histogram)
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "tokenize")  # one: a tokenizer must not be used by two at once
+        self.registry = registry = CollectorRegistry()
+        self.requests = Counter("run_requests", "Responses", ["path", "status"], registry=registry)
+        self.cancelled = Counter("run_requests_cancelled", "Requests whose client has gone", registry=registry)
+        self.prompt_tokens = Counter("run_prompt_tokens", "Tokens of prompts", registry=registry)
+        more: dict[str, Any] = {"registry": registry, "buckets": SECONDS}
+        self.first_token_s = Histogram("run_time_to_first_token_seconds", "Until the first token", **more)
+        self.duration_s = Histogram("run_request_duration_seconds", "Until the last token", **more)
+        registry.register(self.client.tokens_generated)
+        now = {
+            "run_requests_in_flight": lambda: self.client.num_requests,
+            "run_weight_version": lambda: self.client.weight_version,
+            "process_start_time_seconds": psutil.Process().create_time,  # a client notices a restart
+        }
+        for name, value in now.items():
+            Gauge(name, name, registry=registry).set_function(value)
 
     @property
     def names(self) -> list[str]:
@@ -163,29 +154,3 @@ class ServedModel:
     def logprob(self, event: TokenEvent) -> float:
         """The log-probability of a new token that clients get."""
         return event.raw_logprob if self.logprobs_mode == "raw" else event.logprob
-
-    # --- numbers ---
-
-    def count_prompts(self, requests: Sequence[GenerationRequest]) -> None:
-        """Count the tokens of prompts."""
-        self.prompt_tokens += sum(len(request.prompt_ids) for request in requests)
-
-    def metrics_text(self) -> str:
-        """In Prometheus' text format."""
-        lines = ["# TYPE run_requests_total counter"]
-        lines += [
-            f'run_requests_total{{path="{path}",status="{status}"}} {count}'
-            for (path, status), count in sorted(self.requests.items())
-        ]
-        for name, kind, value in (
-            ("process_start_time_seconds", "gauge", psutil.Process().create_time()),  # a client notices a restart
-            ("run_requests_in_flight", "gauge", self.client.num_requests),
-            ("run_requests_cancelled_total", "counter", self.cancelled),
-            ("run_prompt_tokens_total", "counter", self.prompt_tokens),
-            ("run_generation_tokens_total", "counter", self.client.tokens_generated),
-            ("run_weight_version", "gauge", self.client.weight_version),
-        ):
-            lines += [f"# TYPE {name} {kind}", f"{name} {value}"]
-        lines += self.first_token_s.lines("run_time_to_first_token_seconds")
-        lines += self.duration_s.lines("run_request_duration_seconds")
-        return "\n".join([*lines, ""])

@@ -8,11 +8,16 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import secrets
+import shutil
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from socket import socket
+import tempfile
+import warnings
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
@@ -24,9 +29,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.core.errors import DataError, Interrupted, RunnerError
-from runner.inference.http import HttpLimits, TokenCheck, error_response, make_server
+from runner.core.subprocess import ChildProcess
+from runner.inference.engine_client import EngineClient
+from runner.inference.engine_process import EngineInfo, EngineSettings
+from runner.inference.http import HttpLimits, TokenCheck, error_response, listen, make_server
 from runner.inference.openai_requests import BadRequest
 from runner.inference.openai_routes import openai_routes
+from runner.inference.serve import ServeSettings
 from runner.inference.served_model import ServedModel
 from runner.inference.weight_routes import weight_routes
 
@@ -86,7 +95,7 @@ class Admission:
         async def count_and_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 route = scope.get("route")  # not the path, of which there may be any number
-                self._served.requests[getattr(route, "path", "other"), message["status"]] += 1
+                self._served.requests.labels(getattr(route, "path", "other"), message["status"]).inc()
             await send(message)
 
         self._running += 1
@@ -96,57 +105,91 @@ class Admission:
             self._running -= 1
 
 
-async def serve_http(
-    served: ServedModel,
-    listener: socket,
-    *,
-    grace_s: float,
-    api_key: str | None = None,
-    weight_updates: bool = False,
-    on_ready: Callable[[], None] = lambda: None,
-) -> None:
-    """Answer until a signal, then finish what is in flight within `grace_s`; a second signal ends at once.
+async def run_server(model: EngineSettings, settings: ServeSettings, api_key: str | None) -> None:
+    """Load the model and answer until a signal; then finish what is in flight.
 
-    Raises Interrupted after a signal, and what the engine failed with once its requests have been answered with 500.
+    A second signal ends at once. Raises Interrupted after a signal, and what the engine failed with once its requests
+    have been answered with 500.
     """
-    _raise_file_limit()
-    sys.setswitchinterval(SWITCH_INTERVAL_S)
-    app = create_app(served, api_key=api_key, weight_updates=weight_updates)
-    server = make_server(app, LIMITS, grace_s=max(1, round(grace_s)), handles_signals=False)
     received, loop = list[int](), asyncio.get_running_loop()
+    server: uvicorn.Server | None = None
 
     def stop(number: int) -> None:
         received.append(number)
+        if server is None:
+            loading.cancel()
+            return
         if len(received) > 1:
             os._exit(128 + number)
-        text = f"finishing {served.client.num_requests} requests within {grace_s:g} s"
+        text = f"finishing {served.client.num_requests} requests within {settings.grace_s:g} s"
         print(f"{signal.Signals(number).name}: {text}; send it again to stop immediately", file=sys.stderr, flush=True)
         server.should_exit = True
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    async with _ends_with_engine(served, server):
-        on_ready()
-        await server.serve([listener])
-    if served.client.failure is not None:
-        raise served.client.failure
-    if received:
-        raise Interrupted(received[0], f"{signal.Signals(received[0]).name}: the server stopped")
-
-
-@asynccontextmanager
-async def _ends_with_engine(served: ServedModel, server: uvicorn.Server) -> AsyncIterator[None]:
-    """While the block runs, the server ends when the engine does."""
-
-    async def end() -> None:
-        await served.client.failed.wait()
+    async with AsyncExitStack() as ends:
+        loading = asyncio.ensure_future(_start_engine(model, settings, ends))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            served = await loading
+        except asyncio.CancelledError:
+            if not received:
+                raise
+            raise Interrupted(received[0], f"{_signal_name(received)} during the load of the model") from None
+        listener = ends.enter_context(listen(settings.host, settings.port))
+        _raise_file_limit()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        app = create_app(served, api_key=api_key, weight_updates=settings.weight_updates)
+        server = make_server(app, LIMITS, grace_s=max(1, round(settings.grace_s)))
+        server.should_exit = bool(received)  # a signal came after the load
+        _print_ready(served.info, settings.model_copy(update={"port": listener.getsockname()[1]}), api_key)
+        serving = asyncio.create_task(server.serve([listener]))
+        failing = asyncio.create_task(served.client.failed.wait())
+        await asyncio.wait([serving, failing], return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True
+        await serving
+        failing.cancel()
+        if served.client.failure is not None:
+            raise served.client.failure
+    raise Interrupted(received[0], f"{_signal_name(received)}: the server stopped")
 
-    task = asyncio.create_task(end())
-    try:
-        yield
-    finally:
-        task.cancel()
+
+def _signal_name(received: list[int]) -> str:
+    return signal.Signals(received[0]).name
+
+
+async def _start_engine(model: EngineSettings, settings: ServeSettings, ends: AsyncExitStack) -> ServedModel:
+    """The model, loaded in a child process that ends with `ends`."""
+    folder = Path(tempfile.gettempdir(), f"run-serve-{secrets.token_hex(8)}")  # the child's, for the tokenizer
+    ends.callback(shutil.rmtree, folder, ignore_errors=True)
+    command = [sys.executable, "-m", "runner.inference.engine_process", model.model_dump_json(), str(folder)]
+    child = ChildProcess(command, end_signal=signal.SIGKILL, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    ends.callback(child.stop, settings.grace_s)
+    assert child.stdin is not None and child.stdout is not None
+    writing = os.dup(child.stdin.fileno())
+    child.stdin.close()
+    client = await EngineClient.connect(child.stdout.fileno(), writing)
+    ends.push_async_callback(client.close)
+    info = await client.wait_ready()
+    tokenizer = await asyncio.to_thread(_load_tokenizer, folder)
+    return ServedModel(info, tokenizer, client, settings.logprobs_mode)
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    """The tokenizer that the engine's process has written; its folder is removed."""
+    from transformers import AutoTokenizer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    shutil.rmtree(folder, ignore_errors=True)
+    return tokenizer
+
+
+def _print_ready(info: EngineInfo, settings: ServeSettings, api_key: str | None) -> None:
+    names = ", ".join(dict.fromkeys([info.name, *info.adapters]))
+    step = "" if info.step is None else f", step {info.step}"
+    key = "no key needed" if api_key is None else "with the key of --api-key-file"
+    print(f"{names}{step}: {settings.url}/v1 ({key}; Ctrl-C ends it)", flush=True)
 
 
 def _raise_file_limit() -> None:

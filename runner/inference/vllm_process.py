@@ -44,7 +44,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
     log = _log_path(source)
     source = exported_source(source)
     with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
-        settings = replace(settings, port=bound.getsockname()[1])
+        settings = settings.model_copy(update={"port": bound.getsockname()[1]})
     kind = source_spec(source, device=model.device).device.kind
     command = vllm_command(source, model, settings, kind)
     log.parent.mkdir(parents=True, exist_ok=True)

@@ -5,13 +5,12 @@
     POST /v1/unload_lora_adapter  {"lora_name": NAME}
     POST /reset_prefix_cache      nothing is kept of older weights
 
-They exist with weight_updates=true, behind a key: whoever has it can replace the model by any folder that the server
-reads. They work between requests only.
+They exist with weight_updates=true only, and need the key: a client that has it can replace the model by any folder
+that the server can read. They work between requests only.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -62,13 +61,15 @@ def weight_routes(served: ServedModel) -> list[Route]:
         if body.lora_name in served.names:
             raise BadRequest(f"'{body.lora_name}' is the name of a model that is served", param="lora_name")
         await served.client.call("load_adapter", body.lora_name, body.lora_path)
-        served.info = replace(served.info, adapters=(*served.info.adapters, body.lora_name))
+        served.info = served.info.model_copy(update={"adapters": (*served.info.adapters, body.lora_name)})
         return JSONResponse({"success": True})
 
     async def unload_adapter(request: Request) -> Response:
         name = (await read_body(served, request, UnloadAdapterBody)).lora_name
         await served.client.call("unload_adapter", name)
-        served.info = replace(served.info, adapters=tuple(one for one in served.info.adapters if one != name))
+        served.info = served.info.model_copy(
+            update={"adapters": tuple(one for one in served.info.adapters if one != name)}
+        )
         return JSONResponse({"success": True})
 
     async def reset(request: Request) -> Response:

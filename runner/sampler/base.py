@@ -18,7 +18,7 @@ class SamplerConfig(ComponentConfig):
     group: ClassVar[str] = "sampler"
     engine: ClassVar[bool] = False  # it has weights of its own, under the names that a model on the hub has them by
     served: ClassVar[bool] = False  # it runs already, outside of the job
-    shares_model: ClassVar[bool] = False  # the model itself draws: the trainer's, or a copy of it
+    shares_model: ClassVar[bool] = False  # it samples from the model itself: the trainer's, or a copy of it
 
     @property
     def starts_engine(self) -> bool:
@@ -95,7 +95,7 @@ class SamplerConfig(ComponentConfig):
 
 
 class SamplingConfig(SamplerConfig):
-    """What every sampler draws from, and how an answer ends."""
+    """The sampled distribution, and how an answer ends."""
 
     temperature: float = Field(default=1.0, gt=0, description="Divides the logits; values below 1 favor likely tokens.")
     top_k: int | None = Field(default=None, ge=1, description="Sample from the k most likely tokens; null = from all.")
@@ -135,7 +135,7 @@ class SamplingConfig(SamplerConfig):
 
     @property
     def truncates(self) -> bool:
-        """Whether ids are cut before one is drawn."""
+        """Whether the sampled distribution is truncated."""
         return self.top_k is not None or self.top_p < 1 or self.min_p > 0
 
     def logprob_tolerance(self) -> float | None:

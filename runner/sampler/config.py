@@ -17,6 +17,15 @@ COLDEST, HOTTEST = 0.01, 2.0  # temperatures that vLLM draws at
 CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on the CPU has
 
 
+def _adapter_problems(job: Any, instead: str) -> Iterator[tuple[str, str]]:
+    """Why an adapter cannot be sent alone; instead: the value of sampler.weight_sync that can be used."""
+    remedy = f"type sampler.weight_sync={instead}"
+    if job.adapter.trains_base:
+        yield "sampler.weight_sync", f"adapter=none has no adapter to send; {remedy}"
+    elif job.adapter.needs_whole_layers:
+        yield "sampler.weight_sync", f"vLLM does not support DoRA; {remedy}"
+
+
 class VllmSamplerConfig(SamplingConfig):
     """vLLM in each rank, asleep during updates, or in its own processes (launch.samplers).
 
@@ -89,7 +98,7 @@ class VllmSamplerConfig(SamplingConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return [
             *self._placement_problems(job),
-            *self._sync_problems(job),
+            *(_adapter_problems(job, "merged") if self.weight_sync == "adapter" else ()),
             *self._engine_problems(job),
         ]
 
@@ -115,14 +124,6 @@ class VllmSamplerConfig(SamplingConfig):
                 "sampler.gpu_memory_utilization",
                 "is a fraction of device memory, but this is the CPU; set sampler.kv_cache_memory_bytes instead",
             )
-
-    def _sync_problems(self, job: Any) -> Iterator[tuple[str, str]]:
-        if self.weight_sync != "adapter":
-            return
-        if job.adapter.trains_base:
-            yield "sampler.weight_sync", "adapter=none has no adapter to send; type sampler.weight_sync=merged"
-        elif job.adapter.needs_whole_layers:
-            yield "sampler.weight_sync", "vLLM does not support DoRA; type sampler.weight_sync=merged"
 
     def _engine_problems(self, job: Any) -> Iterator[tuple[str, str]]:
         longest = (job.data.max_length or 0) + self.max_new_tokens  # null is checked again when it is known
@@ -250,13 +251,7 @@ class ServerSamplerConfig(SamplingConfig):
         return found
 
     def _problems_of_sync(self, job: Any, understood: bool) -> list[tuple[str, str]]:
-        found = []
-        if self.weight_sync == "adapter" and job.adapter.trains_base:
-            found.append(
-                ("sampler.weight_sync", "adapter=none has no adapter to send; type sampler.weight_sync=reload")
-            )
-        if self.weight_sync == "adapter" and job.adapter.needs_whole_layers:
-            found.append(("sampler.weight_sync", "vLLM does not support DoRA; type sampler.weight_sync=reload"))
+        found = [*_adapter_problems(job, "reload")] if self.weight_sync == "adapter" else []
         if understood and self.folder is None and urlsplit(self.url).hostname not in LOOPBACK:
             text = f"{urlsplit(self.url).hostname} may be another machine; set sampler.folder=PATH, shared by both"
             found.append(("sampler.folder", text))
@@ -273,7 +268,7 @@ class NoSamplerConfig(SamplerConfig):
 class TorchSamplerConfig(SamplingConfig):
     """The model itself, in plain PyTorch; rollouts repeat bit for bit, except with interruptible=true."""
 
-    factory: ClassVar[str] = "runner.sampler.torch:build"
+    factory: ClassVar[str] = "runner.sampler.torch:TorchSampler"
     shares_model: ClassVar[bool] = True
     name: Literal["torch"] = "torch"
     interruptible: bool = Field(

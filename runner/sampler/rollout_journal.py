@@ -93,7 +93,7 @@ class JournalPages:
     def record(self, version: int, requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
         """Write rollouts down. Raises StorageError."""
         lines = "".join(
-            json.dumps({"key": _key(request), **_to_json(rollout)}) + "\n"
+            json.dumps({"key": _key(request), **{name: getattr(rollout, name) for name in Rollout.__slots__}}) + "\n"
             for request, rollout in zip(requests, rollouts, strict=True)
         )
         try:
@@ -133,38 +133,21 @@ def _key(request: Request) -> str:
     return hashlib.blake2b(json.dumps(asked).encode(), digest_size=16).hexdigest()
 
 
-def _to_json(rollout: Rollout) -> dict[str, Any]:
-    """A rollout in JSON, which keeps every bit of a float."""
-    raw = rollout.raw_logprobs
-    return {
-        "ids": list(rollout.ids),
-        "logprobs": list(rollout.logprobs),
-        "raw_logprobs": None if raw is None else list(raw),
-        "version": rollout.version,
-        "finish": rollout.finish,
-        **({"versions": list(rollout.versions)} if rollout.versions else {}),
-    }
-
-
-def _rollout(line: Mapping[str, Any]) -> Rollout:
-    raw = line["raw_logprobs"]
-    ids, logprobs, versions = tuple(line["ids"]), tuple(line["logprobs"]), tuple(line.get("versions", ()))
-    return Rollout(ids, logprobs, None if raw is None else tuple(raw), line["version"], line["finish"], versions)
-
-
 def _read(path: Path) -> dict[str, deque[Rollout]]:
     """What a file holds; what follows its last whole line is cut away, and that is said."""
     page: defaultdict[str, deque[Rollout]] = defaultdict(deque)
     content, whole = path.read_bytes(), 0
     for line in content.splitlines(keepends=True):
         try:
-            found = json.loads(line)
-            page[found["key"]].append(_rollout(found))
-        except (ValueError, KeyError, TypeError):
+            found: dict[str, Any] = {
+                name: tuple(one) if isinstance(one, list) else one for name, one in json.loads(line).items()
+            }
+            key, rollout = found.pop("key"), Rollout(**found)
+        except (ValueError, KeyError, TypeError, AttributeError):
             break
         if not line.endswith(b"\n"):
-            page[found["key"]].pop()
             break
+        page[key].append(rollout)
         whole += len(line)
     if whole < len(content):
         lost = len(content) - whole

@@ -2,10 +2,11 @@
 
     publisher ──expect(version, log-probabilities)──▶ Probe ◀──load, score── each sampler, after every load
 
-It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, laid out again,
-kept under another name). That is off by nats. With bfloat16 two right ones differ, too: ids that nobody would say are
-some 0.1 off by rounding alone (measured with 12 and 24 layers, random weights, logits that spread by 2 to 3.5: 0.04 to
-0.12), and weights that are a step old cannot be distinguished from that: `runner.core.tolerance` has the limits.
+It finds what no digest does: an engine that has the bytes and does not use them (weights tied again, in another layout,
+under another name). Such an error is of the order of nats. In bfloat16 correct engines differ, too: log-probabilities
+of unlikely ids differ by some 0.1 by rounding alone (measured with 12 and 24 layers, random weights, logits that spread
+by 2 to 3.5: 0.04 to 0.12). Weights that are a step old cannot be distinguished from that. `runner.core.tolerance` has
+the limits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from runner.interfaces import Sampler
 log = logging.getLogger("runner")
 
 ROWS, TOKENS = 4, 16
-MAX_LOADS = 2  # before it is given up
+MAX_LOADS = 2  # of one version
 
 Scores = Sequence[Sequence[float]]  # of each row, of all ids but the first
 
@@ -49,7 +50,7 @@ class SyncProbe:
         return cls(draws.integers(0, vocabulary, (ROWS, TOKENS)).tolist(), limit)
 
     def expect(self, version: int, scores: Scores) -> None:
-        """What the trainer says of the rows with these weights."""
+        """Record the trainer's log-probabilities of the rows with these weights."""
         self._expected[version] = scores
 
     def drop_below(self, version: int) -> None:
@@ -57,11 +58,10 @@ class SyncProbe:
         for old in [one for one in self._expected if one < version]:
             del self._expected[old]
 
-    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int, name: str = "") -> None:
-        """Give a sampler these weights, and once more if it then does not say what the trainer does.
+    def load(self, sampler: Sampler, weights: Mapping[str, Tensor] | None, version: int) -> None:
+        """Load these weights into a sampler, and once more if it then differs from the trainer.
 
-        name: of the sampler, for words. Raises SamplerError if it says something else again, and what `load` and
-        `score` raise.
+        Raises SamplerError if they differ again, and what `load_weights` and `score` raise.
         """
         for once_more in reversed(range(MAX_LOADS)):
             sampler.load_weights(weights, version)
@@ -69,7 +69,7 @@ class SyncProbe:
             self.last_difference = self.difference(engines, version)
             if self.last_difference <= self.limit:
                 return
-            who = name or self._farthest(engines, version)
+            who = self._farthest(engines, version)
             found = f"{who} differs from the trainer by {self.last_difference:.4g} after the sync of version {version}"
             if once_more:
                 log.warning("%s (sampler.sync_logprob_tolerance=%g): sending the weights again", found, self.limit)
@@ -87,17 +87,18 @@ class SyncProbe:
         Infinite where an answer has not the rows' shape, or is no number.
         """
         wanted = self._expected[version]
-        return max((_difference(scores, wanted) for scores in engines), default=math.inf)
+        return max((mean_difference(scores, wanted) for scores in engines), default=math.inf)
 
     def _farthest(self, engines: Sequence[Scores], version: int) -> str:
         """Words for the engine with the largest difference; engines come in the order of samplers or ranks."""
         if len(engines) < 2:
             return "a sampler"
-        off = [_difference(scores, self._expected[version]) for scores in engines]
+        off = [mean_difference(scores, self._expected[version]) for scores in engines]
         return f"sampler {off.index(max(off))} of 0 to {len(engines) - 1}"
 
 
-def _difference(scores: Scores, wanted: Scores) -> float:
+def mean_difference(scores: Scores, wanted: Scores) -> float:
+    """The mean absolute difference; infinite for rows of another shape, and where it is no number."""
     if [len(row) for row in scores] != [len(row) for row in wanted]:
         return math.inf
     pairs = list(zip(chain.from_iterable(scores), chain.from_iterable(wanted), strict=True))

@@ -1,6 +1,6 @@
 """The sampler that runs the model itself: in this process, on the model's device, in plain PyTorch.
 
-    requests ──distinct prompts once──▶ rows with a key-value cache ◀──step── logits ──draw──▶ rollouts
+    requests ──distinct prompts once──▶ rows with a key-value cache ◀──step── logits ──sample──▶ rollouts
 
 A request's tokens are a function of the weights, its prompt and its seed. In another batch logits differ by rounding,
 and a token with them only where its uniform number falls between two such sums.
@@ -58,7 +58,7 @@ class RunningSequence:
 
 
 class TorchSampler:
-    """Draws rollouts from `model`, which is the trainer's own or a copy that `load` fills."""
+    """Samples rollouts from `model`, which is the trainer's own or a copy that `load_weights` fills."""
 
     def __init__(self, config: TorchSamplerConfig, model: GenerativeModel, *, decide: Decide) -> None:
         """Raises SpecError for ids outside the vocabulary, and for a model that cannot be sampled from."""
@@ -140,7 +140,7 @@ class TorchSampler:
         return partial(self.load_weights, found[1], found[0])
 
     def _sample_next(self, logits: Tensor, answers: Sequence[RunningSequence]) -> None:
-        """Draw the next id of each answer from logits [n, V], which may finish it."""
+        """Sample the next id of each answer from logits [n, V], which may finish it."""
         u = torch.tensor([next(answer.stream) for answer in answers], device=logits.device)
         drawn = sample_tokens(logits, u, self._rule, raw=any(answer.raw_logprobs is not None for answer in answers))
         ids, logprobs = drawn.ids.tolist(), drawn.logprobs.tolist()
@@ -165,8 +165,3 @@ def copy_weights(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, T
         raise ValueError(f"these weights do not match the sampler's: {len(differing)} differ, such as {differing[:3]}")
     for name, parameter in parameters.items():
         parameter.copy_(tensors[name])
-
-
-def build(config: TorchSamplerConfig, *, model: GenerativeModel, decide: Decide) -> TorchSampler:
-    """A sampler over `model`."""
-    return TorchSampler(config, model, decide=decide)

@@ -38,7 +38,7 @@ class Probe(Protocol):
 
 
 class Publisher:
-    """Called by the trainer (`publish`) and, ahead of it, by whoever collects (`load_for`).
+    """Called by the trainer (`publish`) and, ahead of it, by the thread that collects (`load_for`).
 
     probe: None = the sampler's weights cannot be others than the trainer's; learner: what the probe compares with;
     peers: all ranks, for the thread that collects

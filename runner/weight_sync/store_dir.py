@@ -1,10 +1,10 @@
-"""Where a run's weights lie for its samplers: in the host's memory, and no longer than the run.
+"""The folder of a run's weights for its samplers: in the host's memory, and removed with the run.
 
     /dev/shm/posttrain-run-<hash of the run folder's path>     where there is room
     <run folder>/weights/<host>                                  where there is not
 
-Who writes there holds the folder's lock, which the kernel frees however that process ends. So a folder that nobody
-holds is of a dead run, and whoever comes next removes it. Nothing here imports torch.
+The process that writes there holds the folder's lock, which the kernel frees however that process ends. A folder
+without a lock belongs to a dead run, and the next run removes it. Nothing here imports torch.
 """
 
 from __future__ import annotations

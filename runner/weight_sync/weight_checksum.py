@@ -1,9 +1,9 @@
-"""What weights are, in a few letters: their names, types, shapes and bytes, wherever they lie.
+"""Digest of weights: of their names, types, shapes and bytes, on any device.
 
     bytes of a tensor ──pieces of 8 MiB──▶ XXH3-128 of each ──▶ of these ──name, type, shape──▶ of all, sorted by name
 
-XXH3 (Yann Collet, xxHash 0.8) finds what is stale or was damaged, a token of the job keeps strangers away: it is no
-defence against who means to deceive. It is as fast as memory, and other threads run meanwhile.
+XXH3 (Yann Collet, xxHash 0.8) finds stale and damaged weights. It is no defence against an attacker, whom the job's
+token excludes. It is as fast as memory, and other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TensorDigests = Mapping[str, bytes]  # of each tensor: what it is called, and wh
 
 
 def weights_digest(tensors: Mapping[str, Tensor]) -> str:
-    """The digest of weights, on whatever device; one tensor after the other goes through the host."""
+    """The digest of weights, on any device; one tensor after the other is copied to the host."""
     found: dict[str, bytes] = {}
     for name, tensor in tensors.items():
         found.update(tensor_digests({name: tensor.detach().cpu().contiguous()}))

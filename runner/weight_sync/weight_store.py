@@ -36,7 +36,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import STAGED, error_reason, format_bytes
+from runner.core.fsync_io import STAGED, error_reason, format_bytes, free_bytes
 from runner.core.safetensors_layout import TYPES, compute_layout
 from runner.weight_sync.store_dir import ReservedDir
 from runner.weight_sync.weight_checksum import (
@@ -304,14 +304,10 @@ class WeightStore:
             self._spare.pop().unlink()
 
     def _full(self, stem: str, error: OSError) -> StorageError:
-        room = (
-            format_bytes(os.statvfs(self.folder).f_bavail * os.statvfs(self.folder).f_frsize)
-            if self.folder.is_dir()
-            else 0
-        )
         return StorageError(
-            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} ({room} "
-            "free); free space there (df -h /dev/shm; --shm-size sets it for a container), then type: run resume"
+            f"cannot write the weights {stem} for the samplers into {self.folder}: {error_reason(error)} "
+            f"({format_bytes(free_bytes(self.folder))} free); free space there (df -h /dev/shm; --shm-size sets it for "
+            "a container), then type: run resume"
         )
 
 

@@ -18,8 +18,8 @@ from runner.interfaces import Callback, Completion, EnvironmentFactory, EvalQues
 from runner.interfaces.learning import AlgorithmInputs
 from runner.model import tiny
 from runner.model.config import TinyConfig
-from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.torch import TorchSampler
 from runner.trainer.learner import LocalLearner
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 from runner.trainer.reference_model import FrozenModel
@@ -125,7 +125,7 @@ def job_of(
 
     policy = model_of(1, head)
     ahead = config.lag > 0
-    sampler = torch_sampler.build(
+    sampler = TorchSampler(
         TorchSamplerConfig(max_new_tokens=6, temperature=temperature, stop_token_ids=tuple(stop_token_ids), **sampling),
         model=model_of(1, head) if ahead else policy,
         decide=silent,

@@ -19,8 +19,8 @@ from runner.data.prepare import build as build_data
 from runner.interfaces import Request
 from runner.model import hf
 from runner.model.config import HfConfig
-from runner.sampler import torch as torch_sampler
 from runner.sampler.config import TorchSamplerConfig
+from runner.sampler.torch import TorchSampler
 from tests.data.chat_families import FAMILIES, KINDS, Family, encode_chat, family_tokenizer
 
 CPU = torch.device("cpu")
@@ -80,9 +80,7 @@ def test_every_turn_is_written_again_to_its_end_token(family: Family, tmp_path: 
             break
     model.eval()
     longest = max(map(len, spans)) + 8
-    sampler = torch_sampler.build(
-        TorchSamplerConfig(max_new_tokens=longest, top_k=1), model=model, decide=lambda *_: None
-    )
+    sampler = TorchSampler(TorchSamplerConfig(max_new_tokens=longest, top_k=1), model=model, decide=lambda *_: None)
     renderer = Renderer(tokenizer, family.options)
     prompts = [renderer.control.ids_of(renderer.render_prompt(messages[:turn], tools)) for turn in turns]
     asked = [Request(tuple(ids), 0, longest, at) for at, ids in enumerate(prompts)]

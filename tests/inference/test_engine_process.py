@@ -66,7 +66,7 @@ async def connected(
 
 
 def serving(lines: JsonLines) -> None:
-    EngineHost(MODEL, EngineSettings("none", max_num_seqs=4), {}).run(lines)
+    EngineHost(MODEL, EngineSettings(source="none", max_num_seqs=4), {}).run(lines)
 
 
 async def answer(client: EngineClient, params: SamplingParams, count: int = 1) -> list[list[int]]:
@@ -125,7 +125,7 @@ def test_an_engine_that_fails_names_its_reason_and_exit_code(pipes: tuple[int, i
     broken = causal("llama")
 
     def work(lines: JsonLines) -> None:
-        host = EngineHost(broken, EngineSettings("none"), {})
+        host = EngineHost(broken, EngineSettings(source="none"), {})
         with torch.no_grad():
             broken.causal.get_output_embeddings().weight.fill_(float("nan"))
         host.run(lines)
@@ -186,13 +186,13 @@ def test_adapters_are_loaded_by_name(tmp_path: Path) -> None:
         host.engine.close()
         return found
 
-    both = EngineSettings(base, adapters=(one, f"second={two}"), device="cpu")
+    both = EngineSettings(source=base, adapters=(one, f"second={two}"), device="cpu")
     answers = [greedy(both, adapter) for adapter in (None, "one", "second")]
     assert len({tuple(ids) for ids in answers}) == 3
-    assert greedy(EngineSettings(base, device="cpu"), None) == answers[0]
-    assert greedy(EngineSettings(one, base=base, device="cpu"), None) == answers[1]
+    assert greedy(EngineSettings(source=base, device="cpu"), None) == answers[0]
+    assert greedy(EngineSettings(source=one, base=base, device="cpu"), None) == answers[1]
 
-    host, _ = load_engine(EngineSettings(base, device="cpu"), tmp_path / "tokenizer")
+    host, _ = load_engine(EngineSettings(source=base, device="cpu"), tmp_path / "tokenizer")
 
     def said(adapter: str | None) -> list[int]:
         params = SamplingParams(temperature=0, max_new_tokens=10, ignore_eos=True, adapter=adapter)

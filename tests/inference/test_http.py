@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from runner.core.errors import EnvironmentProblem
-from runner.inference.http import HttpLimits, TokenCheck, bearer, listen, serve_in_thread
+from runner.inference.http import HttpLimits, TokenCheck, listen, serve_in_thread
 
 LIMITS = HttpLimits(max_body_bytes=1000, header_timeout_s=0.3, idle_timeout_s=0.3, connections_per_client=4)
 
@@ -35,7 +35,7 @@ def port() -> Iterator[int]:
 def ask(port: int, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     try:
-        connection.request(method, path, body, {"Authorization": bearer("secret")} | headers)
+        connection.request(method, path, body, {"Authorization": "Bearer secret"} | headers)
         response = connection.getresponse()
         return response.status, response.read()
     finally:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from runner.core.errors import EnvironmentProblem, SamplerError
-from runner.inference.http import bearer
 from runner.inference.rollout_server import RolloutServer, serve
 from runner.sampler.server import job_token as tokens
 from runner.sampler.server.job_token import job_token, take_token
@@ -43,7 +42,7 @@ __all__ = ["shelf"]
 def ask(endpoint: Endpoint, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
     """Status and body; with the token unless it is given otherwise."""
     connection = HTTPConnection(*address_of(endpoint), timeout=60)
-    connection.request(method, path, body, {"Authorization": bearer(TOKEN), **headers})
+    connection.request(method, path, body, {"Authorization": f"Bearer {TOKEN}", **headers})
     response = connection.getresponse()
     found = response.read()
     connection.close()

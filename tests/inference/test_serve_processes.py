@@ -46,7 +46,7 @@ def ask(server: Server, body: dict[str, Any], answers: list[httpx.Response]) -> 
 
 
 def wait_for_requests(server: Server, count: int) -> None:
-    while f"run_requests_in_flight {count}" not in httpx.get(server.url.replace("/v1", "/metrics")).text:
+    while f"run_requests_in_flight {count}.0" not in httpx.get(server.url.replace("/v1", "/metrics")).text:
         time.sleep(0.01)
 
 

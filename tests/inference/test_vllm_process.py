@@ -104,15 +104,21 @@ def test_the_command_has_the_options_that_training_was_done_with(tmp_path: Path)
     adapters = tuple(AdapterSource(name, str(tmp_path / name)) for name in "ab")
     source = ModelSource("a", "folder", "a", "/base", adapters=adapters)
     settings = ServeSettings(port=9000, logprobs_mode="processed", vllm_options=("--seed", "1"))
-    command = vllm_command(source, EngineSettings("a", max_num_seqs=7, trust_remote_code=True), settings, KINDS["npu"])
+    command = vllm_command(
+        source, EngineSettings(source="a", max_num_seqs=7, trust_remote_code=True), settings, KINDS["npu"]
+    )
     assert command == [
         *("vllm", "serve", "/base", "--host", "127.0.0.1", "--port", "9000", "--served-model-name", "a-base"),
         *("--generation-config", "vllm", "--logprobs-mode", "processed_logprobs", "--max-num-seqs", "7"),
         *("--enforce-eager", "--trust-remote-code", "--enable-lora", "--max-loras", "2", "--max-lora-rank", "64"),
         *("--lora-modules", f"a={tmp_path / 'a'}", f"b={tmp_path / 'b'}", "--seed", "1"),
     ]
-    plain = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cuda"])
-    on_cpu = vllm_command(ModelSource("m", "folder", "m", "/m"), EngineSettings("m"), ServeSettings(), KINDS["cpu"])
+    plain = vllm_command(
+        ModelSource("m", "folder", "m", "/m"), EngineSettings(source="m"), ServeSettings(), KINDS["cuda"]
+    )
+    on_cpu = vllm_command(
+        ModelSource("m", "folder", "m", "/m"), EngineSettings(source="m"), ServeSettings(), KINDS["cpu"]
+    )
     assert "--no-enable-chunked-prefill" in on_cpu and "--no-enable-chunked-prefill" not in plain
     assert "--enforce-eager" not in plain and "--enable-lora" not in plain and "raw_logprobs" in plain
 

@@ -21,7 +21,7 @@ from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.torch import TorchSampler, build
+from runner.sampler.torch import TorchSampler
 from tests.model.zoo import ZOO, causal, rows
 from tests.sampler.test_sampling import surprise
 
@@ -30,7 +30,7 @@ PROMPTS = [tuple(row) for row in rows((3, 1, 9, 17))]
 
 
 def sampler(model: CausalLM, decisions: Decisions | None = None, **options: Any) -> TorchSampler:
-    return build(TorchSamplerConfig(**options), model=model, decide=decisions or Decisions())
+    return TorchSampler(TorchSamplerConfig(**options), model=model, decide=decisions or Decisions())
 
 
 def requests(prompts: Sequence[tuple[int, ...]] = PROMPTS, each: int = 2, length: int = 8) -> list[Request]:

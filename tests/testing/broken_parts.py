@@ -20,7 +20,7 @@ from runner.interfaces import (
     SamplerWrapper,
     StepResult,
 )
-from runner.sampler.torch import build as build_torch
+from runner.sampler.torch import TorchSampler
 
 COUNT = itertools.count()
 
@@ -119,7 +119,7 @@ class Sampler(SamplerWrapper):
 
 
 def sampler(config: Any, *, model: Any, decide: Any) -> Sampler:
-    made = Sampler(build_torch(config, model=model, decide=decide))
+    made = Sampler(TorchSampler(config, model=model, decide=decide))
     made.way = config.way
     return made
 

@@ -1,89 +1,56 @@
-"""Build the sampler of a running server: check who it is and what its log-probabilities mean."""
+"""Build the sampler of a running server: check its model, and what its log-probabilities mean."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
 
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces import Decide, ModelLimits
+from runner.interfaces import Decide, GenerativeModel
 from runner.sampler.config import ServerSamplerConfig
-from runner.sampler.sampling import SamplingRule, StopCriteria, check_token_ids
+from runner.sampler.sampling import SamplingRule, check_token_ids
 from runner.sampler.server.openai_client import OpenAiClient
-from runner.sampler.server.openai_protocol import FIX, LogprobsMode, RequestTemplate, detect_logprobs_mode, reports_raw
+from runner.sampler.server.openai_protocol import FIX, LogprobsMode, detect_logprobs_mode, reports_raw
 from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.server.openai_server import OpenAiServer
-from runner.sampler.server.openai_weight_sync import make_weight_sync
-from runner.sampler.server.protocol import AnswerLimits
 
-FIXED_TOKENS = 16
-UNTOLD = "/metrics has no process start time: a restart with nearly the same weights is not detected"
-UNSENT = "sampler.weight_sync=none sends no weights: it samples with the weights that it was started with"
-
-
-class PolicyInfo(Protocol):
-    """What this sampler needs of the policy."""
-
-    tokenizer: Any
-
-    def limits(self) -> ModelLimits: ...
-
-    def save_configs(self, folder: Path) -> None: ...
+NO_START_TIME = "/metrics has no process start time: a restart with nearly the same weights is not detected"
+NO_WEIGHTS = "sampler.weight_sync=none sends no weights: it samples with the weights that it was started with"
 
 
 def build(
-    config: ServerSamplerConfig, *, model: PolicyInfo, decide: Decide, folder: Path, recomputed: bool
+    config: ServerSamplerConfig, *, model: GenerativeModel, decide: Decide, folder: Path, recomputed: bool
 ) -> OpenAiSampler:
     """A sampler that sends requests to the server at config.url.
 
-    folder: an empty one of its own, which it removes, for what the server has to know of the model; recomputed: what
-    the server says of its own answers' log-probabilities is only compared. Raises SpecError and EnvironmentProblem
-    where this server cannot be used, SamplerError where none answers.
+    folder: an empty one, which the sampler removes, for the configs of the model; recomputed: the log-probabilities
+    that the server reports are compared only. Raises SpecError and EnvironmentProblem where this server cannot be
+    used, SamplerError where none answers.
     """
     with ExitStack() as undone:
         undone.callback(shutil.rmtree, folder, ignore_errors=True)
         config.preflight()
-        made = _built(config, model, decide, folder, recomputed)
+        vocabulary = model.limits().vocab_size
+        check_token_ids(config, vocabulary)
+        key = None if config.api_key_env is None else os.environ[config.api_key_env]
+        server = OpenAiServer(OpenAiClient(config.url, key, config.retries), config.model, config.patience_s)
+        rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
+        decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
+        if not server.reports_start:
+            decide.record_fact(
+                "sampler restarts", "detected only by its log-probabilities of fixed tokens", NO_START_TIME
+            )
+        mode = detect_logprobs_mode(server, vocabulary)
+        _check_logprobs(mode, server, rule, recomputed, decide)
+        if config.weight_sync == "none":
+            decide.record_fact("sampler weights", "not the trainer's", NO_WEIGHTS)
+        else:
+            model.save_configs(folder)
+        sampler = OpenAiSampler(config, server, rule, model, folder, reports_raw=reports_raw(mode, rule))
         undone.pop_all()
-        return made
-
-
-def _built(
-    config: ServerSamplerConfig, model: PolicyInfo, decide: Decide, folder: Path, recomputed: bool
-) -> OpenAiSampler:
-    bounds = model.limits()
-    check_token_ids(config, bounds.vocab_size)
-    key = None if config.api_key_env is None else os.environ[config.api_key_env]
-    server = OpenAiServer(OpenAiClient(config.url, key, config.retries), config.model, config.patience_s)
-    rule = SamplingRule(config.temperature, config.top_k, config.top_p, config.min_p)
-    decide.record_fact("sampler", f"{server}, model {server.model}", "sampler.url")
-    if not server.tells:
-        decide.record_fact("sampler restarts", "detected only by its log-probabilities of fixed tokens", UNTOLD)
-    mode = detect_logprobs_mode(server, bounds.vocab_size)
-    _check_logprobs(mode, server, rule, recomputed, decide)
-    if config.weight_sync == "none":
-        decide.record_fact("sampler weights", "not the trainer's", UNSENT)
-    else:
-        model.save_configs(folder)
-    ends = bounds.stop_token_ids | set(config.stop_token_ids)
-    return OpenAiSampler(
-        config,
-        server,
-        make_weight_sync(config.weight_sync, server, Path(config.folder) if config.folder else None, folder),
-        StopCriteria(model.tokenizer, ends, config.stop),
-        RequestTemplate(rule, ends, config.stop),
-        AnswerLimits(bounds.vocab_size, config.max_new_tokens),
-        _shorter(bounds.length_limit, server),
-        _fixed_row(bounds.vocab_size),
-        folder,
-        reports_raw=reports_raw(mode, rule),
-    )
+    return sampler
 
 
 def _check_logprobs(
@@ -102,15 +69,3 @@ def _check_logprobs(
         text = f"{server} reports {mode} log-probabilities, but this algorithm needs those at temperature"
         raise EnvironmentProblem(f"{text} {rule.temperature:g} and before truncation; {remedy}")
     decide.record_fact(subject, "not compared with the trainer's (no mismatch/*)", f"{reported}; {remedy}")
-
-
-def _shorter(own: tuple[int, str] | None, server: OpenAiServer) -> tuple[int, str] | None:
-    """The tighter of the model's and the server's limits on a prompt and its answer."""
-    if server.longest is None or (own is not None and own[0] <= server.longest):
-        return own
-    return server.longest, "the server's --max-model-len"
-
-
-def _fixed_row(vocabulary: int) -> Sequence[int]:
-    draws = np.random.Generator(np.random.Philox(key=1))
-    return [int(token) for token in draws.integers(0, vocabulary, FIXED_TOKENS)]

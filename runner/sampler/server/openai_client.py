@@ -19,22 +19,22 @@ from runner.core.untrusted_text import parse_json
 
 LARGEST_BYTES = 256 << 20
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-SAID = 300  # characters of a server's own words
+MESSAGE_CHARS = 300  # of a server's message
 WARN_S = 60.0  # between two lines on a server that does not answer
 MARKUP = re.compile(r"(?s)<(style|script)\b.*?</\1>|<[^>]*>")  # a page, as web servers give it with an error
 log = logging.getLogger("runner")
 
 
 class StatusError(Exception):
-    """The server answered, and not with 200; `said` are its words."""
+    """The server answered with another status than 200."""
 
-    def __init__(self, status: int, said: str) -> None:
-        super().__init__(f"status {status}: {said}")
-        self.status, self.said = status, said
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(f"status {status}: {message}")
+        self.status = status
 
     @property
-    def passing(self) -> bool:
-        """Whether it may be another one soon."""
+    def is_temporary(self) -> bool:
+        """Whether a later request may succeed."""
         return self.status == 429 or self.status >= 500
 
 
@@ -57,29 +57,29 @@ class OpenAiClient:
         self._warned_at = float("-inf")
 
     def get(self, path: str, until: float) -> Any:
-        """The answer to a question without a body; see `post`."""
-        return _decode_json(self._patiently("GET", path, None, until, again=True))
+        """The answer to a request without a body; see `post`."""
+        return _decode_json(self._retry("GET", path, None, until, again=True))
 
     def text(self, path: str, until: float) -> str:
         """The same where it is text."""
-        return self._patiently("GET", path, None, until, again=True).decode(errors="replace")
+        return self._retry("GET", path, None, until, again=True).decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any], until: float, *, again: bool = True) -> Any:
         """The answer, decoded; None for an empty one.
 
-        until: time.monotonic() at which patience ends; again: it may be sent twice, and a status of 500 and above may
-        pass; else it is sent again only where no connection was made. Raises StatusError for one that does not pass,
+        until: the deadline, as of time.monotonic(); again: it may be sent twice, and is, after a status of 500 and
+        above; else it is sent again only where no connection was made. Raises StatusError for a status that remains,
         GarbledError, SamplerError if there is no answer, EnvironmentProblem if the key is wrong.
         """
         content = json.dumps(body, allow_nan=False).encode()
-        return _decode_json(self._patiently("POST", path, content, until, again=again))
+        return _decode_json(self._retry("POST", path, content, until, again=again))
 
     def close(self) -> None:
-        """End what is under way: it raises SamplerError at once, wherever it waits."""
+        """Cancel running requests; each raises SamplerError at once."""
         self._closed.set()
         self._runner.cancel()
 
-    def _patiently(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
+    def _retry(self, method: str, path: str, content: bytes | None, until: float, *, again: bool) -> bytes:
         tried = 0
         while True:
             failure: BaseException
@@ -88,7 +88,7 @@ class OpenAiClient:
             except StatusError as error:
                 if error.status in (401, 403):
                     raise self._locked_out(error) from None
-                if not error.passing or not again or tried >= self.retries:
+                if not error.is_temporary or not again or tried >= self.retries:
                     raise
                 failure = error
             except (OSError, ClientError, asyncio.CancelledError) as error:
@@ -133,7 +133,7 @@ class OpenAiClient:
         )
         status, answer = self._runner.run(sent)
         if status != 200:
-            raise StatusError(status, _words(answer))
+            raise StatusError(status, _error_message(answer))
         return answer
 
 
@@ -146,17 +146,14 @@ def _decode_json(content: bytes) -> Any:
         raise GarbledError(f"the response is not JSON: {error}") from error
 
 
-def _words(content: bytes) -> str:
-    """What a server says of a failure, as it comes in several forms."""
+def _error_message(content: bytes) -> str:
+    """The message of a failed request, which comes in several forms."""
     text = content.decode(errors="replace")
     try:
         found = parse_json(text)
     except ValueError:
-        return _cut_short(" ".join(MARKUP.sub(" ", text).split()))
+        found = " ".join(MARKUP.sub(" ", text).split())
     while isinstance(found, dict) and (inner := found.get("error") or found.get("message") or found.get("detail")):
         found = inner
-    return _cut_short(str(found))
-
-
-def _cut_short(text: str) -> str:
-    return text if len(text) <= SAID else f"{text[:SAID]} …"
+    said = str(found)
+    return said if len(said) <= MESSAGE_CHARS else f"{said[:MESSAGE_CHARS]} …"

@@ -2,17 +2,17 @@
 
 Nothing is tokenized twice.
 
-Whatever a server would add by itself is said here: the end tokens (`ignore_eos` keeps those of its own files out), the
-penalties and cuts that a generation config may hold. A server reports neither version nor digest of its weights
-that keeps them: it is known by a mark.
+Each request sets what a server would otherwise add from its own files: end tokens (`ignore_eos` excludes those of its
+files), and the penalties and truncation of a generation config. A server reports neither a version nor a digest of its
+weights, so a fingerprint identifies them.
 
-Log-probabilities are of the distribution that was drawn from, or the model's own, which vLLM reports unless it is set
-otherwise. Two requests tell: the likeliest id alone is drawn from, whose probability then is 1, at two temperatures.
+Log-probabilities are those of the distribution that was sampled from, or the model's own, which is vLLM's default. Two
+requests find out which: they sample with top_k=1, so that the probability is 1, at two temperatures.
 
     log-probability at temperature 1, at 2        they are of
-    0, 0                                          what was drawn from      "processed"
-    a, a                                          the model itself         "raw"
-    a, b                                          the tempered model, before ids are cut   "tempered"
+    0, 0                                          the sampled distribution   "processed"
+    a, a                                          the model itself           "raw"
+    a, b                                          the tempered model, before truncation   "tempered"
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from runner.core.errors import EnvironmentProblem
 from runner.sampler.sampling import SamplingRule
 from runner.sampler.server.openai_client import GarbledError, StatusError
 from runner.sampler.server.protocol import InvalidAnswerError
+from runner.sampler.sync_probe import mean_difference
 
 if TYPE_CHECKING:
     from runner.sampler.server.openai_server import OpenAiServer
 
 Json = dict[str, Any]
-NO_LOGPROB = -9999.0  # vLLM's word for minus infinity, which JSON cannot say
+NO_LOGPROB = -9999.0  # vLLM's value for minus infinity, which JSON does not have
 PLACEHOLDER = "token_id:"
-ALL_IDS = -1  # top_k that cuts nothing; newer versions say 0 and take both
+ALL_IDS = -1  # top_k without truncation; newer versions use 0 and accept both
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,6 @@ class CompletionAnswer:
 
     ids: list[Any]
     logprobs: list[Any]
-    finish: str | None
     stopped_by: str | None
 
 
@@ -118,13 +118,12 @@ def parse_completion(answer: Any, prompt: Sequence[int]) -> CompletionAnswer:
     return CompletionAnswer(
         ids=_ids(choice, logprobs),
         logprobs=[None if value == NO_LOGPROB else value for value in logprobs["token_logprobs"]],
-        finish=choice.get("finish_reason"),
         stopped_by=reason if isinstance(reason, str) else None,
     )
 
 
 def _ids(choice: Json, logprobs: Json) -> list[Any]:
-    """As vLLM gives them since 0.10.2, or as placeholders of tokens, which it has had for longer."""
+    """The ids of an answer: vLLM's since 0.10.2, or those in the placeholders of tokens, which are older."""
     if isinstance(ids := choice.get("token_ids"), list):
         return ids
     tokens = logprobs.get("tokens")
@@ -149,26 +148,25 @@ DRIFT = 0.1  # nats, mean over the fixed row: what rounding to bfloat16 adds whe
 
 @dataclass(frozen=True, slots=True)
 class ServerFingerprint:
-    """What tells one state of a server from another.
+    """Identifies one state of a server.
 
-    started: when its process began, "" where it does not say; scores: of a fixed row, None where it gives none.
+    started: when its process began, "" where it does not report that; scores: of a fixed row, None without any
     """
 
     started: str
     scores: list[float] | None
 
     def is_other(self, now: ServerFingerprint) -> bool:
-        """Whether the server or its weights changed, or may have: it says less, or more, than it did."""
+        """Whether the server or its weights changed, or may have: it reports less, or more, than before."""
         if self.started != now.started:
             return True
         if self.scores is None or now.scores is None:
             return self.scores is not now.scores
-        differences = [abs(a - b) for a, b in zip(self.scores, now.scores, strict=True)]
-        return not sum(differences) / len(differences) <= DRIFT
+        return mean_difference([now.scores], [self.scores]) > DRIFT
 
 
 def read_fingerprint(server: OpenAiServer, row: Sequence[int], model: str) -> ServerFingerprint:
-    """What it is known by now."""
+    """The server's fingerprint now."""
     started = server.process_start()
     try:
         return ServerFingerprint(started, server.score(row, model))

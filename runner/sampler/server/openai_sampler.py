@@ -1,11 +1,11 @@
 """The sampler of a running server: one request per completion, so that each has its own seed.
 
-    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut where we end answers
+    requests ──max_num_seqs at a time──▶ /v1/completions ──ids, log-probabilities──▶ checked, cut at our stop criteria
                                                                                           │
-    the server is still the one that was given these weights?  ◀──── asked after each call┘   else: loaded, asked again
+    has the server still these weights?  ◀──────────────────── fingerprint after each call┘   no: load, sample again
 
-A server that was restarted has the weights that it was started with, and says nothing of it. It is known by the
-time at which its process began, and by what it says of a fixed row of tokens.
+A server that was restarted has the weights that it was started with, and does not report that. Its fingerprint is the
+time at which its process began, and its log-probabilities of a fixed row of tokens.
 """
 
 from __future__ import annotations
@@ -20,21 +20,24 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 from torch import Tensor
 
 from runner.core.errors import SamplerError
-from runner.interfaces import Request, Rollout
+from runner.interfaces import GenerativeModel, Request, Rollout
 from runner.sampler.config import ServerSamplerConfig
-from runner.sampler.sampling import StopCriteria, answer_limit
+from runner.sampler.sampling import SamplingRule, StopCriteria, answer_limit
 from runner.sampler.server.openai_client import GarbledError, StatusError
 from runner.sampler.server.openai_protocol import RequestTemplate, ServerFingerprint, parse_completion, read_fingerprint
 from runner.sampler.server.openai_server import OpenAiServer
-from runner.sampler.server.openai_weight_sync import WeightSync
+from runner.sampler.server.openai_weight_sync import make_weight_sync
+from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import AnswerLimits, InvalidAnswerError, check_rollout
 from runner.weight_sync.weight_store import StoredWeights
 
 log = logging.getLogger("runner")
 
+FIXED_TOKENS = 16
 TRIES = 2  # of a request whose answer cannot be one
 GONE = 404  # of a model's name that the server does not know
 
@@ -44,42 +47,39 @@ class LostAdapterError(Exception):
 
 
 class OpenAiSampler:
-    """Draws rollouts from a server; see `Sampler` for what its methods do."""
+    """Samples rollouts from a server; see `Sampler` for its methods."""
 
     def __init__(
         self,
         config: ServerSamplerConfig,
         server: OpenAiServer,
-        sync: WeightSync,
-        stops: StopCriteria,
-        template: RequestTemplate,
-        limits: AnswerLimits,
-        longest: tuple[int, str] | None,
-        fixed_row: Sequence[int],
+        rule: SamplingRule,
+        model: GenerativeModel,
         folder: Path,
         *,
         reports_raw: bool,
     ) -> None:
-        """Sample from `server`.
+        """Sample from `server`, under `rule`; reports_raw: whether answers come with raw_logprobs.
 
-        stops: how answers end here
-        template: the body of a request
-        limits: of what may come back
-        longest: most tokens of a prompt and its answer, and why
-        fixed_row: ids by whose log-probabilities weights are known
-        folder: removed when it is closed
-        reports_raw: whether answers come with raw_logprobs
+        folder: with the configs of `model`, removed when it is closed. Raises EnvironmentProblem where the server
+        takes no weights in the way of sampler.weight_sync.
         """
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
-        self._server, self._sync, self._stops, self._template, self._limits = server, sync, stops, template, limits
-        self._longest, self._fixed_row, self._strings = longest, tuple(fixed_row), frozenset(config.stop)
+        shared, bounds = Path(config.folder) if config.folder else None, model.limits()
+        ends, self._strings = bounds.stop_token_ids | set(config.stop_token_ids), frozenset(config.stop)
+        self._server, self._sync = server, make_weight_sync(config.weight_sync, server, shared, folder)
+        self._stops = StopCriteria(model.tokenizer, ends, config.stop)
+        self._template = RequestTemplate(rule, ends, config.stop)
+        self._limits = AnswerLimits(bounds.vocab_size, config.max_new_tokens)
+        self._longest, self._fixed_row = bounds.length_limit, _fixed_row(bounds.vocab_size)
+        if server.longest is not None and (self._longest is None or server.longest < self._longest[0]):
+            self._longest = server.longest, "the server's --max-model-len"
         self._folder, self._reports_raw = folder, reports_raw
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
-        self._naps, self._asleep, self._sends = config.sleep, False, config.weight_sync != "none"
+        self._sleeps, self._asleep, self._sends_weights = config.sleep, False, config.weight_sync != "none"
         self._version = 0
         self._weights: StoredWeights | None = None
-        self._lock, self._counts = threading.Lock(), dict.fromkeys(("tokens", "rejected", "resyncs"), 0)
-        self._seconds = self._load_s = 0.0
+        self._metrics = PoolMetrics()
         self._fingerprint = self._now()
 
     @property
@@ -92,7 +92,7 @@ class OpenAiSampler:
 
         Raises SamplerError if it refuses them, StorageError if they cannot be written.
         """
-        if not self._sends:
+        if not self._sends_weights:
             return
         if not isinstance(weights, StoredWeights):
             raise ValueError("a server reads weights from files, see runner/weight_sync/weight_store.py")
@@ -100,7 +100,7 @@ class OpenAiSampler:
         self._wake()
         self._sync.load(weights)
         self._version, self._weights, self._fingerprint = version, weights, replace(self._now(), started=started)
-        self._load_s += time.monotonic() - begun
+        self._metrics.add("load_s", time.monotonic() - begun)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
@@ -116,39 +116,31 @@ class OpenAiSampler:
             found = self._all(requests, limits)
         if found is None:
             raise SamplerError(f"{self._server} lost its weights twice in one step; check it, then: run resume")
-        self._seconds += time.monotonic() - begun
-        self._counts["tokens"] += sum(len(rollout.ids) for rollout in found)
+        tokens = sum(len(rollout.ids) for rollout in found)
+        self._metrics.record_batch(tokens, time.monotonic() - begun, len(requests))
         return found
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:
-        """See `Sampler`; whatever is behind the address counts as one engine."""
+        """See `Sampler`; the server counts as one engine."""
         self._wake()
         return [[self._score_row(row) for row in rows]]
 
     def pop_metrics(self) -> dict[str, float]:
-        """Sampling tokens per second, load seconds, failed tries, refused answers, weights sent again."""
-        counts, seconds = dict(self._counts), self._seconds
-        found = {
-            "tokens_per_s": counts.pop("tokens") / seconds if seconds else 0.0,
-            "load_s": self._load_s,
-            "retries": float(self._server.client.retried),
-            **{name: float(count) for name, count in counts.items()},
-        }
-        self._counts, self._seconds, self._load_s = dict.fromkeys(self._counts, 0), 0.0, 0.0
-        self._server.client.retried = 0
-        return found
+        """As of `SamplerPool`, and the requests that were repeated after no response."""
+        retried, self._server.client.retried = self._server.client.retried, 0
+        return {**self._metrics.pop(), "retries": float(retried)}
 
     def release_memory(self) -> None:
         """With sampler.sleep it sleeps until the next request."""
-        if self._naps and not self._asleep:
+        if self._sleeps and not self._asleep:
             self._server.sleep()
             self._asleep = True
 
     def close(self) -> None:
-        """End what is under way, and remove what was written; the server keeps running."""
+        """Cancel running requests, and remove what was written; the server keeps running."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._server.part()
-        with ExitStack() as ends:  # each of them, whatever comes of the others
+        self._server.shorten_timeouts()
+        with ExitStack() as ends:  # each of them, also where another one fails
             ends.callback(shutil.rmtree, self._folder, ignore_errors=True)
             ends.callback(self._pool.shutdown)
             ends.callback(self._server.client.close)
@@ -165,14 +157,15 @@ class OpenAiSampler:
         return read_fingerprint(self._server, self._fixed_row, self._sync.model)
 
     def _resync(self) -> None:
-        """Give the server the weights again that it has lost."""
+        """Send the server the weights again that it has lost."""
         if self._weights is None:
             text = "has other weights than at the start of the run, but sampler.weight_sync=none sends none"
             raise SamplerError(f"{self._server} {text}; start it with the same weights, then type: run resume")
         log.warning("%s lost weight version %d; sending it again", self._server, self._version)
-        self._counts["resyncs"] += 1
+        self._metrics.add("resyncs")
         before = self._fingerprint
         self.load_weights(self._weights, self._version)
+        self._metrics.add("restarts", before.started != self._fingerprint.started)
         if before.scores is not None and replace(before, started=self._fingerprint.started).is_other(self._fingerprint):
             raise SamplerError(
                 f"{self._server} received its weights again, but its log-probabilities differ from before"
@@ -203,8 +196,7 @@ class OpenAiSampler:
             try:
                 return self._request(request, limit, until)
             except (InvalidAnswerError, GarbledError) as error:
-                with self._lock:
-                    self._counts["rejected"] += 1
+                self._metrics.add("rejected")
                 if last or end.is_set():
                     text = f"{self._server} returned {TRIES} invalid responses: {error}"
                     raise SamplerError(f"{text}; check the server") from error
@@ -246,3 +238,9 @@ class OpenAiSampler:
             return self._server.score(row, self._sync.model)
         except (InvalidAnswerError, StatusError, GarbledError) as error:
             raise SamplerError(f"{self._server} does not return prompt log-probabilities: {error}") from error
+
+
+def _fixed_row(vocabulary: int) -> Sequence[int]:
+    """Ids by whose log-probabilities weights are known."""
+    draws = np.random.Generator(np.random.Philox(key=1))
+    return [int(token) for token in draws.integers(0, vocabulary, FIXED_TOKENS)]

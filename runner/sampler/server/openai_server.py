@@ -1,10 +1,10 @@
-"""A running server: who it is, what it can do, and the requests beside those for answers.
+"""A running server: its model, its version, and all requests but those for completions.
 
     0.10.2 and newer   token ids come as they are (return_token_ids)
     0.16 and newer     weights are read again from a path in one call; before, the model's path is changed first
     all of them        endpoints for development (VLLM_SERVER_DEV_MODE=1), adapters (VLLM_ALLOW_RUNTIME_LORA_UPDATING=1)
 
-Which way a server has is found by a request, not from its version, which is for messages alone.
+A request finds out which of these a server supports. Its version is used in messages only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runner.sampler.server.openai_protocol import Json, parse_scores, score_requ
 
 STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+]+)$", re.MULTILINE)
 RESETS, RESET_WAIT_S = 20, 0.25  # of a prefix cache whose blocks are still held
-PARTING_S = 10.0  # for what can also be left undone
+CLOSE_TIMEOUT_S = 10.0  # of requests at the end, which are not necessary
 ADAPTERS = "vllm serve: VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora; run serve: weight_updates=true"
 NO_RELOAD = "vllm-ascend (0.23) cannot reload weights: type sampler.weight_sync=adapter, or sampler=vllm"
 DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, on a private network only; run serve: weight_updates=true"
@@ -30,8 +30,8 @@ DEVELOPMENT = "vllm serve: VLLM_SERVER_DEV_MODE=1, on a private network only; ru
 class OpenAiServer:
     """One server, and one model of it.
 
-    version: "" where it does not say; longest: tokens of a prompt and its answer; tells: whether it says when its
-    process began
+    version: "" where it does not report one; longest: most tokens of a prompt and its answer; reports_start: whether it
+    reports when its process began
     """
 
     def __init__(self, client: OpenAiClient, model: str | None, timeout_s: float) -> None:
@@ -45,8 +45,8 @@ class OpenAiServer:
         card = self._card(model)
         self.model: str = card["id"]
         self.longest: int | None = card.get("max_model_len")
-        self._at_once = True
-        self.tells = bool(self._began())
+        self._reloads_in_one_step = True
+        self.reports_start = bool(self._process_start())
 
     def __str__(self) -> str:
         return f"vLLM {self.version} at {self.url}" if self.version else self.url
@@ -61,12 +61,12 @@ class OpenAiServer:
         return parse_scores(answer, row)
 
     def process_start(self) -> str:
-        """When its process began, "" where it does not say. Raises SamplerError if it does not answer.
+        """When its process began, "" where it does not report that. Raises SamplerError if it does not answer.
 
-        A restarted one has not the weights that this one was given. One that did not say so at first is not asked
-        again.
+        A restarted server has lost the weights that were sent to it. A server that did not report a time at first gets
+        no further request for it.
         """
-        return self._began() if self.tells else ""
+        return self._process_start() if self.reports_start else ""
 
     def check_adapters(self) -> None:
         """Raise EnvironmentProblem where no adapter can be loaded."""
@@ -77,7 +77,7 @@ class OpenAiServer:
         self._expect("/collective_rpc", {}, DEVELOPMENT)
 
     def load_adapter(self, name: str, folder: Path) -> None:
-        """Have it read an adapter. Raises SamplerError with its words."""
+        """Make the server read an adapter. Raises SamplerError with its message."""
         self._do("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)}, ADAPTERS)
 
     def unload_adapter(self, name: str) -> None:
@@ -85,39 +85,39 @@ class OpenAiServer:
         try:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": name}, self.until(), again=False)
         except GarbledError:
-            return  # words, after a success
+            return  # text, after a success
         except StatusError as error:
             if error.status not in (400, 404):
                 raise SamplerError(f"{self} does not unload the adapter {name}: {error}") from error
 
     def reload(self, folder: Path) -> None:
-        """Make the server read all weights again from a folder. Raises SamplerError with its words."""
-        if self._at_once:
+        """Make the server read all weights again from a folder. Raises SamplerError with its message."""
+        if self._reloads_in_one_step:
             try:
                 self._call("reload_weights", {"weights_path": str(folder)})
             except StatusError as error:
                 self._in_two_steps(folder, f"; in one step: {error}")
-                self._at_once = False
+                self._reloads_in_one_step = False
         else:
             self._in_two_steps(folder)
         self._reset_cache()
 
     def sleep(self) -> None:
-        """Have it give up its cache and keep its weights in the host's memory."""
+        """Make it free its cache and keep its weights in the host's memory."""
         self._do("/sleep?level=1", {}, DEVELOPMENT)
 
     def wake(self) -> None:
-        """Have it take its memory again."""
+        """Make it allocate its memory again."""
         self._do("/wake_up", {}, DEVELOPMENT)
 
-    def part(self) -> None:
+    def shorten_timeouts(self) -> None:
         """From here on send each request once, with a short timeout."""
-        self._timeout_s, self.client.retries = min(self._timeout_s, PARTING_S), 0
+        self._timeout_s, self.client.retries = min(self._timeout_s, CLOSE_TIMEOUT_S), 0
 
-    def _began(self) -> str:
+    def _process_start(self) -> str:
         try:
             found = STARTED.search(self.client.text("/metrics", self.until()))
-        except (StatusError, EnvironmentProblem):  # what stands before it may keep this page, and no other, to itself
+        except (StatusError, EnvironmentProblem):  # a proxy may refuse this page alone
             return ""
         return found[1] if found else ""
 
@@ -151,7 +151,7 @@ class OpenAiServer:
             ) from error
 
     def _call(self, method: str, options: Json) -> None:
-        with suppress(GarbledError):  # words, after a success
+        with suppress(GarbledError):  # text, after a success
             self.client.post("/collective_rpc", {"method": method, "kwargs": options}, self.until(), again=False)
 
     def _reset_cache(self) -> None:
@@ -168,12 +168,12 @@ class OpenAiServer:
         try:
             return self.client.post(path, body, self.until(), again=False)
         except GarbledError:
-            return None  # words, as old versions say them after a success
+            return None  # text, which old versions return after a success
         except StatusError as error:
             raise SamplerError(f"{self} refuses {path}: {error}; {instead}") from error
 
     def _expect(self, path: str, body: Json, instead: str) -> None:
-        """Raise EnvironmentProblem if there is no such endpoint, to which `body` is a question without effect."""
+        """Raise EnvironmentProblem if there is no such endpoint; `body` is a request without effect."""
         try:
             self.client.post(path, body, self.until(), again=False)
         except (StatusError, GarbledError) as error:

@@ -4,7 +4,7 @@ requests ──groups, balanced by tokens──▶ one task for each server ─�
                                            │ it holds other weights: it loads them, and gets the same requests again
                                            └ no answer (dead, stopped): its successor gets them, with the same seeds
 
-Requests carry their seeds, so that a step's answers are the same bytes whoever gives them, and however often.
+Requests carry their seeds, so that a step's answers are the same bytes from every server, also when repeated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from runner.core.errors import SamplerError
 from runner.core.http_client import CancellableRunner
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt
 from runner.interfaces import Request, Rollout
-from runner.run_dir.folder import display_path
 from runner.sampler.base import SamplingConfig
 from runner.sampler.server.pool_metrics import PoolMetrics
-from runner.sampler.server.protocol import AnswerLimits, Endpoint, endpoint_path
-from runner.sampler.server.rollout_client import ServerClient, UnansweredError
+from runner.sampler.server.protocol import AnswerLimits
+from runner.sampler.server.rollout_client import ServerClient
 from runner.weight_sync.weight_store import StoredWeights
 
 T = TypeVar("T")
@@ -40,38 +39,22 @@ class SamplerPool:
     def __init__(
         self,
         config: SamplingConfig,
-        endpoints: Sequence[Callable[[], Endpoint]],
+        count: int,
+        folder: Path,
         *,
         token: str,
         vocab_size: int,
-        log_files: Sequence[Path | None],
         silence_s: float = SILENCE_S,
     ) -> None:
-        """endpoints: each reads where one server is; token: the job's; log_files: where their messages are."""
+        """The `count` servers of a job, whose endpoint files are in `folder`; token: the job's."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._timeout_s, self._metrics, self._runner = config.patience_s, PoolMetrics(), CancellableRunner()
         limits = AnswerLimits(vocab_size, config.max_new_tokens)
         self._clients = [
-            ServerClient(
-                f"sampler {at}",
-                find,
-                token,
-                limits,
-                self._metrics,
-                log_file="its log" if path is None else display_path(path),
-                silence_s=silence_s,
-            )
-            for at, (find, path) in enumerate(zip(endpoints, log_files, strict=True))
+            ServerClient(at, folder, token, limits, self._metrics, silence_s=silence_s) for at in range(count)
         ]
         self._weights: StoredWeights | None = None
         self._longest: list[int | None] | None = None
-
-    @classmethod
-    def of_job(cls, config: SamplingConfig, count: int, folder: Path, **options: Any) -> SamplerPool:
-        """The `count` servers of a job, whose endpoint files are in `folder`."""
-        paths = [endpoint_path(folder, at) for at in range(count)]
-        finds = [partial(_read_endpoint, path) for path in paths]
-        return cls(config, finds, log_files=[path.with_suffix(".log") for path in paths], **options)
 
     @property
     def max_model_len(self) -> int | None:
@@ -85,8 +68,9 @@ class SamplerPool:
         if not isinstance(tensors, StoredWeights) or tensors.version != version:
             raise ValueError(f"rollout servers load version {version} from files, not from {tensors!r}")
         self._weights = tensors
-        with self._metrics.measure_seconds("load_s"):
-            self._on_each([partial(client.load, tensors) for client in self._clients])
+        begin = time.monotonic()
+        self._on_each([partial(client.load, tensors) for client in self._clients])
+        self._metrics.add("load_s", time.monotonic() - begin)
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
@@ -130,9 +114,9 @@ class SamplerPool:
         self._on_each([client.release for client in self._clients])
 
     def close(self) -> None:
-        """Stop sending; whoever waits for an answer in another thread gets SamplerError at once.
+        """Cancel running requests; a thread that waits for an answer gets SamplerError at once.
 
-        The servers keep running: they belong to the launcher, or to others.
+        The servers keep running: the launcher ends them.
         """
         self._runner.cancel()
 
@@ -158,12 +142,3 @@ class SamplerPool:
             return self._runner.run(run())
         except asyncio.CancelledError:
             raise SamplerError("the samplers are closed") from None
-
-
-def _read_endpoint(path: Path) -> Endpoint:
-    try:
-        return Endpoint.read(path)
-    except FileNotFoundError as error:
-        raise UnansweredError("it does not listen yet") from error
-    except (OSError, ValueError) as error:
-        raise UnansweredError(str(error)) from error

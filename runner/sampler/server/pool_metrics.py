@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from statistics import fmean
 
 SUMS = ("load_s", "restarts", "resyncs", "rejected")
@@ -14,15 +12,16 @@ SUMS = ("load_s", "restarts", "resyncs", "rejected")
 class PoolMetrics:
     """Sums over the calls since `pop`; the thread that trains reads what another one measures."""
 
-    _sums: dict[str, float]
-    _tokens: int
-    _seconds: float
-    _queue: int
-    _devices: dict[str, dict[str, float]]
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._reset()
+
+    def _reset(self) -> None:
+        self._sums = dict.fromkeys(SUMS, 0.0)
+        self._tokens = 0
+        self._seconds = 0.0
+        self._queue = 0
+        self._devices: dict[str, dict[str, float]] = {}
 
     def pop(self) -> dict[str, float]:
         """The numbers, which then start from zero."""
@@ -49,21 +48,6 @@ class PoolMetrics:
         """The newest stats of a server's device; without any, the older ones stay."""
         with self._lock:
             self._devices[name] = {**self._devices.get(name, {}), **stats}
-
-    @contextmanager
-    def measure_seconds(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block takes."""
-        begin = time.monotonic()
-        try:
-            yield
-        finally:
-            self.add(name, time.monotonic() - begin)
-
-    def _reset(self) -> None:
-        self._sums = dict.fromkeys(SUMS, 0.0)
-        self._tokens, self._queue = 0, 0
-        self._seconds = 0.0
-        self._devices = {}
 
 
 def _aggregate(devices: Collection[Mapping[str, float]]) -> dict[str, float]:

@@ -1,6 +1,6 @@
-r"""The protocol of a trainer and its rollout servers: a line of JSON, then arrays, in one HTTP body.
+r"""The protocol of a trainer and its rollout servers: a JSON header and arrays in one HTTP body.
 
-    {"version": 7, "digest": …, "arrays": [["i4", 96], …]}\n<little-endian bytes>
+    safetensors of   "header": {"version": 7, "digest": …} as UTF-8   "0", "1", …: the arrays
 
     GET  /health            what the server holds, at once
     POST /rollouts/sample   a step's requests in one call ─▶ token ids and log-probabilities, bit for bit
@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from runner.core import fsync_io
 from runner.core.errors import OutOfMemory, RunnerError
@@ -35,6 +37,7 @@ SAMPLE, SCORE, RELEASE, LOAD = "/rollouts/sample", "/rollouts/score", "/rollouts
 BEAT_S = 1.0  # between two line feeds of a server that is at work
 MAX_BODY_BYTES = 1 << 30
 STALE = "StaleWeights"  # the kind of an error: other weights are held than were named
+HEADER = "header"  # the name of its tensor
 ROUNDING = 1e-3  # by which a log-probability may lie above 0
 Json = dict[str, Any]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -98,7 +101,7 @@ class ServerError:
 
     @classmethod
     def from_exception(cls, error: Exception) -> ServerError:
-        """As it is sent; of an error that has no words for users, the class and the first line."""
+        """As it is sent; of an error that is not made for users, the class and the first line."""
         first = (str(error).splitlines() or [""])[0]
         text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {first}"
         torch = sys.modules.get("torch")
@@ -141,29 +144,21 @@ def endpoint_path(folder: Path, index: int) -> Path:
 
 def encode(header: Mapping[str, Any], *arrays: Array) -> bytes:
     """A body of a header and arrays of numbers."""
-    shapes = [[array.dtype.newbyteorder("<").str[1:], array.size] for array in arrays]
-    parts = (array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes() for array in arrays)
-    return json.dumps({**header, "arrays": shapes}).encode() + b"\n" + b"".join(parts)
+    content = np.frombuffer(json.dumps(header).encode(), np.uint8)
+    return save({HEADER: content, **{str(at): array for at, array in enumerate(arrays)}})
 
 
 def decode(body: bytes) -> tuple[Json, list[Array]]:
     """The header and the arrays again; line feeds before them are skipped. Raises ValueError."""
-    head, _, rest = body.lstrip(b"\n").partition(b"\n")
-    header = parse_json(head)
-    if not isinstance(header, dict) or not isinstance(shapes := header.pop("arrays", None), list):
+    try:
+        arrays = load(body.lstrip(b"\n"))  # whose first byte is a multiple of 8, and so no line feed
+        header = parse_json(arrays.pop(HEADER).tobytes())
+        ordered = [arrays[str(at)] for at in range(len(arrays))]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"the body is not a header and arrays: {error}") from error
+    if not isinstance(header, dict):
         raise ValueError("the body has no header")
-    arrays, begin = list[Array](), 0
-    for shape in shapes:
-        match shape:
-            case ["i4" | "f8" as kind, int(size)] if size >= 0:
-                end = begin + int(kind[1]) * size
-                arrays.append(np.frombuffer(rest[begin:end], f"<{kind}"))
-                begin = end
-            case _:
-                raise ValueError(f"{shape!r} is not an array")
-    if begin != len(rest):
-        raise ValueError(f"the arrays have {begin} bytes, but {len(rest)} arrived")
-    return header, arrays
+    return header, ordered
 
 
 def encode_requests(requests: Sequence[Request], header: Mapping[str, Any]) -> bytes:

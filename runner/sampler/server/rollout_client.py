@@ -13,9 +13,7 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
-from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
@@ -25,6 +23,7 @@ from runner.core.errors import SamplerError
 from runner.core.http_client import failure_reason, request
 from runner.core.untrusted_text import parse_json
 from runner.interfaces import Request, Rollout
+from runner.run_dir.folder import display_path
 from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import (
     LOAD,
@@ -48,7 +47,9 @@ from runner.sampler.server.protocol import (
     encode,
     encode_requests,
     encode_rows,
+    endpoint_path,
 )
+from runner.sampler.sync_probe import mean_difference
 from runner.weight_sync.weight_store import StoredWeights
 
 T = TypeVar("T")
@@ -74,8 +75,7 @@ class Fingerprint(NamedTuple):
         """The mean absolute difference, of the engine that is farthest off."""
         if len(now) != len(self.scores):
             return math.inf
-        pairs = [zip(chain(*one), chain(*other), strict=True) for one, other in zip(self.scores, now, strict=True)]
-        return max(fmean([abs(a - b) for a, b in pair] or [0.0]) for pair in pairs)
+        return max(mean_difference(one, other) for one, other in zip(now, self.scores, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +106,16 @@ class ServerClient:
     """
 
     def __init__(
-        self,
-        name: str,
-        find: Callable[[], Endpoint],
-        token: str,
-        limits: AnswerLimits,
-        metrics: PoolMetrics,
-        *,
-        log_file: str,
-        silence_s: float,
+        self, index: int, folder: Path, token: str, limits: AnswerLimits, metrics: PoolMetrics, *, silence_s: float
     ) -> None:
-        """find: reads where the server is; raises UnansweredError; log_file: where its messages are."""
-        self._name, self._find, self._limits, self._metrics = name, find, limits, metrics
+        """A server of the job in `folder`, where endpoint files and logs are.
+
+        silence_s: without a byte, after which a server counts as stopped
+        """
+        self._name, self._path = f"sampler {index}", endpoint_path(folder, index)
+        self._limits, self._metrics = limits, metrics
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
-        self._log_file, self._silence_s = log_file, silence_s
+        self._log_file, self._silence_s = display_path(self._path.with_suffix(".log")), silence_s
         self._session, self._url = "", "not started"
         self._loaded = ""  # the session that has loaded the requested weights
         self._fingerprint = Fingerprint("", (), [])
@@ -175,7 +171,7 @@ class ServerClient:
         return found
 
     async def release(self, deadline: float) -> None:
-        """Have it give up memory that it can do without."""
+        """Make the server free memory that it does not need now."""
         reply = await self._post(RELEASE, encode({}), deadline)
         if reply.error is not None:
             raise reply.error.to_exception(str(self))
@@ -325,7 +321,12 @@ class ServerClient:
 
     async def _exchange(self, method: str, path: str, body: bytes | Path | None, deadline: float) -> bytes:
         """One request. Raises UnansweredError, and FileNotFoundError for a body that is gone."""
-        self._url = self._find().url
+        try:
+            self._url = Endpoint.read(self._path).url
+        except FileNotFoundError as error:
+            raise UnansweredError("it does not listen yet") from error
+        except (OSError, ValueError) as error:
+            raise UnansweredError(str(error)) from error
         left = max(deadline - time.monotonic(), 0.001)
         if isinstance(body, Path) and not body.exists():
             raise FileNotFoundError(f"{body} is gone")

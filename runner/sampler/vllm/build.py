@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from runner.core.errors import SpecError
-from runner.interfaces import Decide, ModelLimits
+from runner.interfaces import Decide, GenerativeModel, ModelLimits
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
 from runner.sampler.vllm.engine import VllmEngine, device_type
@@ -22,23 +21,9 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the fam
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values, an older word of vLLM's
 
 
-class EngineModel(Protocol):
-    """What is needed of a model: on torch's meta device it is enough."""
-
-    tokenizer: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def compute_dtype(self) -> torch.dtype: ...
-
-    def limits(self) -> ModelLimits: ...
-
-    def save_configs(self, folder: Path) -> None: ...
-
-
-def build(config: VllmSamplerConfig, *, model: EngineModel, decide: Decide, folder: Path, longest: int) -> VllmSampler:
+def build(
+    config: VllmSamplerConfig, *, model: GenerativeModel, decide: Decide, folder: Path, longest: int
+) -> VllmSampler:
     """A sampler over an engine of `model`'s shape, without weights so far.
 
     folder: empty, for what the engine reads from a disk, removed by close(); longest: tokens of the longest row that
@@ -73,7 +58,7 @@ def _max_length(bounds: ModelLimits) -> int:
 
 
 def _make_placement(
-    config: VllmSamplerConfig, model: EngineModel, folder: Path, longest: int, adapters: LoraAdapters | None
+    config: VllmSamplerConfig, model: GenerativeModel, folder: Path, longest: int, adapters: LoraAdapters | None
 ) -> EnginePlacement:
     beside = model.device.type != "meta"
     return EnginePlacement(

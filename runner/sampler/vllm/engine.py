@@ -37,7 +37,7 @@ KEPT_PREFIXES = ("VLLM_", "TRITON_", "ASCEND_CUSTOM_OPP_PATH")
 
 @contextmanager
 def allow_nondeterminism() -> Iterator[None]:
-    """While an engine computes: any kernel will do, as its draws are recorded and not repeated."""
+    """Allow any kernel while an engine computes: its samples are recorded, not repeated."""
     before = torch.get_deterministic_debug_mode()
     torch.set_deterministic_debug_mode("default")
     try:
@@ -135,16 +135,19 @@ class VllmEngine:
             raise
         self._experts = any(self._call("knows_experts"))
 
-    def load(self, weights: Mapping[str, Tensor], changed: frozenset[str] | None) -> None:
-        """Load `weights`, complete; changed: names that may differ from the last ones, None = all.
+    def load(self, weights: Mapping[str, Tensor], own: Sequence[str], changed: frozenset[str] | None) -> None:
+        """Load those of `weights` that are the model's own.
+
+        own: their names, complete; changed: names that may differ from the last ones, None = all.
 
         Nothing moves where none do, as for a base whose adapter is sent separately. Raises EnvironmentProblem for
         tensors that vLLM's model does not take or lacks, SamplerError if old answers stay cached.
         """
         with self._translate_errors():
             self._wake("weights")
-            whole = changed is None or not self._whole or (self._experts and bool(changed))
-            names = [name for name in weights if whole or name in changed]  # type: ignore[operator]
+            names = [name for name in own if changed is None or name in changed]
+            whole = changed is None or not self._whole or (self._experts and bool(names))
+            names = [*own] if whole else names
             self._whole = False
             if names or whole:
                 self._send_weights(weights, names, whole)

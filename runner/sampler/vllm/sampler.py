@@ -1,6 +1,6 @@
 """The sampler whose answers a vLLM engine writes.
 
-    requests ──prompts, a seed each──▶ engine ──ids, log-probabilities of what was drawn from──▶ rollouts
+    requests ──prompts, a seed each──▶ engine ──ids, log-probabilities of the sampled distribution──▶ rollouts
 
 A request's tokens are a function of weights, prompt and seed up to rounding, which depends on what else is in work.
 """
@@ -65,19 +65,12 @@ class VllmSampler:
             raise ValueError("a vLLM engine has its own weights")
         begun = time.perf_counter()
         changed: frozenset[str] | None = getattr(weights, "changed", None) if version != self._version else None
-        if self._adapters is None:
-            self._engine.load(weights, changed)
-        else:
-            self._load_with_adapter(self._adapters, weights, changed)
+        names = [*weights] if self._adapters is None else [name for name in weights if not is_adapter_tensor(name)]
+        self._engine.load(weights, names, changed)
+        if self._adapters is not None:
+            self._adapters.load({name: weights[name] for name in weights if is_adapter_tensor(name)})
         self._version = version
         self._loading_s += time.perf_counter() - begun
-
-    def _load_with_adapter(
-        self, adapters: LoraAdapters, weights: Mapping[str, Tensor], changed: frozenset[str] | None
-    ) -> None:
-        base = _WeightSubset(weights, [name for name in weights if not is_adapter_tensor(name)])
-        self._engine.load(base, None if changed is None else changed.intersection(base))
-        adapters.load({name: weights[name] for name in weights if is_adapter_tensor(name)})
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]:
         """One rollout per request, in their order.
@@ -164,25 +157,6 @@ class VllmSampler:
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
         raw = logprobs if request.raw and self._reports_raw else None
         return Rollout(tuple(ids[:count]), logprobs, raw, self._version, finish)
-
-
-class _WeightSubset(Mapping[str, Tensor]):
-    """Some of the weights, read when they are needed."""
-
-    def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str]) -> None:
-        self._weights, self._names = weights, dict.fromkeys(names)
-        self.files = getattr(weights, "files", ())
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return self._weights[name]
-
-    def __iter__(self) -> Any:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
 
 def _prompt_logprobs(row: Sequence[int], found: Sequence[Mapping[int, Any] | None]) -> list[float]:

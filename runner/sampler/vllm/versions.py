@@ -9,8 +9,8 @@ Neither torch nor vLLM is imported.
 To replace weights while it runs, vllm-ascend needs the plain layout; sleep does not work with expandable segments.
 0.23 reads the layout twice: waking reads its config, an update of weights only the environment,
 whose default is another layout (worker.py and utils.py of its sdist). Both are set; neither has been run on a card.
-Waking, it also turns the matrices of experts over, for somebody who then loads them as they are on the disk: with
-weights that stay it computes nonsense, and vLLM's own way to new ones (`reload`) fails on them. That is refused.
+Waking, it also transposes the matrices of experts, for a load of the layout on disk that is to follow. With weights
+that stay the results are wrong, and vLLM's own `reload` fails on them. So that combination is an error.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from runner.inference.rollout_server import serve
 from runner.interfaces import Request, Rollout
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.server.protocol import Endpoint, WeightFile, endpoint_path
-from runner.sampler.torch import TorchSampler, build
+from runner.sampler.torch import TorchSampler
 from tests.model.zoo import causal
 
 TOKEN = "secret of this test"
@@ -50,7 +50,7 @@ class Options:
 
 def local(version: int | None = None) -> TorchSampler:
     """The sampler that all processes have; with the weights of `version`, those of a process without."""
-    sampler = build(CONFIG, model=causal("qwen2"), decide=Decisions())
+    sampler = TorchSampler(CONFIG, model=causal("qwen2"), decide=Decisions())
     if version is not None:
         sampler.load_weights(weights(version), version)
     return sampler

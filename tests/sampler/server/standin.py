@@ -80,7 +80,8 @@ class StandIn:
 
     def start(self) -> None:
         """As it is after its process has begun."""
-        self.model, self.adapters, self.started = deepcopy(self.base), {}, 1000.0 + len(self.calls)
+        # the time first: who finds that an adapter is gone reads it next
+        self.started, self.model, self.adapters = 1000.0 + len(self.calls), deepcopy(self.base), {}
         self.asleep, self.path = False, ""
 
     def breaks(self, what: str) -> str:

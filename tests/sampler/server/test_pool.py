@@ -55,7 +55,7 @@ def shelf(tmp_path: Path) -> Iterator[WeightStore]:
 def client(folder: Path, count: int = 1, **options: Any) -> Iterator[SamplerPool]:
     """The samplers there, as rank 0 sees them."""
     config = TorchSamplerConfig(**CONFIG.model_dump() | {"timeout_s": options.pop("timeout_s", 90.0)})
-    pool = SamplerPool.of_job(config, count, folder, token=TOKEN, vocab_size=VOCAB, **options)
+    pool = SamplerPool(config, count, folder, token=TOKEN, vocab_size=VOCAB, **options)
     try:
         yield pool
     finally:

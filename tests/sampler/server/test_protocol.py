@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save
 
 from runner.interfaces import Request, Rollout
 from runner.sampler.server.protocol import (
@@ -140,11 +141,12 @@ def test_every_finite_log_probability_comes_back_bit_for_bit(logprobs: list[floa
         b"hello",
         b"[]\n",
         b"{}\n",
-        b'{"arrays": [["i4", -1]]}\n',
-        b'{"arrays": [["i4", 2]]}\nabcd',
-        b'{"arrays": [["i4", 1]]}\nabcdefgh',
-        b'{"arrays": [["O8", 1]]}\nabcdefgh',
-        b'{"arrays": [3]}\n',
+        encode({}, np.array([2, 3], np.int32))[:-1],
+        encode({}, np.array([2, 3], np.int32)) + b"a",
+        encode([]),  # type: ignore[arg-type]
+        save({"0": np.array([2], np.int32)}),
+        save({"header": np.frombuffer(b"{}", np.uint8), "1": np.array([2], np.int32)}),
+        save({"header": np.frombuffer(b"hello", np.uint8)}),
     ],
 )
 def test_a_body_that_is_none_is_refused(body: bytes) -> None:

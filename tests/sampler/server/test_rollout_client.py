@@ -49,7 +49,7 @@ def test_a_connection_does_not_live_as_long_as_the_error_that_it_ends_with(
 ) -> None:
     caplog.set_level("INFO", "runner")  # what is logged of it is kept, too
     config = CONFIG.model_copy(update={"timeout_s": 0.5})
-    pool = SamplerPool.of_job(config, 1, silent, token="token", vocab_size=5, silence_s=0.1)
+    pool = SamplerPool(config, 1, silent, token="token", vocab_size=5, silence_s=0.1)
     with pytest.raises(SamplerError, match="did not respond in") as raised:
         pool.release_memory()
     port = int(Endpoint.read(endpoint_path(silent, 0)).url.rpartition(":")[2])

@@ -410,8 +410,11 @@ def test_a_new_job_finds_out_at_once_that_nobody_is_there() -> None:
 
 def test_a_page_that_a_web_server_gives_is_said_in_words() -> None:
     page = b"<html><head><style>p { margin: 0 }</style></head>\n <body><h1>Error</h1>\n<p>Not <b>found</b>.</p></body>"
-    assert client_module._words(page) == "Error Not found ."
-    assert client_module._words(b'{"error": {"message": "' + b"x" * 400 + b'"}}') == "x" * client_module.SAID + " …"
+    assert client_module._error_message(page) == "Error Not found ."
+    assert (
+        client_module._error_message(b'{"error": {"message": "' + b"x" * 400 + b'"}}')
+        == "x" * client_module.MESSAGE_CHARS + " …"
+    )
 
 
 @pytest.mark.slow

@@ -69,10 +69,10 @@ def made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Made:
 def test_a_trainer_gives_its_spare_memory_back_before_an_engine_wakes(made: Made) -> None:
     """Or an engine finds the card full after the first step: what a trainer has freed, torch keeps for it."""
     engine, _, calls = made()
-    engine.load(WEIGHTS, None)
+    engine.load(WEIGHTS, [*WEIGHTS], None)
     engine.release()
     del calls[:]
-    engine.load(WEIGHTS, frozenset("a"))
+    engine.load(WEIGHTS, [*WEIGHTS], frozenset("a"))
     engine.generate([[1]], None, None)
     assert calls == ["room", ("wake", "weights"), ("load_tensors", ["a"], False), "room", ("wake", "kv_cache")]
     del calls[:]
@@ -82,7 +82,7 @@ def test_a_trainer_gives_its_spare_memory_back_before_an_engine_wakes(made: Made
 
 def test_an_engine_that_finds_no_room_is_no_bug_of_ours(made: Made) -> None:
     engine, llm, _ = made()
-    engine.load(WEIGHTS, None)
+    engine.load(WEIGHTS, [*WEIGHTS], None)
     engine.release()
     llm.fails = RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62")
     with pytest.raises(SamplerError, match=r"allocate its memory again: CUDA Error.*sampler\.gpu_memory_utilization"):
@@ -93,9 +93,9 @@ def test_an_engine_that_finds_no_room_is_no_bug_of_ours(made: Made) -> None:
 def test_a_base_whose_adapter_comes_by_itself_is_given_once(experts: bool, made: Made) -> None:
     engine, _, calls = made(sleep=0, experts=experts)
     for _ in range(2):
-        engine.load(WEIGHTS, frozenset())
+        engine.load(WEIGHTS, [*WEIGHTS], frozenset())
     assert calls == [("load_tensors", ["a", "b"], True)]
-    engine.load(WEIGHTS, frozenset("b"))  # experts take all weights or none
+    engine.load(WEIGHTS, [*WEIGHTS], frozenset("b"))  # experts take all weights or none
     assert calls[1:] == [("load_tensors", ["a", "b"], True) if experts else ("load_tensors", ["b"], False)]
 
 
@@ -103,11 +103,11 @@ def test_a_worker_that_ended_is_the_engines_end_and_no_bug(made: Made) -> None:
     engine, llm, _ = made(cards=2)
     llm.fails = RuntimeError("cancelled")  # what is heard of a worker that was killed
     with pytest.raises(SamplerError, match="engine died: RuntimeError: cancelled"):
-        engine.load(WEIGHTS, None)
+        engine.load(WEIGHTS, [*WEIGHTS], None)
     engine, llm, _ = made(cards=1)
     llm.fails = RuntimeError("a bug")
     with pytest.raises(RuntimeError, match="a bug"):
-        engine.load(WEIGHTS, None)
+        engine.load(WEIGHTS, [*WEIGHTS], None)
 
 
 def test_what_an_engine_says_in_the_environment_stays_where_it_is_read_later(monkeypatch: pytest.MonkeyPatch) -> None:
