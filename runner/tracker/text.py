@@ -91,6 +91,11 @@ def _scale(value: float, units: Sequence[str]) -> str:
     return next((f"{value / limit:.3g}{unit}" for limit, unit in fitting), "")
 
 
+def format_metric(name: str, value: float) -> str:
+    """The value of a metric in the unit that its name ends in, bytes or a plain number."""
+    return format_bytes(value) if name.endswith("bytes") else format_number(value)
+
+
 def format_duration(seconds: float) -> str:
     """00:11, 1:02:03, 3d 04:05."""
     if not math.isfinite(seconds):

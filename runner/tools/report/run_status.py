@@ -30,8 +30,8 @@ from runner.tracker.text import (
     METRICS,
     count_noun,
     escape_for_terminal,
-    format_bytes,
     format_duration,
+    format_metric,
     format_number,
     labeled_line,
     print_text,
@@ -300,7 +300,7 @@ def _is_shown(run: RunStatus, key: str) -> bool:
 def _number(run: RunStatus, key: str) -> str:
     """Its name and value, with the step where that is not the newest."""
     step, value = run.numbers[key]
-    text = "not finite" if value is None else format_bytes(value) if key.endswith("bytes") else format_number(value)
+    text = "not finite" if value is None else format_metric(key, value)
     return f"{key} {text}" + (f" (step {step})" if step != run.step else "")
 
 
