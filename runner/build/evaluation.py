@@ -32,12 +32,12 @@ from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
 from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
-from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, askable, question_prompts
+from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, eligible_questions, question_prompts
 from runner.trainer.choice_evaluator import ChoiceEvaluator
 from runner.trainer.evaluator import (
     HeldOutLoss,
     LearnsFromItems,
-    Remembered,
+    MemoizedModel,
     Report,
     ScoreItems,
     question_loss,
@@ -78,7 +78,7 @@ def build_evaluation(
     if given and isinstance(algorithm, LearnsFromItems) and not has_cross_entropy_alone(algorithm):
         shown = spec.evaluation.logged_samples if items else 0  # questions are shown with their answers
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
-        known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
+        known = {role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         own.append(lambda: held_out.evaluate(known))
     policy = as_generative(model)
     parts = (world, decide, make_reward, environments, extend, partial(score_items, learner))
@@ -125,15 +125,15 @@ class AnswerParts:
         """The evaluator of answers to these questions; name: of the set, empty for the job's own."""
         section, prefix = (f"evaluation.sets.{name}", f"eval/{name}") if name else ("evaluation", "eval")
         most, tokenizer = options.max_new_tokens, self.policy.tokenizer
-        comparable = askable(questions, tokenizer, most, self.decide, prefix, section)
-        asked = comparable if reward is None else [question for question in questions if question.prompt_ids]
-        _check_room(asked, most, self.policy.length_limit, self.decide, section)
+        comparable = eligible_questions(questions, tokenizer, most, self.decide, prefix, section)
+        chosen = comparable if reward is None else [question for question in questions if question.prompt_ids]
+        _check_room(chosen, most, self.policy.length_limit, self.decide, section)
         # training on an episode is not training on a single answer, which has no loss then
         items = [question.item for question in questions] if self.environments is None else []
         loss = partial(question_loss, items, self.score, self.spec.evaluation.batch_size)
         collector = self.collector(name, options, reward)
-        said = (prefix, section, options.pass_threshold)
-        return AnswerEvaluator(asked, comparable, collector, loss, *said, is_greedy=not options.samples)
+        names = (prefix, section, options.pass_threshold)
+        return AnswerEvaluator(chosen, comparable, collector, loss, *names, is_greedy=not options.samples)
 
     def collector(self, name: str, options: AnswersConfig, reward: Reward | None) -> RolloutCollector:
         """What writes the answers and has them scored; name: of the set, empty for the job's own."""
@@ -202,16 +202,16 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
 
 
 def _check_room(
-    asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions, section: str
+    chosen: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions, section: str
 ) -> None:
     """Say how many answers may be shorter than `wanted` tokens because of the model's maximum length.
 
     Raises SpecError if all of them may.
     """
-    if longest is None or not asked:
+    if longest is None or not chosen:
         return
     key, (most, reason) = f"{section}.max_new_tokens", longest
-    rooms = [most - len(question.prompt_ids) for question in asked]
+    rooms = [most - len(question.prompt_ids) for question in chosen]
     less = [room for room in rooms if room < wanted]
     if len(less) == len(rooms):
         text = f"no completion can have {wanted} tokens: {reason}, and the shortest held-out prompt has"

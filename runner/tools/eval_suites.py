@@ -96,8 +96,8 @@ def _with_error(key: str, values: Mapping[str, float | None]) -> str:
     head, _, rest = key.rpartition("/")
     error = next((v for k, v in values.items() if k in (f"{key}_stderr", f"{head}_stderr/{rest}")), None)
     value = values.get(key)
-    said = format_number(value) if value is not None else "null" if key in values else ""
-    return said if error is None else f"{said} ± {format_number(error)}"
+    text = format_number(value) if value is not None else "null" if key in values else ""
+    return text if error is None else f"{text} ± {format_number(error)}"
 
 
 def run_suite(

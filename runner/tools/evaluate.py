@@ -66,13 +66,13 @@ class AnswerProgress:
 
     about: str
     count: int = 0
-    said: float = field(default_factory=time.monotonic)
+    printed_s: float = field(default_factory=time.monotonic)
 
     def add(self) -> None:
         """One more answer."""
         self.count += 1
-        if time.monotonic() - self.said >= PROGRESS_S:
-            self.said = time.monotonic()
+        if time.monotonic() - self.printed_s >= PROGRESS_S:
+            self.printed_s = time.monotonic()
             print_text(f"{self.about}: {self.count} new answers", file=sys.stderr)
 
 

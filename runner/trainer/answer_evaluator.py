@@ -55,7 +55,7 @@ def question_prompts(questions: Sequence[EvalQuestion]) -> list[Prompt]:
     return [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in questions]
 
 
-def askable(
+def eligible_questions(
     questions: Sequence[EvalQuestion], tokenizer: Any, max_new_tokens: int, decide: Decide, prefix: str, section: str
 ) -> list[EvalQuestion]:
     """The questions whose expected answer fits in `max_new_tokens`; decides for leaving out the others."""

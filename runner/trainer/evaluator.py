@@ -49,7 +49,7 @@ def score_items(model: Model, items: Sequence[TokenizedExample]) -> list[list[fl
 
 def weighted_logprobs(items: Sequence[TokenizedExample], score: ScoreItems, batch_size: int) -> list[float]:
     """Σ weight · log-probability (nats) over the tokens of each item; batch_size: most items at once."""
-    scored = [logprobs for part in shares(items, batch_size) for logprobs in score(part)]
+    scored = [logprobs for part in even_batches(items, batch_size) for logprobs in score(part)]
     return [math.fsum(map(math.prod, zip(i.weights[1:], s, strict=True))) for i, s in zip(items, scored, strict=True)]
 
 
@@ -99,11 +99,11 @@ class HeldOutLoss:
                 metrics.merge(loss(batch, outputs).metrics)
                 scored = zip(items, _per_unit(batch, outputs, loss), strict=True)
                 samples += [self._sample(*one) for one in islice(scored, self.samples - len(samples))]
-        return Report({**_renamed(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
+        return Report({**_under_eval(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
 
     def _batches(self, models: Mapping[Role, Model]) -> Iterator[tuple[Sequence[Any], Batch]]:
         """Prepared mini-batches, each with its items."""
-        for items in shares(self.items, self.batch_size):
+        for items in even_batches(self.items, self.batch_size):
             first = 0
             for batch in self.algorithm.prepare(self.algorithm.experience(items), models):
                 last = first + len(unit_spans(batch))
@@ -111,15 +111,15 @@ class HeldOutLoss:
                 first = last
 
     def _sample(self, item: Any, metrics: Metrics) -> Sample:
-        words = {f.name: self._worded(getattr(item, f.name)) for f in fields(item)}
-        return {**words, **{n: v for n, v in _renamed(metrics.result()).items() if not math.isnan(v)}}
+        words = {f.name: self._item_text(getattr(item, f.name)) for f in fields(item)}
+        return {**words, **{n: v for n, v in _under_eval(metrics.result()).items() if not math.isnan(v)}}
 
-    def _worded(self, value: Any) -> Any:
+    def _item_text(self, value: Any) -> Any:
         return self.tokenizer.decode(value) if isinstance(value, tuple) else value
 
 
-class Remembered:
-    """A frozen model that is asked once for each batch's log-probabilities, which stay in memory (4 bytes a token)."""
+class MemoizedModel:
+    """A frozen model that keeps the log-probabilities of each batch in memory, 4 bytes a token."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._known = model, dict[tuple[bytes, ...], Tensor]()
@@ -134,8 +134,8 @@ class Remembered:
         return {"logprobs": self._known[key]}
 
 
-def shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Runs of at most `most` items whose sizes differ by at most one, so that none is left with very few."""
+def even_batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Batches of at most `most` items; their sizes differ by at most one, so that none is very small."""
     count = math.ceil(len(items) / most)
     edges = [len(items) * i // max(count, 1) for i in range(count + 1)]
     return (items[a:b] for a, b in pairwise(edges))
@@ -151,5 +151,5 @@ def _per_unit(batch: Batch, outputs: Outputs, loss: LossFn) -> Iterator[Metrics]
         token += size
 
 
-def _renamed(values: Mapping[str, float]) -> dict[str, float]:
+def _under_eval(values: Mapping[str, float]) -> dict[str, float]:
     return {f"eval/{name.rpartition('/')[2]}": value for name, value in values.items()}

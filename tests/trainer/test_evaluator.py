@@ -48,8 +48,8 @@ def evaluate(
     return AnswerEvaluator(asked, asked, collector, loss, "eval", "evaluation", 1.0, is_greedy=True).evaluate()
 
 
-def askable(questions: Sequence[EvalQuestion], limit: int, decide: Decisions) -> list[EvalQuestion]:
-    return answer_evaluator.askable(questions, Digits, limit, decide, "eval", "evaluation")
+def eligible_questions(questions: Sequence[EvalQuestion], limit: int, decide: Decisions) -> list[EvalQuestion]:
+    return answer_evaluator.eligible_questions(questions, Digits, limit, decide, "eval", "evaluation")
 
 
 def question(prompt: tuple[int, ...], answer: tuple[int, ...]) -> EvalQuestion:
@@ -89,7 +89,7 @@ def test_all_questions_are_handed_over_at_once() -> None:
 
 def test_plain_text_has_a_loss_and_no_answers() -> None:
     text = [EvalQuestion(TokenizedExample((1, 2, 3), (0.0, 1.0, 1.0)))]
-    assert askable(text, 8, Decisions(strict=True)) == []
+    assert eligible_questions(text, 8, Decisions(strict=True)) == []
     report = evaluate(learner(), text, [], 4)
     assert "eval/loss" in report.values and "eval/exact_match" not in report.values and report.samples == []
 
@@ -112,7 +112,7 @@ def test_evaluating_changes_no_bit_of_training() -> None:
 
 def test_an_answer_that_cannot_be_given_within_the_limit_is_not_asked_for_and_that_is_said() -> None:
     decide = Decisions()
-    asked = askable(QUESTIONS, 2, decide)
+    asked = eligible_questions(QUESTIONS, 2, decide)
     assert asked == QUESTIONS[:2], "the third has three tokens"
     assert "eval/exact_match: 2; 1 are left out instead of 3 questions" in str(decide.entries[0])
     assert "evaluation.max_new_tokens=2" in str(decide.entries[0])
@@ -121,16 +121,16 @@ def test_an_answer_that_cannot_be_given_within_the_limit_is_not_asked_for_and_th
     whole = evaluate(learner(), QUESTIONS, QUESTIONS, 4)
     assert report.values["eval/loss"] == whole.values["eval/loss"], "the loss is that of all of them"
     with pytest.raises(EnvironmentProblem, match="left out"):
-        askable(QUESTIONS, 2, Decisions(strict=True))
+        eligible_questions(QUESTIONS, 2, Decisions(strict=True))
 
 
 def test_an_answer_of_just_the_limit_and_text_behind_it_are_fine() -> None:
     decide = Decisions(strict=True)
-    assert askable(QUESTIONS, 3, decide) == QUESTIONS
+    assert eligible_questions(QUESTIONS, 3, decide) == QUESTIONS
     longer = EvalQuestion(
         TokenizedExample((3, 1, 1, 3, 7, 7, 7), (0.0,) * 7), (3, 1), "31", "13"
     )  # e.g. a turn after the answer
-    assert askable([longer], 2, decide) == [longer]
+    assert eligible_questions([longer], 2, decide) == [longer]
 
 
 def test_memory_that_evaluation_exhausts_is_blamed_on_the_right_option() -> None:

@@ -1,8 +1,9 @@
-"""Charts as inline SVG. Lines: axes, one line per curve, its name on hover. Colours and sizes are the style sheet's.
+"""Charts as inline SVG; the style sheet has colours and sizes.
 
-curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
+    curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
 
-Points: two numbers per job; those that no other beats are filled.
+Line charts have a line per curve, with its name on hover, and an area for its interval. Scatter charts have a point per
+job; those of the Pareto front are filled.
 """
 
 from __future__ import annotations

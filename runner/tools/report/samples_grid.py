@@ -73,8 +73,8 @@ def _question(prompt: str, answers: Sequence[Row | None]) -> str:
 def _answer(row: Row | None) -> str:
     if row is None:
         return "<td></td>"
-    said = [str(turn.get("content", "")) for turn in row.get("turns", ())]
-    text = " → ".join([*said, str(row["answer"])])
+    turns = [str(turn.get("content", "")) for turn in row.get("turns", ())]
+    text = " → ".join([*turns, str(row["answer"])])
     reward = row.get("reward")
     note = f"reward {format_number(float(reward))}" if isinstance(reward, int | float) else ""
     kind = "wrap passed" if row.get("exact") else "wrap"
