@@ -160,10 +160,6 @@ class RolloutCollector:
             for prompt, group, rewards, parts in zip(prompts, grouped, *self._score_groups(grouped), strict=True)
         ]
 
-    def collect_answers(self, prompts: Sequence[Prompt]) -> list[RolloutSample]:
-        """The first answer to each prompt."""
-        return [group.samples[0] for group in self.collect_groups(prompts, step=0, round=0)]
-
     def _score_groups(
         self, grouped: Sequence[Sequence[Episode]]
     ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]:

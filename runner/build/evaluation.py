@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from runner.algorithm.rollouts import AnswerSampler, RolloutCollector
+from runner.algorithm.sft import CrossEntropy
 from runner.build.data import build_data, build_environments, build_extend
 from runner.build.rewards import MakeReward, refuse_missing_columns
 from runner.core.auto_choices import Decisions
@@ -31,9 +32,17 @@ from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
 from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
-from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, question_prompts
-from runner.trainer.choice_evaluator import ChoiceEvaluator, ScoreRows, score_rows
-from runner.trainer.evaluator import Evaluator, HeldOutLoss, LearnsFromItems, Remembered, Report, askable
+from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, eligible_questions, question_prompts
+from runner.trainer.choice_evaluator import ChoiceEvaluator
+from runner.trainer.evaluator import (
+    HeldOutLoss,
+    LearnsFromItems,
+    MemoizedModel,
+    Report,
+    ScoreItems,
+    question_loss,
+    score_items,
+)
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 
@@ -42,6 +51,11 @@ Evaluation = Callable[[], Report]
 
 def no_reward(spec: JobSpec, prompts: Sequence[Prompt], option: str) -> None:
     """Nothing scores."""
+
+
+def has_cross_entropy_alone(algorithm: LearnsFromItems) -> bool:
+    """Whether the loss of the algorithm is that of the expected answers, which every policy measures."""
+    return all(isinstance(loss, CrossEntropy) for loss in algorithm.losses.values())
 
 
 def build_evaluation(
@@ -60,17 +74,17 @@ def build_evaluation(
     """The evaluation of the job, None if there is nothing to evaluate. make_reward: of a job or a set."""
     own: list[Evaluation] = []
     questions, items = data.held_out_questions(), data.held_out_items()
-    if isinstance(algorithm, LearnsFromItems) and (items or questions):
+    given = items or [question.item for question in questions]
+    if given and isinstance(algorithm, LearnsFromItems) and not has_cross_entropy_alone(algorithm):
         shown = spec.evaluation.logged_samples if items else 0  # questions are shown with their answers
-        given = items or [question.item for question in questions]
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
-        known = {role: Remembered(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
+        known = {role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         own.append(lambda: held_out.evaluate(known))
     policy = as_generative(model)
-    parts = (world, decide, make_reward, environments, extend, partial(score_rows, learner))
+    parts = (world, decide, make_reward, environments, extend, partial(score_items, learner))
     answers = None if policy is None else AnswerParts(spec, policy, *parts)
     if questions and answers is not None:
-        own += _own_answers(spec, questions, answers, learner)
+        own += _own_answers(spec, questions, answers)
     sets = [] if answers is None else [build_set(one, answers).evaluate for one in spec.evaluation.decoded_sets()]
     if answers is None and spec.evaluation.sets:
         text = f"algorithm={spec.algorithm.name} trains a model that does not generate text; leave it out"
@@ -80,7 +94,7 @@ def build_evaluation(
             "evaluation",
             f"every {spec.evaluation.every} steps",
             "none",
-            f"data={spec.data.name} has no held-out rows; to remove this line: evaluation.every=0",
+            f"data={spec.data.name} has no held-out rows that can be scored; to remove this line: evaluation.every=0",
         )
         return None
     return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)
@@ -97,7 +111,7 @@ class AnswerParts:
     make_reward: MakeReward
     environments: EnvironmentFactory | None
     extend: ExtendConversation | None
-    score: ScoreRows
+    score: ScoreItems
     make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
 
     @property
@@ -106,30 +120,20 @@ class AnswerParts:
         return None if self.policy.length_limit is None else self.policy.length_limit[0]
 
     def evaluator(
-        self,
-        name: str,
-        options: AnswersConfig,
-        questions: Sequence[EvalQuestion],
-        reward: Reward | None,
-        *,
-        exact_match: bool = True,
+        self, name: str, options: AnswersConfig, questions: Sequence[EvalQuestion], reward: Reward | None
     ) -> AnswerEvaluator:
         """The evaluator of answers to these questions; name: of the set, empty for the job's own."""
-        section = f"evaluation.sets.{name}" if name else "evaluation"
-        asked = [question for question in questions if question.prompt_ids]
-        _check_room(asked, options.max_new_tokens, self.policy.length_limit, self.decide, section)
-        prefix = f"eval/{name}" if name else "eval"
-        return AnswerEvaluator(
-            asked,
-            askable(
-                asked, self.policy.tokenizer, options.max_new_tokens, self.decide, f"{prefix}/exact_match", section
-            ),
-            self.collector(name, options, reward),
-            prefix,
-            section,
-            options.pass_threshold,
-            exact_match,
-        )
+        section, prefix = (f"evaluation.sets.{name}", f"eval/{name}") if name else ("evaluation", "eval")
+        most, tokenizer = options.max_new_tokens, self.policy.tokenizer
+        comparable = eligible_questions(questions, tokenizer, most, self.decide, prefix, section)
+        chosen = comparable if reward is None else [question for question in questions if question.prompt_ids]
+        _check_room(chosen, most, self.policy.length_limit, self.decide, section)
+        # training on an episode is not training on a single answer, which has no loss then
+        items = [question.item for question in questions] if self.environments is None else []
+        loss = partial(question_loss, items, self.score, self.spec.evaluation.batch_size)
+        collector = self.collector(name, options, reward)
+        names = (prefix, section, options.pass_threshold)
+        return AnswerEvaluator(chosen, comparable, collector, loss, *names, is_greedy=not options.samples)
 
     def collector(self, name: str, options: AnswersConfig, reward: Reward | None) -> RolloutCollector:
         """What writes the answers and has them scored; name: of the set, empty for the job's own."""
@@ -154,32 +158,22 @@ class AnswerParts:
         return ShorteningSampler(PartitionedSampler(sampler, self.world.world_peers, full_params))
 
 
-def _own_answers(
-    spec: JobSpec,
-    questions: Sequence[EvalQuestion],
-    answers: AnswerParts,
-    learner: LocalLearner,
-) -> list[Evaluation]:
-    """Evaluators of the job's own held-out questions.
+def _own_answers(spec: JobSpec, questions: Sequence[EvalQuestion], answers: AnswerParts) -> list[Evaluation]:
+    """Evaluators of the job's own held-out questions; eval/exact_match is that of greedy answers."""
+    options, reward = spec.evaluation, answers.make_reward(spec, question_prompts(questions), "reward")
+    if not _can_score(questions, reward):
+        return []
+    scored = answers.evaluator("", options, questions, reward)
+    if not options.samples or not scored.comparable:
+        return [scored.evaluate]
+    greedy = answers.collector("", options.model_copy(update={"samples": 0, "temperature": 1.0}), None)
+    beside = replace(scored, questions=scored.comparable, collector=greedy, loss=dict, is_greedy=True)
+    return [scored.evaluate, beside.exact_match]
 
-    Rewards where it has one, pass@k where answers are sampled, loss, and eval/exact_match of greedy answers.
-    """
-    options, found, environments = spec.evaluation, list[Evaluation](), answers.environments
-    reward = answers.make_reward(spec, question_prompts(questions), "reward")
-    asked: Sequence[EvalQuestion] = ()
-    if reward is not None or options.samples:
-        scored = answers.evaluator("", options, questions, reward, exact_match=not options.samples)
-        asked = scored.comparable if options.samples else ()
-        found.append(scored.evaluate)
-    else:
-        asked = askable(questions, answers.policy.tokenizer, options.max_new_tokens, answers.decide)
-        _check_room(asked, options.max_new_tokens, answers.policy.length_limit, answers.decide, "evaluation")
-    lossy = questions if environments is None else ()  # a single answer is not what is trained on, so it has no loss
-    if lossy or asked:
-        greedy = answers.collector("", options.model_copy(update={"samples": 0, "temperature": 1.0}), None)
-        evaluator = Evaluator(lossy, asked, options.batch_size, options.max_new_tokens, greedy.collect_answers)
-        found.append(partial(evaluator.evaluate, learner))
-    return found
+
+def _can_score(questions: Sequence[EvalQuestion], reward: Reward | None) -> bool:
+    """Whether a reward or an expected answer is there to compare answers with."""
+    return reward is not None or any(any(question.item.weights) for question in questions)
 
 
 def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | ChoiceEvaluator:
@@ -202,20 +196,22 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
             where = (one.options.choices, f"eval/{one.name}", f"{key}.choices")
             return ChoiceEvaluator(questions, *where, tokenizer, answers.score, rows)
         reward = answers.make_reward(spec, question_prompts(questions), f"evaluation.sets.{one.name}.reward")
+        if not _can_score(questions, reward):
+            raise SpecError([Problem("reward", "no row has an expected answer (column answer), and no reward is set")])
     return answers.evaluator(one.name, one.options, questions, reward)
 
 
 def _check_room(
-    asked: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions, section: str
+    chosen: Sequence[EvalQuestion], wanted: int, longest: tuple[int, str] | None, decide: Decisions, section: str
 ) -> None:
     """Say how many answers may be shorter than `wanted` tokens because of the model's maximum length.
 
     Raises SpecError if all of them may.
     """
-    if longest is None or not asked:
+    if longest is None or not chosen:
         return
     key, (most, reason) = f"{section}.max_new_tokens", longest
-    rooms = [most - len(question.prompt_ids) for question in asked]
+    rooms = [most - len(question.prompt_ids) for question in chosen]
     less = [room for room in rooms if room < wanted]
     if len(less) == len(rooms):
         text = f"no completion can have {wanted} tokens: {reason}, and the shortest held-out prompt has"

@@ -52,7 +52,6 @@ from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import (
     DeviceStats,
-    EvaluationReport,
     HangWatch,
     LogRollouts,
     LogStep,
@@ -61,6 +60,7 @@ from runner.trainer.callbacks import (
     WeightSyncMetrics,
     ZeroVarianceWarning,
 )
+from runner.trainer.evaluator import Report
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ def _build_evaluation(
     extend: ExtendConversation | None,
     decide: Decisions,
     make_reward: MakeReward,
-) -> Callable[[], EvaluationReport] | None:
+) -> Callable[[], Report] | None:
     """What evaluates, in the thread that trains; None where nothing does."""
     if not spec.evaluation.every:
         return None
@@ -362,7 +362,7 @@ def _plugin_callbacks(
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
-    evaluate: Callable[[], EvaluationReport] | None,
+    evaluate: Callable[[], Report] | None,
     activity: DeviceStats,
     publisher: Publisher | None,
     outlets: OutputSinks,
@@ -384,14 +384,12 @@ def _callbacks(
     ]
 
 
-def _evaluation(spec: JobSpec, evaluate: Callable[[], EvaluationReport], outlets: OutputSinks) -> RunEvaluation:
-    config = spec.evaluation
+def _evaluation(spec: JobSpec, evaluate: Callable[[], Report], outlets: OutputSinks) -> RunEvaluation:
     return RunEvaluation(
         evaluate,
-        every=config.every,
-        keep=config.logged_samples * (1 + len(config.sets)),
+        every=spec.evaluation.every,
         record=outlets.samples,
         log_first=outlets.log_first,
         say=outlets.say,
-        at_start=config.at_start,
+        at_start=spec.evaluation.at_start,
     )

@@ -24,7 +24,7 @@ from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import Data, Device, Experience, GenerativeModel, Model, RankCollectives
 from runner.spec.job import JobSpec
 from runner.tracker.text import count_noun
-from runner.trainer.evaluator import shares
+from runner.trainer.evaluator import even_batches
 from runner.trainer.reference_model import LogprobCache, PrecomputedReference
 
 FORMAT = 2  # raise it when keys or files are made in another way, so that no old file is used
@@ -142,4 +142,4 @@ def _experiences(spec: JobSpec, algorithm: SupportsPrecompute, data: Data) -> It
     """What the run will learn from, and what it will be evaluated on."""
     yield from map(algorithm.collect, range(spec.steps))
     if spec.evaluation.every and (items := data.held_out_items()):
-        yield from map(algorithm.experience, shares(items, spec.algorithm.batch_size))
+        yield from map(algorithm.experience, even_batches(items, spec.algorithm.batch_size))

@@ -91,14 +91,15 @@ def _of_first_run(
 
     Raises UsageError where no source is a run.
     """
-    from runner.tools.evaluate import run_spec, sets_of_run
+    from runner.inference.model_source import source_spec
+    from runner.tools.evaluate import sets_of_run
 
     source = next((one for one in sources if one.kind == "run"), None)
     if source is None:
         raise UsageError(
             "run eval: no model is a run, which would have held-out rows; name sets: '+evaluation=[gsm8k]'"
         )
-    own = run_spec(source)
+    own = source_spec(source)
     typed = {word.lstrip("+").partition("=")[0] for word in words}
     options = {name: value for name, value in spec.evaluation if f"evaluation.{name}" in typed}
     changed = {

@@ -8,7 +8,7 @@ A set names components as a job's groups do. A problem of one has the key evalua
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from runner.core.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
-from runner.spec.suggest import format_value, value_complaint
+from runner.spec.suggest import value_complaint
 
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 COMPONENTS = ("data", "reward", "environment")  # groups of which a set may have its own component
@@ -158,14 +158,13 @@ def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Foun
 
 
 def _decode_component(group: str, record: Mapping[str, Any], key: str) -> ComponentConfig | list[Found]:
+    from runner.spec.decode import unknown_name
     from runner.spec.registry import default_registry
 
     known = default_registry().classes(group)
     name = record.get("name")
     if name not in known:
-        meant = suggest.suggest_name(group, str(name), known) if name is not None else None
-        hint = f"; did you mean '{meant}'?" if meant else ""
-        return [(f"{key}.name", f"no {group} named {format_value(name)}{hint} ({', '.join(sorted(known))})")]
+        return [(f"{key}.name", unknown_name(group, str(name or "null"), known))]
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:
@@ -186,6 +185,11 @@ def _complaints(
         else:
             schema = cls.model_json_schema()["properties"][field]
             yield f"{key}.{field}", value_complaint(schema, field, given[field])
+
+
+def without_bounds(metrics: Iterable[str]) -> list[str]:
+    """The metrics without the bounds of intervals."""
+    return [name for name in metrics if not name.endswith((LOW, HIGH))]
 
 
 def ks_of(samples: int) -> list[int]:

@@ -134,7 +134,7 @@ def _evaluation_reason(metric: str, spec: Any) -> str | None:
     if name.startswith("reward/") and reward.name == "none":
         return f"{metric} needs a reward, and this job has none: set {section}.reward, or reward=NAME"
     if ESTIMATE.fullmatch(name):
-        measured = [f"mean@{options.samples or 1}", *(f"pass@{k}" for k in ks_of(options.samples))]
+        measured = _estimates(options.samples, reward)
         text = f"{name} is not measured with {section}.samples={options.samples}, only {', '.join(measured)}"
         return None if name in measured else text
     return None
@@ -142,11 +142,15 @@ def _evaluation_reason(metric: str, spec: Any) -> str | None:
 
 def _answer_metrics(samples: int, reward: Any) -> list[str]:
     """Of the answers to held-out questions."""
-    means = ["exact_match", f"mean@{samples or 1}", *(f"pass@{k}" for k in ks_of(samples)), "reward/mean"]
-    bounds = [f"{name}{bound}" for name in means for bound in (LOW, HIGH)]
-    return [*means, *bounds, "reward/num_failed", "length", "truncated_frac"] + [
-        f"reward/{name}" for name in reward.component_metrics()
-    ]
+    parts = [f"reward/{name}" for name in reward.component_metrics()]
+    means = [*_estimates(samples, reward), "exact_match", "reward/mean", *parts, "length", "truncated_frac", "loss"]
+    return [*means, *(f"{name}{bound}" for name in means for bound in (LOW, HIGH)), "reward/num_failed"]
+
+
+def _estimates(samples: int, reward: Any) -> list[str]:
+    """mean@n and pass@k; mean@1 of greedy answers without a reward is called exact_match."""
+    first = f"mean@{samples or 1}" if samples or reward.name != "none" else "exact_match"
+    return [first, *(f"pass@{k}" for k in ks_of(samples))]
 
 
 def _of_plug_in(group: str, spec: Any) -> bool:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from runner.core.errors import EnvironmentProblem
 from runner.run_dir.folder import RunFolder, display_path
 from runner.run_dir.manifest import redact
+from runner.spec.evaluation import without_bounds
 from runner.sweep.config import SweepConfig
 from runner.sweep.executor import placement_text
 from runner.sweep.job import FAILED, FINISHED, last_line
@@ -265,8 +266,8 @@ def _curves(results: Results) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
     colours = hues(len(results.results))
     for row, hue in zip(results.results, colours, strict=True):
-        for metric, series in row.series.items():
-            curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, series)
+        for metric in without_bounds(row.series):
+            curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, row.series[metric])
             found.setdefault(metric, []).append(curve)
     return found
 

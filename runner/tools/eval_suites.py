@@ -34,33 +34,32 @@ START_S, GRACE_S, POLL_S = 1800.0, 10.0, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Suite:
-    """A harness: its module, its distribution with the version that was tried, and what it was tried with."""
+    """A harness: its module, named as its distribution, and what pip installs, in the versions tried."""
 
     module: str
-    distribution: str
-    requirement: str
+    requirements: tuple[str, ...]
 
     def install_line(self, folder: str = ".venv-eval") -> str:
         """What to type for an environment that has it."""
-        return f"python3 -m venv {folder} && {folder}/bin/pip install '{self.requirement}'"
+        return f"python3 -m venv {folder} && {folder}/bin/pip install {' '.join(map(repr, self.requirements))}"
 
 
 SUITES = {
-    "lm_eval": Suite("lm_eval", "lm_eval", "lm-eval[hf,api]==0.4.13"),
-    "inspect": Suite("inspect_ai", "inspect_ai", "inspect-ai==0.3.285 openai==3.54.0".replace(" ", "' '")),
+    "lm_eval": Suite("lm_eval", ("lm-eval[hf,api]==0.4.13",)),
+    "inspect": Suite("inspect_ai", ("inspect-ai==0.3.285", "openai==3.54.0")),
 }
 
 
 def installed_version(suite: Suite, python: Path) -> str:
     """The harness's version in an environment. Raises EnvironmentProblem where it is not there."""
-    code = f"import importlib.metadata as m; print(m.version({suite.distribution!r}))"
+    code = f"import importlib.metadata as m; print(m.version({suite.module!r}))"
     try:
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise EnvironmentProblem(f"--suite-python {python}: cannot be started: {error}") from error
     if found.returncode:
         hint = f"type: {suite.install_line()}\n  then: --suite-python .venv-eval/bin/python"
-        raise EnvironmentProblem(f"--suite-python {python}: it has no {suite.distribution}; {hint}")
+        raise EnvironmentProblem(f"--suite-python {python}: it has no {suite.module}; {hint}")
     return found.stdout.strip()
 
 
@@ -97,8 +96,8 @@ def _with_error(key: str, values: Mapping[str, float | None]) -> str:
     head, _, rest = key.rpartition("/")
     error = next((v for k, v in values.items() if k in (f"{key}_stderr", f"{head}_stderr/{rest}")), None)
     value = values.get(key)
-    said = format_number(value) if value is not None else "null" if key in values else ""
-    return said if error is None else f"{said} ± {format_number(error)}"
+    text = format_number(value) if value is not None else "null" if key in values else ""
+    return text if error is None else f"{text} ± {format_number(error)}"
 
 
 def run_suite(
@@ -202,13 +201,13 @@ def _command(name: str, model: str, url: str, tasks: Sequence[str], folder: Path
 
 
 def _lm_eval_results(folder: Path) -> dict[str, Any]:
-    """Values of each task, with standard errors under NAME_stderr; versions of the tasks."""
+    """Metrics of each task, with standard errors under NAME_stderr; versions of the tasks."""
     content = _newest(folder / "results", "**/results_*.json")
     values = {
         f"{task}/{metric.replace(',', '/').removesuffix('/none')}": float(value)
         for task, metrics in content["results"].items()
         for metric, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and not isinstance(value, bool) and metric != "sample_len"
     }
     return {"tasks": dict(content.get("versions", {})), "values": values}
 

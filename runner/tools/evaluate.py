@@ -22,11 +22,13 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, StorageError
 from runner.core.rank_info import RankInfo
 from runner.inference.model_source import LoadedModel, ModelSource, load_source, source_spec
+from runner.interfaces import TokenizedExample
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, make_unique, write_atomic
-from runner.spec.evaluation import HIGH, LOW, EvaluationSet, EvaluationSetConfig
+from runner.spec.evaluation import EvaluationSet, EvaluationSetConfig, without_bounds
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tools.report.page import Page, TableRow
+from runner.tools.report.samples_grid import answers_table
 from runner.tracker.console import interval_text
 from runner.tracker.text import align_columns, labeled_line, print_text
 
@@ -64,19 +66,14 @@ class AnswerProgress:
 
     about: str
     count: int = 0
-    said: float = field(default_factory=time.monotonic)
+    printed_s: float = field(default_factory=time.monotonic)
 
     def add(self) -> None:
         """One more answer."""
         self.count += 1
-        if time.monotonic() - self.said >= PROGRESS_S:
-            self.said = time.monotonic()
+        if time.monotonic() - self.printed_s >= PROGRESS_S:
+            self.printed_s = time.monotonic()
             print_text(f"{self.about}: {self.count} new answers", file=sys.stderr)
-
-
-def run_spec(source: ModelSource) -> JobSpec:
-    """The spec of a run, on this machine's device."""
-    return source_spec(source)
 
 
 def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
@@ -157,8 +154,8 @@ def _evaluate_set(
         sampler = JournaledSampler(engine, loaded.tokenizer, journal, temperature, most, progress.add, *stops)
         return ShorteningSampler(sampler)
 
-    def score(rows: Sequence[Sequence[int]]) -> list[list[float]]:
-        return [[token.logprob for token in engine.score(row, 0)] for row in rows]
+    def score(items: Sequence[TokenizedExample]) -> list[list[float]]:
+        return [[token.logprob for token in engine.score(item.ids, 0)] for item in items]
 
     answers = AnswerParts(spec, loaded.model, world, decide, rewards.build, None, None, score, make_sampler)
     known = journal.num_known
@@ -223,7 +220,7 @@ def set_rows(name: str, found: Sequence[Evaluated]) -> list[list[str]]:
     """
     results, names = [one.sets[name] for one in found], names_of(found)
     others = list(zip(names[1:], results[1:], strict=True))
-    metrics = [m for m in dict.fromkeys(m for r in results for m in r.values) if not m.endswith((LOW, HIGH))]
+    metrics = without_bounds(dict.fromkeys(metric for result in results for metric in result.values))
     metrics = [m for m in metrics if m not in COUNTS or any(r.values.get(m) for r in results)]
     rows = [[name, *names, *(f"{other} − {names[0]}" for other, _ in others)]]
     scored = next((metric for metric in SCORES if metric in metrics), None)
@@ -312,24 +309,18 @@ def _write_page(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], path:
         page.head(one.name)
         head, *rows = set_rows(one.name, found)
         page.table(head, [TableRow(row) for row in rows])
-        page.table(
-            ["question", *names],
-            [
-                TableRow([str(samples[0]["prompt"]), *(str(sample.get("answer", "–")) for sample in samples)])
-                for samples in _samples_side_by_side([model.sets[one.name] for model in found])
-            ],
-            wrap=True,
-        )
+        page.parts.append(answers_table(names, _answers_side_by_side([model.sets[one.name] for model in found])))
     page.write(path)
 
 
 SHOWN = 8  # questions on the page
 
 
-def _samples_side_by_side(results: Sequence[SetResult]) -> list[list[Mapping[str, Any]]]:
-    """The first model's first answers, each with the others' to the same question; {} = none."""
+def _answers_side_by_side(results: Sequence[SetResult]) -> list[tuple[str, list[Mapping[str, Any] | None]]]:
+    """The prompts of the first model's first answers, each with the answers of all models."""
     found = [dict(zip(result.scores, result.samples, strict=False)) for result in results]
-    return [[by_key.get(key, {}) for by_key in found] for key in list(found[0])[:SHOWN]]
+    first = list(found[0].items())[:SHOWN]
+    return [(str(sample["prompt"]), [by_key.get(key) for by_key in found]) for key, sample in first]
 
 
 def print_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], folder: Path) -> None:

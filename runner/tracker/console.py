@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from runner.core.errors import RunnerError, StorageError
 from runner.core.fsync_io import format_bytes
 from runner.run_dir.manifest import redact
-from runner.spec.evaluation import HIGH, LOW
+from runner.spec.evaluation import HIGH, LOW, without_bounds
 from runner.tracker.text import (
     METRICS,
     Progress,
@@ -202,11 +202,8 @@ class LogTable:
 
 def eval_lines(step: int, metrics: Mapping[str, float]) -> list[str]:
     """The held-out values of a step as `name=value`, intervals in brackets; none without values."""
-    pairs = [
-        f"{name}={interval_text(name, metrics, '')}"
-        for name in metrics
-        if name.startswith("eval/") and not name.endswith((LOW, HIGH))
-    ]
+    names = [name for name in without_bounds(metrics) if name.startswith("eval/")]
+    pairs = [f"{name}={interval_text(name, metrics, '')}" for name in names]
     return _wrap_text("eval", " ".join([f"step={step}", *pairs])) if pairs else []
 
 

@@ -81,6 +81,11 @@ def format_rate(value: float) -> str:
     return f"{value:.3g}"
 
 
+def format_metric(name: str, value: float) -> str:
+    """The value of a metric in the unit that its name ends in, bytes or a plain number."""
+    return format_bytes(value) if name.endswith("bytes") else format_number(value)
+
+
 def format_duration(seconds: float) -> str:
     """00:11, 1:02:03, 3d 04:05."""
     if not math.isfinite(seconds):
@@ -195,8 +200,8 @@ def sample_line(row: Mapping[str, Any]) -> str:
     if "prompt" not in row or "answer" not in row:
         facts = {k: format_number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
         return _shorten("  ".join(f"{k}={v}" for k, v in facts.items()))
-    said = [turn["content"] for turn in row.get("turns", ())]
-    line = " → ".join([row["prompt"], *said, row["answer"]])
+    turns = [turn["content"] for turn in row.get("turns", ())]
+    line = " → ".join([row["prompt"], *turns, row["answer"]])
     if row.get("expected") not in (None, "", row["answer"]):
         line += f"  (expected {row['expected']})"
     if isinstance(row.get("reward"), int | float):

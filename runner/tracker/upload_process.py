@@ -54,7 +54,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--report", type=int, default=1, help=argparse.SUPPRESS)  # descriptor of the pipe to the run
     parser.add_argument("--parent", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--offline", default="", help=argparse.SUPPRESS)  # why this is a restart
-    parser.add_argument("--status", default="", help=argparse.SUPPRESS)  # what the run said before the restart
+    parser.add_argument("--status", default="", help=argparse.SUPPRESS)  # what the run sent before the restart
     parser.add_argument("--deadline", type=float, default=0.0, help=argparse.SUPPRESS)  # what is left of deadline_s
     return parser.parse_args(argv)
 
@@ -220,9 +220,9 @@ class UploadProcess:
     def _run_has_ended(self) -> bool:
         """Whether stdin is closed, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
-            said = os.read(STDIN, 64)
-            self._status += said.decode(errors="replace").strip()
-            return not said
+            status = os.read(STDIN, 64)
+            self._status += status.decode(errors="replace").strip()
+            return not status
         return bool(self._options.parent) and os.getppid() != self._options.parent
 
     def _restart(self, reason: str) -> NoReturn:

@@ -9,7 +9,7 @@ numbers make two steps easier to compare.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -18,8 +18,8 @@ import torch
 
 from runner.algorithm.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
 from runner.core.errors import OutOfMemory
-from runner.interfaces import EvalQuestion, Prompt, Request, Rollout
-from runner.trainer.evaluation_metrics import component_means, pass_metrics, with_interval
+from runner.interfaces import Decide, EvalQuestion, Prompt, Request, Rollout
+from runner.trainer.evaluation_metrics import pass_metrics, with_interval
 from runner.trainer.evaluator import Report
 
 
@@ -55,33 +55,61 @@ def question_prompts(questions: Sequence[EvalQuestion]) -> list[Prompt]:
     return [Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in questions]
 
 
+def eligible_questions(
+    questions: Sequence[EvalQuestion], tokenizer: Any, max_new_tokens: int, decide: Decide, prefix: str, section: str
+) -> list[EvalQuestion]:
+    """The questions whose expected answer fits in `max_new_tokens`; decides for leaving out the others."""
+    with_answer = [q for q in questions if q.prompt_ids and q.answer]
+    found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
+    if left_out := len(with_answer) - len(found):
+        reason = f"their expected answers are longer than {section}.max_new_tokens={max_new_tokens}"
+        text = f"{len(found)}; {left_out} are left out"
+        decide(f"{prefix}/exact_match", f"{len(with_answer)} questions", text, reason)
+    return found
+
+
+def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
+    """Whether the first tokens of the expected answer hold all of its text."""
+    ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
+    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
+    return bool(best.strip().startswith(question.answer.strip()))
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerEvaluator:
     """Measures the answers that `collector` draws to `questions`, with its reward where it has one.
 
-    prefix: of the metrics, e.g. eval or eval/gsm8k; pass_threshold: an answer passes whose reward is at least this;
-    without a reward, one that equals the expected answer; comparable: the questions whose expected answer can be given;
-    exact_match: whether it is measured; section: of the job that sets max_new_tokens, for messages
+    loss: measures the loss of expected answers; prefix: of the metrics, e.g. eval or eval/gsm8k; pass_threshold: an
+    answer passes whose reward is at least this; without a reward, one that equals the expected answer; comparable: the
+    questions whose expected answer can be given; section: of the job that sets max_new_tokens, for messages; is_greedy:
+    whether the answers are not sampled
     """
 
     questions: Sequence[EvalQuestion]
     comparable: Sequence[EvalQuestion]
     collector: RolloutCollector
+    loss: Callable[[], Mapping[str, float]]
     prefix: str
     section: str
     pass_threshold: float
-    exact_match: bool = True
+    is_greedy: bool
 
     def evaluate(self) -> Report:
-        """reward/mean, reward/<part>, mean@n, pass@k, exact_match, length, truncated_frac, and intervals.
+        """loss, reward/mean, reward/<part>, mean@n, pass@k, exact_match, length, truncated_frac.
 
-        Raises OutOfMemory, naming the option, where the device cannot draw so many answers at once.
+        Each with its interval. Raises OutOfMemory, naming the option, where the device cannot draw so many answers.
         """
         start = time.perf_counter()
-        groups = self._collect()
-        values = {**self._rewards(groups), **self._passes(groups), **_lengths(groups)}
+        groups = self._collect() if self.questions else []
+        values = {**self.loss(), **self._rewards(groups), **self._passes(groups), **_lengths(groups)}
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         return Report({**named, "time/eval_s": time.perf_counter() - start}, self._records(groups))
+
+    def exact_match(self) -> Report:
+        """The same with exact_match alone, for greedy answers beside sampled ones."""
+        report = self.evaluate()
+        kept = (f"{self.prefix}/exact_match", "time/")
+        return Report({name: v for name, v in report.values.items() if name.startswith(kept)}, report.samples)
 
     def _collect(self) -> list[Group]:
         try:
@@ -93,26 +121,28 @@ class AnswerEvaluator:
             ) from error
 
     def _rewards(self, groups: Sequence[Group]) -> dict[str, float]:
-        if self.collector.reward is None:
+        if self.collector.reward is None or not groups:
             return {}
         samples = [one for group in groups for one in group.samples]
-        scored = [[s.reward for s in group.samples if s.reward is not None] for group in groups]
-        return {
-            **with_interval("reward/mean", [fmean(rewards) for rewards in scored if rewards], share=False),
-            **{f"reward/{name}": mean for name, mean in component_means([s.components for s in samples]).items()},
-            "reward/num_failed": float(sum(s.reward is None for s in samples)),
-        }
+        values = with_interval("reward/mean", _question_means(groups, lambda s: s.reward), share=False)
+        for part in dict.fromkeys(name for one in samples for name in one.components):
+            means = _question_means(groups, lambda s, part=part: s.components.get(part))  # type: ignore[misc]
+            values |= with_interval(f"reward/{part}", means, share=False)
+        return {**values, "reward/num_failed": float(sum(s.reward is None for s in samples))}
 
     def _passes(self, groups: Sequence[Group]) -> dict[str, float]:
-        """mean@n and pass@k, by the reward or the expected answer; exact_match, of those that can be compared."""
+        """mean@n and pass@k, by the reward or the expected answer; exact_match, of those that can be compared.
+
+        mean@1 of greedy answers by the expected answer is exact_match, and left out.
+        """
         comparable = {id(question) for question in self.comparable}
         pairs = list(zip(self.questions, groups, strict=True))
         exact = [[_is_exact(q, s) for s in group.samples] for q, group in pairs if id(q) in comparable]
-        found = with_interval("exact_match", [fmean(one) for one in exact], share=True) if self.exact_match else {}
+        passed = [] if self.is_greedy else exact
         if self.collector.reward is not None:
             passed = [[s.reward is not None and s.reward >= self.pass_threshold for s in g.samples] for g in groups]
-            return {**pass_metrics(passed), **found}
-        return {**(pass_metrics(exact) if exact else {}), **found}
+        shares = with_interval("exact_match", [fmean(one) for one in exact], share=True)
+        return {**(pass_metrics(passed) if passed else {}), **shares}
 
     def _records(self, groups: Sequence[Group]) -> list[dict[str, Any]]:
         """Each answer as a line of samples.jsonl, the first one to every question first."""
@@ -147,8 +177,12 @@ def _is_exact(question: EvalQuestion, sample: RolloutSample) -> bool:
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    outcomes = [one for group in groups for one in group.outcomes]
-    return {
-        "length": fmean(one.length for one in outcomes),
-        "truncated_frac": fmean(one.finish == "length" for one in outcomes),
-    }
+    lengths = _question_means(groups, lambda sample: sum(sample.mask))
+    truncated = _question_means(groups, lambda sample: sample.finish == "length")
+    return {**with_interval("length", lengths, share=False), **with_interval("truncated_frac", truncated, share=True)}
+
+
+def _question_means(groups: Sequence[Group], score: Callable[[RolloutSample], float | None]) -> list[float]:
+    """The mean score of each question's answers; an answer without a score counts for nothing."""
+    scored = ([s for sample in group.samples if (s := score(sample)) is not None] for group in groups)
+    return [fmean(scores) for scores in scored if scores]

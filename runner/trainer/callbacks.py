@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError
@@ -17,6 +17,7 @@ from runner.run_dir.manifest import STOPPED_EARLY
 from runner.tracker.console import eval_lines
 from runner.tracker.text import count_noun
 from runner.trainer.config import StopWhenConfig
+from runner.trainer.evaluator import Report
 
 
 class BaseCallback:
@@ -116,46 +117,35 @@ class ZeroVarianceWarning(BaseCallback):
         log.warning("step %d: %s, so nothing was trained%s; %s", end.step, what, so_far, check)
 
 
-class EvaluationReport(Protocol):
-    """What an evaluation returns."""
-
-    @property
-    def values(self) -> Mapping[str, float]: ...
-
-    @property
-    def samples(self) -> Sequence[Mapping[str, Any]]: ...
-
-
 class RunEvaluation(BaseCallback):
     """Runs `evaluate` before the first step, every `every` steps and at the end, as metrics of the step."""
 
     def __init__(
         self,
-        evaluate: Callable[[], EvaluationReport],
+        evaluate: Callable[[], Report],
         *,
         every: int,
-        keep: int,
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
         log_first: Callable[[int, Mapping[str, float]], None],
         say: Callable[[str], None],
         at_start: bool = True,
     ) -> None:
         """record: of samples; log_first: of the numbers before the first step, which no step has."""
-        self._evaluate, self._every, self._keep, self._record = evaluate, every, keep, record
+        self._evaluate, self._every, self._record = evaluate, every, record
         self._log_first, self._say, self._at_start = log_first, say, at_start
 
     def on_start(self, step: int) -> None:
         if step == 0 and self._at_start:
             report = self._evaluate()
             self._log_first(0, report.values)
-            self._record(0, report.samples[: self._keep])
+            self._record(0, report.samples)
             self._say("\n".join(eval_lines(0, report.values)))
 
     def on_step(self, end: StepResult) -> None:
         if end.last or end.step % self._every == 0:
             report = self._evaluate()
             end.values.update(report.values)
-            self._record(end.step, report.samples[: self._keep])
+            self._record(end.step, report.samples)
 
 
 class StopWhen(BaseCallback):

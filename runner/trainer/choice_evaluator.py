@@ -8,28 +8,15 @@ of the prompt, such as the newline of a chat template, counts to the option.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from runner.core.batch import pack
 from runner.core.errors import DataError
-from runner.interfaces import LOGPROBS, EvalQuestion, Model
+from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.trainer.evaluation_metrics import with_interval
-from runner.trainer.evaluator import Report, shares
-
-ScoreRows = Callable[[Sequence[Sequence[int]]], list[list[float]]]  # rows of ids → log-probabilities but of the first
-
-
-def score_rows(model: Model, rows: Sequence[Sequence[int]]) -> list[list[float]]:
-    """The log-probability (nats) of each token of each row but the first one."""
-    batch = pack(rows, [[1.0] * len(row) for row in rows])
-    found = torch.split(model.forward(batch, LOGPROBS)["logprobs"].cpu(), [len(row) for row in rows])
-    return [row[1:].tolist() for row in found]
+from runner.trainer.evaluator import Report, ScoreItems, weighted_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +31,7 @@ class ChoiceEvaluator:
     prefix: str
     key: str
     tokenizer: Any
-    score: ScoreRows
+    score: ScoreItems
     batch_size: int
 
     def evaluate(self) -> Report:
@@ -58,12 +45,11 @@ class ChoiceEvaluator:
             _right_option(question, found, self.key) for question, found in zip(self.questions, options, strict=True)
         ]
         rows = [
-            option_ids(self.tokenizer, question.prompt_ids, option)
+            option_row(self.tokenizer, question.prompt_ids, option)
             for question, found in zip(self.questions, options, strict=True)
             for option in found
         ]
-        scores = [s for part in shares(rows, self.batch_size) for s in self.score([ids for ids, _ in part])]
-        sums = iter([math.fsum(score[-size:]) for score, (_, size) in zip(scores, rows, strict=True)])
+        sums = iter(weighted_logprobs(rows, self.score, self.batch_size))
         logprobs = [[next(sums) for _ in found] for found in options]
         chosen = [_likeliest(values, [1] * len(values)) for values in logprobs]
         by_length = [_likeliest(v, [len(one) for one in found]) for v, found in zip(logprobs, options, strict=True)]
@@ -88,8 +74,8 @@ class ChoiceEvaluator:
         }
 
 
-def option_ids(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> tuple[list[int], int]:
-    """The ids of prompt and option together, and how many of them, at the end, are the option's.
+def option_row(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> TokenizedExample:
+    """The ids of prompt and option together; the option's, at the end, have weight 1.
 
     Raises DataError where the tokenizer merges all of the option with the prompt, so that no id is the option's.
     """
@@ -99,7 +85,7 @@ def option_ids(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> tuple[
     if len(ids) <= len(before):
         text = f"the option {option!r} has no token of its own after the prompt {start[-60:]!r}"
         raise DataError(f"{text}; begin options with a blank")
-    return ids, len(ids) - len(before)
+    return TokenizedExample(tuple(ids), (0.0,) * len(before) + (1.0,) * (len(ids) - len(before)))
 
 
 def _likeliest(logprobs: Sequence[float], lengths: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ Legend: Q questions, n samples of a question, c of them pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist, fmean, variance
 
 from runner.spec.evaluation import HIGH, LOW, ks_of
@@ -83,8 +83,13 @@ def pass_metrics(passed: Sequence[Sequence[bool]]) -> dict[str, float]:
     return metrics
 
 
-def component_means(components: Sequence[Mapping[str, float | None]]) -> dict[str, float]:
-    """The mean score of each part of a reward, over the answers that it scored."""
-    names = dict.fromkeys(name for one in components for name in one)
-    known = {name: [s for one in components if (s := one.get(name)) is not None] for name in names}
-    return {name: fmean(scores) for name, scores in known.items() if scores}
+def ratio_with_interval(name: str, amounts: Sequence[float], counts: Sequence[int]) -> dict[str, float]:
+    """Σ amounts / Σ counts over questions under `name`, and its interval; nothing for no question.
+
+    The interval of a ratio of means, linearized (Cochran 1977, "Sampling Techniques", §2.11).
+    """
+    if not amounts:
+        return {}
+    ratio, mean_count = sum(amounts) / sum(counts), fmean(counts)
+    values = [ratio + (a - ratio * count) / mean_count for a, count in zip(amounts, counts, strict=True)]
+    return with_interval(name, values, share=False) | {name: ratio}

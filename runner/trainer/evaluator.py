@@ -1,13 +1,11 @@
-"""Held-out evaluation: the loss on held-out tokens and the exact match of greedy answers; on pairs and judged answers,
-of which nothing can be asked, the algorithm's own loss.
+"""Held-out loss: of the tokens of expected answers, or the algorithm's own loss on held-out items.
 
-    question ──generate──▶ answer ──the same as the expected one?──▶ eval/exact_match
-    question ──generate──▶ turn ──environment──▶ words ──generate──▶ … ──▶ answer     the same, with an environment
+    questions ──score──▶ log-probabilities of the expected answers ──▶ eval/loss
     held-out items ──experience──▶ prepare ──▶ measure, no gradient ──▶ the loss's metrics, under eval/
 
 It runs between steps, draws no random number and leaves no trace in training. It knows no algorithm: whatever the loss
-measures as `train/x`, `reward/x` or `policy/x` becomes `eval/x`. What a frozen model says of held-out items is the same
-in each evaluation, and is computed in the first.
+measures as `train/x`, `reward/x` or `policy/x` becomes `eval/x`. The log-probabilities of a frozen model are the same
+in each evaluation, and are computed in the first.
 
 Legend: N rows, T tokens.
 """
@@ -25,33 +23,13 @@ import torch
 from torch import Tensor
 
 from runner.core.batch import Batch, pack, unit_spans
-from runner.core.errors import OutOfMemory
 from runner.core.metrics import Metrics
-from runner.interfaces import (
-    LOGPROBS,
-    Decide,
-    EvalQuestion,
-    Experience,
-    LossFn,
-    Model,
-    Outputs,
-    Prompt,
-    Role,
-)
-from runner.trainer.evaluation_metrics import with_interval
+from runner.interfaces import LOGPROBS, Experience, LossFn, Model, Outputs, Role, TokenizedExample
+from runner.trainer.evaluation_metrics import ratio_with_interval
 from runner.trainer.reference_model import unit_keys
 
 Sample = dict[str, Any]
-
-
-class Answered(Protocol):
-    """A final answer, and what was said before it by the policy and an environment."""
-
-    @property
-    def text(self) -> str: ...
-
-    @property
-    def history(self) -> Sequence[Mapping[str, Any]]: ...
+ScoreItems = Callable[[Sequence[TokenizedExample]], list[list[float]]]  # → log-probabilities (nats), but of the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,89 +40,24 @@ class Report:
     samples: Sequence[Sample]
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluator:
-    """Measures the loss on `questions` in batches of `batch_size`, and compares the greedy answers to those `asked`.
-
-    max_new_tokens: of an answer, for messages; collect: an answer to each prompt, the last turn where there are several
-    """
-
-    questions: Sequence[EvalQuestion]
-    asked: Sequence[EvalQuestion]
-    batch_size: int
-    max_new_tokens: int
-    collect: Callable[[Sequence[Prompt]], Sequence[Answered]]
-
-    def evaluate(self, model: Model) -> Report:
-        """eval/loss (nats per learnt token) and eval/exact_match (share of greedy answers equal to the expected).
-
-        Raises OutOfMemory, naming the knob, where the device cannot answer so many questions at once.
-        """
-        start = time.perf_counter()
-        metrics = self._loss(model)
-        samples = list(self._ask())
-        exact = with_interval("eval/exact_match", [float(s["exact"]) for s in samples], share=True)
-        metrics.add("time/eval_s", time.perf_counter() - start)
-        return Report({**metrics.result(), **exact}, samples)
-
-    def _loss(self, model: Model) -> Metrics:
-        metrics = Metrics()
-        for questions in _batches(self.questions, self.batch_size):
-            items = [question.item for question in questions]
-            batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
-            logprobs = model.forward(batch, frozenset({"logprobs"}))["logprobs"].cpu()
-            weight = batch.tokens["weight"]
-            metrics.add("eval/loss", -(weight * logprobs).sum(), (weight != 0).sum())
-        return metrics
-
-    def _ask(self) -> Iterator[Sample]:
-        try:
-            answers = self.collect([Prompt(q.prompt_ids, q.prompt, q.messages, q.columns) for q in self.asked])
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemory(
-                f"the device's memory is exhausted by {min(self.batch_size, len(self.asked))} answers at once: "
-                f"{str(error).splitlines()[0]}\n"
-                f"  lower evaluation.batch_size (now {self.batch_size}) or evaluation.max_new_tokens "
-                f"(now {self.max_new_tokens})"
-            ) from error
-        for question, answer in zip(self.asked, answers, strict=True):
-            yield {
-                "prompt": question.prompt,
-                **({"turns": list(answer.history)} if answer.history else {}),
-                "answer": answer.text,
-                "expected": question.answer,
-                "exact": answer.text.strip() == question.answer.strip(),
-            }
+def score_items(model: Model, items: Sequence[TokenizedExample]) -> list[list[float]]:
+    """The log-probability (nats) of each token of each item but the first one."""
+    batch = pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
+    found = torch.split(model.forward(batch, LOGPROBS)["logprobs"].cpu(), [len(i.ids) for i in items])
+    return [item[1:].tolist() for item in found]
 
 
-def askable(
-    questions: Sequence[EvalQuestion],
-    tokenizer: Any,
-    max_new_tokens: int,
-    decide: Decide,
-    metric: str = "eval/exact_match",
-    section: str = "evaluation",
-) -> list[EvalQuestion]:
-    """The questions that can be answered rightly within `max_new_tokens`; how many cannot is decided, and said."""
-    with_answer = [q for q in questions if q.prompt_ids and q.answer]
-    found = [q for q in with_answer if _fits(q, tokenizer, max_new_tokens)]
-    if left_out := len(with_answer) - len(found):
-        reason = f"their expected answers are longer than {section}.max_new_tokens={max_new_tokens}"
-        decide(metric, f"{len(with_answer)} questions", f"{len(found)}; {left_out} are left out", reason)
-    return found
+def weighted_logprobs(items: Sequence[TokenizedExample], score: ScoreItems, batch_size: int) -> list[float]:
+    """Σ weight · log-probability (nats) over the tokens of each item; batch_size: most items at once."""
+    scored = [logprobs for part in even_batches(items, batch_size) for logprobs in score(part)]
+    return [math.fsum(map(math.prod, zip(i.weights[1:], s, strict=True))) for i, s in zip(items, scored, strict=True)]
 
 
-def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
-    """Whether the first tokens of the expected answer hold all of its text."""
-    ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
-    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
-    return bool(best.strip().startswith(question.answer.strip()))
-
-
-def _batches(questions: Sequence[EvalQuestion], size: int) -> Iterator[list[EvalQuestion]]:
-    iterator = iter(questions)
-    while batch := list(islice(iterator, size)):
-        yield batch
+def question_loss(items: Sequence[TokenizedExample], score: ScoreItems, batch_size: int) -> dict[str, float]:
+    """loss, in nats per token with a weight, and its interval; nothing where no token has one."""
+    items = [item for item in items if any(item.weights[1:])]
+    losses = [-logprob for logprob in weighted_logprobs(items, score, batch_size)]
+    return ratio_with_interval("loss", losses, [sum(weight != 0 for weight in item.weights[1:]) for item in items])
 
 
 @runtime_checkable
@@ -186,11 +99,11 @@ class HeldOutLoss:
                 metrics.merge(loss(batch, outputs).metrics)
                 scored = zip(items, _per_unit(batch, outputs, loss), strict=True)
                 samples += [self._sample(*one) for one in islice(scored, self.samples - len(samples))]
-        return Report({**_renamed(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
+        return Report({**_under_eval(metrics.result()), "time/eval_s": time.perf_counter() - start}, samples)
 
     def _batches(self, models: Mapping[Role, Model]) -> Iterator[tuple[Sequence[Any], Batch]]:
         """Prepared mini-batches, each with its items."""
-        for items in shares(self.items, self.batch_size):
+        for items in even_batches(self.items, self.batch_size):
             first = 0
             for batch in self.algorithm.prepare(self.algorithm.experience(items), models):
                 last = first + len(unit_spans(batch))
@@ -198,15 +111,15 @@ class HeldOutLoss:
                 first = last
 
     def _sample(self, item: Any, metrics: Metrics) -> Sample:
-        words = {f.name: self._worded(getattr(item, f.name)) for f in fields(item)}
-        return {**words, **{n: v for n, v in _renamed(metrics.result()).items() if not math.isnan(v)}}
+        words = {f.name: self._item_text(getattr(item, f.name)) for f in fields(item)}
+        return {**words, **{n: v for n, v in _under_eval(metrics.result()).items() if not math.isnan(v)}}
 
-    def _worded(self, value: Any) -> Any:
+    def _item_text(self, value: Any) -> Any:
         return self.tokenizer.decode(value) if isinstance(value, tuple) else value
 
 
-class Remembered:
-    """A frozen model that is asked once for each batch's log-probabilities, which stay in memory (4 bytes a token)."""
+class MemoizedModel:
+    """A frozen model that keeps the log-probabilities of each batch in memory, 4 bytes a token."""
 
     def __init__(self, model: Model) -> None:
         self._model, self._known = model, dict[tuple[bytes, ...], Tensor]()
@@ -221,10 +134,10 @@ class Remembered:
         return {"logprobs": self._known[key]}
 
 
-def shares(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
-    """Runs of at most `most` items whose sizes differ by at most one, so that none is left with very few."""
+def even_batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
+    """Batches of at most `most` items; their sizes differ by at most one, so that none is very small."""
     count = math.ceil(len(items) / most)
-    edges = [len(items) * i // count for i in range(count + 1)]
+    edges = [len(items) * i // max(count, 1) for i in range(count + 1)]
     return (items[a:b] for a, b in pairwise(edges))
 
 
@@ -238,5 +151,5 @@ def _per_unit(batch: Batch, outputs: Outputs, loss: LossFn) -> Iterator[Metrics]
         token += size
 
 
-def _renamed(values: Mapping[str, float]) -> dict[str, float]:
+def _under_eval(values: Mapping[str, float]) -> dict[str, float]:
     return {f"eval/{name.rpartition('/')[2]}": value for name, value in values.items()}

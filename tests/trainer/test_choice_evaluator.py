@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import DataError, SpecError
-from runner.trainer.choice_evaluator import option_ids
+from runner.trainer.choice_evaluator import option_row
 from tests import command
 from tests.small import TINY
 
@@ -75,9 +75,9 @@ class Bytes:
 
 
 def test_white_space_at_the_end_of_a_prompt_counts_to_the_option_as_in_lm_eval() -> None:
-    assert option_ids(Bytes(), list(b"answer:\n"), "B") == (list(b"answer:\nB"), 2)
-    assert option_ids(Bytes(), list(b"answer:"), " B") == (list(b"answer: B"), 2)
-    assert option_ids(Bytes(), list(b"who ?"), " B") == (list(b"who ? B"), 2)
+    for prompt, option in ((b"answer:\n", "B"), (b"answer:", " B"), (b"who ?", " B")):
+        row = option_row(Bytes(), list(prompt), option)
+        assert row.ids == tuple(prompt + option.encode()) and row.weights[-3:] == (0.0, 1.0, 1.0)
 
 
 class Characters:
@@ -92,7 +92,7 @@ class Characters:
 
 def test_an_option_that_is_merged_with_the_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="the option 'b' has no token of its own after the prompt 'a'"):
-        option_ids(Characters(), [ord("a")], "b")
+        option_row(Characters(), [ord("a")], "b")
 
 
 @pytest.mark.parametrize(

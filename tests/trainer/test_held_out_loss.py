@@ -15,7 +15,7 @@ from runner.algorithm.preference.learning import build_dpo, build_kto, pack_pair
 from runner.core.batch import Batch
 from runner.interfaces import Outputs
 from runner.interfaces.learning import AlgorithmInputs
-from runner.trainer.evaluator import HeldOutLoss, LearnsFromItems, Remembered, shares
+from runner.trainer.evaluator import HeldOutLoss, LearnsFromItems, MemoizedModel, even_batches
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preferences import (
     CPU,
@@ -119,7 +119,7 @@ def test_the_reference_scores_held_out_items_once(kind: str) -> None:
     reference = Counting(model(6), budget=50, device=CPU)
     algorithm: Any = build_kto(KtoConfig(batch_size=4), parts(judged(4))) if kind == "kto" else dpo()[0]
     items, subject = (JUDGED if kind == "kto" else PAIRS), learner(model(5))
-    known = {"policy": subject, "reference": Remembered(reference)}
+    known = {"policy": subject, "reference": MemoizedModel(reference)}
     first = dict(measured(algorithm, items, known, 4).values)
     scored = reference.tokens
     torch.nn.init.normal_(subject.model.inner.lm_head.weight)
@@ -132,7 +132,7 @@ def test_the_reference_scores_held_out_items_once(kind: str) -> None:
 
 
 def test_what_is_remembered_is_of_one_batch_and_one_output() -> None:
-    known, plain = Remembered(frozen(model(6))), frozen(model(6))
+    known, plain = MemoizedModel(frozen(model(6))), frozen(model(6))
     for items in (PAIRS[:3], PAIRS[3:], PAIRS[:3]):
         batch = pack_pairs(items, share=True)
         for output in ("logprobs", "entropy"):
@@ -158,7 +158,7 @@ def test_what_it_needs_of_an_algorithm_can_be_asked() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_no_run_of_items_is_left_with_very_few(count: int, most: int) -> None:
-    found = list(shares(range(count), most))
+    found = list(even_batches(range(count), most))
     assert [i for run in found for i in run] == list(range(count))
     assert max(map(len, found)) <= most
     assert max(map(len, found)) - min(map(len, found)) <= 1

@@ -1,17 +1,19 @@
-"""Charts as inline SVG. Lines: axes, one line per curve, its name on hover. Colours and sizes are the style sheet's.
+"""Charts as inline SVG; the style sheet has colours and sizes.
 
-curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
+    curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
 
-Points: two numbers per job; those that no other beats are filled.
+Line charts have a line per curve, with its name on hover, and an area for its interval. Scatter charts have a point per
+job; those of the Pareto front are filled.
 """
 
 from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from runner.spec.evaluation import HIGH, LOW, without_bounds
 from runner.tools.report.run_facts import Series
 from runner.tracker.text import format_number, format_rate
 
@@ -37,6 +39,15 @@ class Curve:
     hue: int
     series: Series
     bounds: tuple[Series, ...] = ()
+
+
+def interval_curves(name: str, key: str, hue: int, found: Mapping[str, Series]) -> dict[str, Curve]:
+    """A run's curve of each metric, with its interval as an area; the bounds are no curves of their own."""
+    bounds = {metric: (found.get(metric + LOW), found.get(metric + HIGH)) for metric in without_bounds(found)}
+    return {
+        metric: Curve(name or metric, key, hue, found[metric], () if low is None or high is None else (low, high))
+        for metric, (low, high) in bounds.items()
+    }
 
 
 def hues(count: int) -> list[int]:
@@ -106,8 +117,7 @@ class Axis:
 def axis_of(low: float, high: float) -> Axis:
     """An axis that holds both ends, with about TICKS round ticks; a single value gets room around it."""
     if high - low <= abs(high) * 1e-9:
-        room = abs(high) * 0.1 or 1.0
-        low, high = low - room, high + room
+        low, high = (high - abs(high) * 0.1, high + abs(high) * 0.1) if high else (0.0, 1.0)
     raw = (high - low) / TICKS
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)

@@ -9,8 +9,8 @@ from typing import Any
 
 from runner.run_dir.folder import RunFolder, display_path
 from runner.spec.base import iter_leaves
-from runner.spec.evaluation import HIGH, LOW
-from runner.tools.report.chart import Curve, hues
+from runner.spec.evaluation import without_bounds
+from runner.tools.report.chart import Curve, hues, interval_curves
 from runner.tools.report.page import Page, TableRow, order_metrics
 from runner.tools.report.run_facts import RunFacts, Series, read_run
 from runner.tracker.console import interval_text
@@ -54,28 +54,29 @@ def diff_lines(first: RunFolder, second: RunFolder) -> list[str]:
         if rows
         else ["config, code, versions, device and data are the same"]
     )
-    metrics = [
-        name for name in order_metrics([*a.series], None) if name in b.series and not name.startswith(MACHINE_METRICS)
+    named = [
+        [n for n in order_metrics(without_bounds(r.series), None) if not n.startswith(MACHINE_METRICS)] for r in (a, b)
     ]
-    if metrics:
-        out += [
-            "",
-            *align_columns(
-                [["metric", "A", "", "B", "", "B − A"], *(_metric(n, a.series[n], b.series[n]) for n in metrics)]
-            ),
-        ]
-    both = [name for name in a.newest_evaluation if name in b.newest_evaluation and not name.endswith((LOW, HIGH))]
-    if both:
-        rows = [[n, *(interval_text(n, run.newest_evaluation) for run in (a, b)), _change(n, a, b)] for n in both]
-        out += ["", *align_columns([["run eval", "A", "B", "B − A"], *rows])]
-    for name, mine, other in (("A", a, b), ("B", b, a)):
-        alone = [
-            n
-            for n in order_metrics([*mine.series], None)
-            if n not in other.series and not n.startswith(MACHINE_METRICS)
-        ]
+    if metrics := [name for name in named[0] if name in b.series]:
+        rows = [_metric(name, a.series[name], b.series[name]) for name in metrics]
+        out += ["", *align_columns([["metric", "A", "", "B", "", "B − A"], *rows])]
+    if evaluated := _evaluation_rows(a, b):
+        out += ["", *align_columns(evaluated)]
+    for name, mine, other in (("A", named[0], b), ("B", named[1], a)):
+        alone = [metric for metric in mine if metric not in other.series]
         out += [f"only {name}: {', '.join(alone)}"] if alone else []
     return out
+
+
+def _evaluation_rows(a: RunFacts, b: RunFacts) -> list[list[str]]:
+    """A table of what `run eval` measured of both, its head first; empty where there is nothing."""
+    first, second = a.newest_evaluation, b.newest_evaluation
+    rows = [
+        [name, interval_text(name, first), interval_text(name, second), f"{second[name] - first[name]:+.4g}"]
+        for name in without_bounds(first)
+        if name in second
+    ]
+    return [["run eval", "A", "B", "B − A"], *rows] if rows else []
 
 
 def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
@@ -93,9 +94,12 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
     page.head("Curves")
     curves: dict[str, list[Curve]] = {}
     for name, run in (("A", a), ("B", b)):
-        for metric, series in run.series.items():
-            curves.setdefault(metric, []).append(Curve(name, name, colours[name], series))
+        for metric, curve in interval_curves(name, name, colours[name], run.series).items():
+            curves.setdefault(metric, []).append(curve)
     page.charts(curves)
+    if evaluated := _evaluation_rows(a, b):
+        page.head("Evaluated afterwards")
+        page.table(evaluated[0], [TableRow(row) for row in evaluated[1:]])
     page.head("What differs")
     found = differences(a, b)
     if found:
@@ -120,10 +124,6 @@ def _value_text(key: str, values: Mapping[str, Any]) -> str:
         text = str(values[key])
         return f"{text.count(chr(10))} lines changed since the commit" if text else "none"
     return escape_for_terminal(str(values[key]))
-
-
-def _change(name: str, a: RunFacts, b: RunFacts) -> str:
-    return f"{b.newest_evaluation[name] - a.newest_evaluation[name]:+.4g}"
 
 
 def _metric(name: str, a: Series, b: Series) -> list[str]:

@@ -21,11 +21,12 @@ import yaml
 from runner.run_dir.folder import RunFolder, display_path, write_atomic
 from runner.run_dir.manifest import redact
 from runner.spec.base import iter_leaves
-from runner.spec.evaluation import HIGH, LOW
-from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, scatter_svg, svg
-from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_run, whole_lines
+from runner.spec.evaluation import without_bounds
+from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, interval_curves, scatter_svg, svg
+from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_rows, read_run
+from runner.tools.report.samples_grid import evaluated_samples, samples_grid
 from runner.tracker.console import interval_text
-from runner.tracker.text import HEALTH, count_noun, format_duration, format_number
+from runner.tracker.text import HEALTH, count_noun, format_duration, format_metric, format_number
 
 HERE = Path(__file__).parent
 MOST_CHARTS = 60  # these bounds keep a page below 500 kB
@@ -98,7 +99,9 @@ class Page:
         sections: dict[str, list[str]] = {}
         for name in shown:
             found = curves[name]
-            last = f" {format_number(found[0].series.last[1])}" if len(found) == 1 and found[0].series.points else ""
+            last = (
+                f" {format_metric(name, found[0].series.last[1])}" if len(found) == 1 and found[0].series.points else ""
+            )
             chart = svg(found, f"{name} over the step, {count_noun(len(found), 'curve')}", most)
             figure = f'<figure data-metric="{html.escape(name, quote=True)}">{_caption(name + last)}{chart}</figure>'
             sections.setdefault("health" if name in HEALTH else name.split("/")[0], []).append(figure)
@@ -198,14 +201,11 @@ def write_page(folder: RunFolder, path: Path) -> None:
         page.head("Error")
         page.code(redact(str(run.status["error"])))
     page.head("Curves")
-    page.charts(_curves(run), _first(run))
-    samples: list[Mapping[str, Any]] = []
-    if lines := whole_lines(folder.samples):
-        from runner.tools.report.samples_grid import evaluated_samples, sample_row, samples_grid
-
-        samples += [row for line in lines if (row := sample_row(line, folder.samples))]
-        _reward_histogram(page, samples)
-        page.parts += samples_grid(evaluated_samples(lines, folder.samples))
+    curves = interval_curves("", "", HUE, run.series)
+    page.charts({name: [curve] for name, curve in curves.items()}, _first(run))
+    samples = list(read_rows(folder.samples))
+    _reward_histogram(page, samples)
+    page.parts += samples_grid(evaluated_samples(samples))
     _evaluations(page, run)
     _times(page, run)
     _samples(page, samples[-MOST_SAMPLES:])
@@ -214,16 +214,6 @@ def write_page(folder: RunFolder, path: Path) -> None:
     page.head("Environment")
     page.table(["", "what"], [TableRow([name, value]) for name, value in run.environment.items()], wrap=True)
     page.write(path)
-
-
-def _curves(run: RunFacts) -> dict[str, list[Curve]]:
-    """A curve per metric, with its interval; the bounds are no curves of their own."""
-    names = [name for name in run.series if not name.endswith((LOW, HIGH))]
-    bounds = {name: (run.series.get(name + LOW), run.series.get(name + HIGH)) for name in names}
-    return {
-        name: [Curve(name, "", HUE, run.series[name], () if low is None or high is None else (low, high))]
-        for name, (low, high) in bounds.items()
-    }
 
 
 def _reward_histogram(page: Page, samples: Sequence[Mapping[str, Any]]) -> None:
@@ -265,10 +255,10 @@ def _evaluations(page: Page, run: RunFacts) -> None:
     if not newest:
         return
     page.head("Evaluated afterwards")
-    names = [name for name in dict.fromkeys(n for one in newest for n in one["values"]) if not name.endswith(LOW)]
-    head = ["metric", *(f"step {one['step']}, {one['created'][:16].replace('T', ' ')}" for one in newest)]
-    cells = ([interval_text(name, one["values"]) for one in newest] for name in names)
-    page.table(head, [TableRow([n, *row]) for n, row in zip(names, cells, strict=True) if not n.endswith(HIGH)])
+    names = without_bounds(dict.fromkeys(name for one in newest for name in one["values"]))
+    about = (f"step {one['step']}" if one["step"] is not None else one.get("suite", "") for one in newest)
+    head = ["metric", *(f"{a}, {one['created'][:16].replace('T', ' ')}" for a, one in zip(about, newest, strict=True))]
+    page.table(head, [TableRow([n, *(interval_text(n, one["values"]) for one in newest)]) for n in names])
 
 
 def _times(page: Page, run: RunFacts) -> None:

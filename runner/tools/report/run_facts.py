@@ -64,13 +64,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
     """
     found: dict[str, list[tuple[int, float]]] = {}
     lost: dict[str, int | None] = {}
-    for number, line in enumerate(whole_lines(path), 1):
-        try:
-            row = json.loads(line)
-            step = int(row.pop("step"))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
-            continue
+    for row in read_rows(path, "step"):
+        step = int(row.pop("step"))
         for name, value in row.items():
             is_finite = isinstance(value, int | float) and math.isfinite(value)
             lost[name] = None if is_finite else step
@@ -79,13 +74,23 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
 
 
-def whole_lines(path: Path) -> list[str]:
-    """The lines of a file that end in a newline; none where there is no file."""
+def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
+    """The objects in a file of JSON lines; none where there is no file.
+
+    A last line without its newline is left out; one that is damaged or lacks a key is named and left out.
+    """
     try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
     except FileNotFoundError:
-        return []
-    return [line for line in lines if line.endswith("\n")]
+        return
+    for number, line in enumerate(lines, 1):
+        try:
+            row = dict(json.loads(line))
+            if missing := [key for key in keys if key not in row]:
+                raise ValueError(f"it has no {missing[0]}")
+            yield row
+        except (ValueError, TypeError) as error:
+            log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
 
 
 SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")
@@ -140,18 +145,8 @@ def read_run(folder: RunFolder) -> RunFacts:
         read_mapping(folder.manifest),
         _fingerprint(folder),
         read_metrics(folder.metrics),
-        tuple(_evaluations(folder.evaluations)),
+        tuple(read_rows(folder.evaluations, "step", "created", "values")),
     )
-
-
-def _evaluations(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of evaluations.jsonl; a damaged one is named and left out."""
-    for number, line in enumerate(whole_lines(path), 1):
-        try:
-            row = json.loads(line)
-            yield {"step": row["step"], "created": row["created"], "values": dict(row["values"])}
-        except (ValueError, TypeError, KeyError) as error:
-            log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
 
 
 def _fingerprint(folder: RunFolder) -> str:

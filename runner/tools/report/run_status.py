@@ -32,6 +32,7 @@ from runner.tracker.text import (
     count_noun,
     escape_for_terminal,
     format_duration,
+    format_metric,
     format_number,
     labeled_line,
     print_text,
@@ -62,7 +63,7 @@ class ProcessStatus:
     replaced: int = 0
 
 
-TOLD = ("name", "role", "log", "host", "pid", "step", "replaced")  # of a member, by its list
+MEMBER_KEYS = ("name", "role", "log", "host", "pid", "step", "replaced")  # of a member, by its list
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +173,7 @@ def _process(one: Mapping[str, Any], age: float) -> ProcessStatus:
     elif one["runs"] and age > SILENT_S:
         state = "silent"
     heard = _age_s(one["heard"]) if "heard" in one and state != "ended" else None
-    return ProcessStatus(**{key: one[key] for key in TOLD if key in one}, state=state, heard_s=heard)
+    return ProcessStatus(**{key: one[key] for key in MEMBER_KEYS if key in one}, state=state, heard_s=heard)
 
 
 def _state_here(pid: int) -> str:
@@ -260,16 +261,16 @@ def status_lines(run: RunStatus) -> Iterator[str]:
 
 
 def _headline(run: RunStatus) -> str:
-    said = [run.state, f"step {run.step} of {run.steps}"]
+    parts = [run.state, f"step {run.step} of {run.steps}"]
     if run.attempt is not None and run.attempt > 1:
-        said.insert(1, f"attempt {run.attempt}")
+        parts.insert(1, f"attempt {run.attempt}")
     if run.exit_code:
-        said.insert(1, f"exit code {run.exit_code}")
+        parts.insert(1, f"exit code {run.exit_code}")
     if run.step_s is not None:
-        said.append(f"{format_number(run.step_s)} s a step")
+        parts.append(f"{format_number(run.step_s)} s a step")
     if run.left_s is not None:
-        said.append(f"{format_duration(run.left_s)} left")
-    return " · ".join(said)
+        parts.append(f"{format_duration(run.left_s)} left")
+    return " · ".join(parts)
 
 
 def _table(members: list[ProcessStatus]) -> Iterator[str]:
@@ -278,14 +279,14 @@ def _table(members: list[ProcessStatus]) -> Iterator[str]:
     where = [f"{member.host or '?'}:{member.pid or '?'}" for member in members]
     wide = max(map(len, where), default=0)
     for member, place in zip(members, where, strict=True):
-        said = [member.state]
+        parts = [member.state]
         if member.step is not None:
-            said.append(f"step {member.step}")
+            parts.append(f"step {member.step}")
         if member.heard_s is not None:
-            said.append(f"heartbeat {format_number(round(member.heard_s, 1))} s ago")
+            parts.append(f"heartbeat {format_number(round(member.heard_s, 1))} s ago")
         if member.replaced:
-            said.append(f"restarted {count_noun(member.replaced, 'time')}")
-        yield labeled_line("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(said)}")
+            parts.append(f"restarted {count_noun(member.replaced, 'time')}")
+        yield labeled_line("process", f"{member.name.ljust(width)}  {place.ljust(wide)}  {', '.join(parts)}")
 
 
 def _is_of(key: str, name: str) -> bool:
@@ -300,7 +301,7 @@ def _is_shown(run: RunStatus, key: str) -> bool:
 def _number(run: RunStatus, key: str) -> str:
     """Its name and value, with the step where that is not the newest."""
     step, value = run.numbers[key]
-    text = "not finite" if value is None else format_bytes(value) if key.endswith("bytes") else format_number(value)
+    text = "not finite" if value is None else format_metric(key, value)
     return f"{key} {text}" + (f" (step {step})" if step != run.step else "")
 
 

@@ -30,7 +30,8 @@ from runner.interfaces import (
     TokenizedExample,
 )
 from runner.model.tiny import byte_tokenizer
-from runner.trainer.evaluator import Evaluator, Report
+from runner.trainer.answer_evaluator import AnswerEvaluator
+from runner.trainer.evaluator import Report
 from tests.algorithm import harness
 
 TOKENIZER = byte_tokenizer(512)
@@ -205,12 +206,13 @@ def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
         EvalQuestion(TokenizedExample(PROMPT.ids, (0.0,) * len(PROMPT.ids)), PROMPT.ids, "", right)
         for right in ("46", "47")
     ]
-    model: Any = None  # nothing is scored
 
     def evaluate(environments: EnvironmentFactory | None) -> Report:
         turns = Script("calc 12+34", "46")
         collector = RolloutCollector(turns, None, TOKENIZER, 0, 1, environments, Renderer(TOKENIZER).extend)
-        return Evaluator((), questions, 8, 16, collector.collect_answers).evaluate(model)
+        return AnswerEvaluator(
+            questions, questions, collector, dict, "eval", "evaluation", 1.0, is_greedy=True
+        ).evaluate()
 
     report = evaluate(calculator.build(CalculatorConfig()))
     assert report.values["eval/exact_match"] == 0.5 and "eval/loss" not in report.values

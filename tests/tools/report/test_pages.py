@@ -92,12 +92,14 @@ def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
     assert "eval/loss  2 → nan" in (tmp_path / "r.html").read_text()
 
 
-def test_a_damaged_sample_is_left_out(tmp_path: Path) -> None:
+def test_a_damaged_sample_is_left_out_and_one_with_a_line_separator_is_whole(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a")
     with folder.samples.open("a") as file:
-        file.write("\0\0\n3\n")
+        file.write("\0\0\n3\n" + json.dumps({"step": 3, "prompt": "p", "answer": "one\u2028two"}, ensure_ascii=False))
+        file.write("\n")
     write_page(folder, tmp_path / "r.html")
-    assert "Newest samples" in (tmp_path / "r.html").read_text()
+    page = (tmp_path / "r.html").read_text()
+    assert "Newest samples" in page and "one\u2028two" in page
 
 
 def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.tools.report.page import write_page
+from runner.tools.report.run_facts import read_rows
 from runner.tools.report.samples_grid import evaluated_samples, samples_grid, spread
 from tests.tools.report.test_pages import NASTY, a_run, checked
 
@@ -24,7 +25,7 @@ def cells(html: str) -> list[list[str]]:
 
 
 def test_a_row_is_a_question_and_a_column_an_evaluation(tmp_path: Path) -> None:
-    lines = [
+    rows = [
         line(0, "2+2", "5", expected="4", exact=False, reward=0.0, sample=0),
         line(0, "2+2", "second sample", expected="4", reward=0.0, sample=1),
         line(3, "2+2", "a rollout", reward=1.0, version=2),
@@ -33,7 +34,8 @@ def test_a_row_is_a_question_and_a_column_an_evaluation(tmp_path: Path) -> None:
         line(10, "x", 'says "version"'),
         "damaged\n",
     ]
-    parts = samples_grid(evaluated_samples(lines, tmp_path))
+    (tmp_path / "samples.jsonl").write_text("".join(rows))
+    parts = samples_grid(evaluated_samples(list(read_rows(tmp_path / "samples.jsonl"))))
     assert [part for part in parts if part.startswith("<h2>")] == [
         "<h2>Held-out completions</h2>",
         "<h2>Held-out completions: hard</h2>",
@@ -47,16 +49,16 @@ def test_a_row_is_a_question_and_a_column_an_evaluation(tmp_path: Path) -> None:
     assert hard[1] == ["3+3|expected 6|", "6||"]
 
 
-def test_the_first_and_the_last_evaluation_are_among_those_shown_and_the_rest_is_counted(tmp_path: Path) -> None:
-    lines = [line(step, f"q{q}", "a") for step in range(0, 90, 10) for q in range(10)]
-    parts = samples_grid(evaluated_samples(lines, tmp_path))
+def test_the_first_and_the_last_evaluation_are_among_those_shown_and_the_rest_is_counted() -> None:
+    rows = [{"step": step, "prompt": f"q{q}", "answer": "a"} for step in range(0, 90, 10) for q in range(10)]
+    parts = samples_grid(evaluated_samples(rows))
     assert cells(parts[1])[0] == ["question", *(f"step {n}" for n in spread(range(0, 90, 10), 6))]
     assert spread(range(0, 90, 10), 6)[::5] == [0, 80]
     assert "2 of 10 questions are in samples.jsonl only; 3 of 9 evaluations are in samples.jsonl only" in parts[2]
 
 
-def test_nothing_is_cut_without_a_mark_and_nothing_runs(tmp_path: Path) -> None:
-    [_, table] = samples_grid(evaluated_samples([line(0, NASTY, "a" * 500)], tmp_path))
+def test_nothing_is_cut_without_a_mark_and_nothing_runs() -> None:
+    [_, table] = samples_grid(evaluated_samples([{"step": 0, "prompt": NASTY, "answer": "a" * 500}]))
     assert "a" * 400 + "… (500 characters)" in table and "<script" not in table and "<img" not in table
 
 
