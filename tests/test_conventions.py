@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ RETIRED = re.compile(
 )
 
 
+parse = cache(ast.parse)  # several tests read the tree of each file
+
+
 def texts(source: str) -> Iterator[tuple[int, str]]:
     """Line and text of each comment and string literal, docstrings included."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -41,7 +45,7 @@ def retired_words(source: str) -> list[str]:
 
 
 def bare_participles(source: str) -> list[str]:
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    functions = [n for n in ast.walk(parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     names = [(n.lineno, n.name) for n in functions if PARTICIPLE.fullmatch(n.name)]
     return [f"{line}: {name}" for line, name in names if name.lstrip("_") not in ALLOWED]
 
@@ -49,7 +53,7 @@ def bare_participles(source: str) -> list[str]:
 def long_first_lines(source: str) -> list[str]:
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     documented = [
-        (getattr(n, "lineno", 1), ast.get_docstring(n)) for n in ast.walk(ast.parse(source)) if isinstance(n, kinds)
+        (getattr(n, "lineno", 1), ast.get_docstring(n)) for n in ast.walk(parse(source)) if isinstance(n, kinds)
     ]
     return [
         f"{at}: {len(line)}" for at, text in documented if text and len(line := text.splitlines()[0]) > MAX_FIRST_LINE
@@ -57,7 +61,7 @@ def long_first_lines(source: str) -> list[str]:
 
 
 def classes(source: str) -> list[str]:
-    return [n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.ClassDef)]
+    return [n.name for n in ast.walk(parse(source)) if isinstance(n, ast.ClassDef)]
 
 
 def named_twice(sources: dict[str, str]) -> list[str]:
@@ -70,9 +74,10 @@ def named_twice(sources: dict[str, str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def tree() -> dict[str, str]:
+def tree() -> Iterator[dict[str, str]]:
     """The text of each source file, by its path in the package."""
-    return {path.relative_to(ROOT / "runner").as_posix(): path.read_text(encoding="utf-8") for path in SOURCES}
+    yield {path.relative_to(ROOT / "runner").as_posix(): path.read_text(encoding="utf-8") for path in SOURCES}
+    parse.cache_clear()
 
 
 def test_no_class_name_means_two_things(tree: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ import sys
 import tomllib
 import zipfile
 from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,6 +48,14 @@ MACHINE_PATH = re.compile(r"(?<![\w./])/(?:home|root|Users|work|mnt)/\w+")
 TEXT = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".cfg", ".json", ".sh", ""}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def parsed_once() -> Iterator[None]:
+    """Several tests read the tree of each file; nothing later needs their memory."""
+    yield
+    parse.cache_clear()
+
+
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -94,23 +103,27 @@ def offences(path: Path) -> Iterator[str]:
     tree = parse(path)
     names = imported_names(tree)
     for node in ast.walk(tree):
-        at = place(path, node)
-        if isinstance(node, ast.Import):
-            yield from (f"{at} imports {a.name}" for a in node.names if a.name.partition(".")[0] in FORBIDDEN_IMPORTS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FORBIDDEN_IMPORTS:
-            yield f"{at} imports {node.module}"
-        elif isinstance(node, ast.ExceptHandler) and swallows(node):
-            yield f"{at} swallows every exception"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "0.0.0.0" in node.value:
-            yield f"{at} listens to the whole world"
-        elif isinstance(node, ast.Call):
-            name = dotted(node.func, names)
-            if name in FORBIDDEN_CALLS:
-                yield f"{at} {name}(): {FORBIDDEN_CALLS[name]}"
-            for keyword in node.keywords:
-                value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
-                if (keyword.arg, value) in FORBIDDEN_KEYWORDS:
-                    yield f"{at} {keyword.arg}=True"
+        yield from (f"{place(path, node)} {what}" for what in forbidden(node, names))
+
+
+def forbidden(node: ast.AST, names: dict[str, str]) -> Iterator[str]:
+    """What is wrong with this node alone."""
+    if isinstance(node, ast.Import):
+        yield from (f"imports {a.name}" for a in node.names if a.name.partition(".")[0] in FORBIDDEN_IMPORTS)
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in FORBIDDEN_IMPORTS:
+        yield f"imports {node.module}"
+    elif isinstance(node, ast.ExceptHandler) and swallows(node):
+        yield "swallows every exception"
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "0.0.0.0" in node.value:
+        yield "listens to the whole world"
+    elif isinstance(node, ast.Call):
+        name = dotted(node.func, names)
+        if name in FORBIDDEN_CALLS:
+            yield f"{name}(): {FORBIDDEN_CALLS[name]}"
+        for keyword in node.keywords:
+            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else None
+            if (keyword.arg, value) in FORBIDDEN_KEYWORDS:
+                yield f"{keyword.arg}=True"
 
 
 def functions(path: Path) -> Iterator[tuple[str, int]]:

@@ -141,7 +141,7 @@ def _handlers(receive: Handler, numbers: Sequence[int]) -> Iterator[None]:
 def survive_early_save() -> Iterator[None]:
     """A block in which SIGUSR1 does not end the process before a run has installed its handlers."""
     is_free = signal.getsignal(SAVE) is signal.SIG_DFL
-    with _restore_handlers({SAVE: signal.signal(SAVE, _receive_early)} if is_free else {}):
+    with _handlers(_receive_early, [SAVE] if is_free else []):
         yield
 
 

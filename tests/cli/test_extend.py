@@ -219,18 +219,18 @@ def test_nothing_of_it_imports_torch_before_a_job_is_checked(site: Path) -> None
 
 
 def test_a_job_uses_all_of_it_and_is_resumed(site: Path, workdir: Path) -> None:
-    result = run(site, workdir, *DEMO, "steps=2")
-    assert result.returncode == 0, result.stderr
-    assert "notify   reward/mean is below 2.0 at step 1" in result.stdout
+    lines = (" ".join([*DEMO, "steps=2"]), "resume latest steps=3 callbacks.notify.below=1.5", "newest")
+    result, again, numbers = commands(site, workdir, *lines)
+    assert result.code == 0, result.err
+    assert "notify   reward/mean is below 2.0 at step 1" in result.out
     folder = workdir / "outputs" / "latest"
-    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-2])
+    first = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-3])
+    assert first["step"] == 1
     assert {"reward/mean", "policy/clip_frac_dual", "correction/clip_frac", "notify/reached"} <= first.keys()
     assert (folder / "metrics.csv").read_text().startswith("1,train/loss,")
-    again = run(site, workdir, "resume", "latest", "steps=3", "callbacks.notify.below=1.5")
-    assert again.returncode == 0, again.stderr
-    assert "notify   " not in again.stdout, "its state says that the bound was reached"
-    numbers = run(site, workdir, "newest")
-    assert numbers.returncode == 0 and re.search(r"^step +3$", numbers.stdout, re.MULTILINE)
+    assert again.code == 0, again.err
+    assert "notify   " not in again.out, "its state says that the bound was reached"
+    assert numbers.code == 0 and re.search(r"^step +3$", numbers.out, re.MULTILINE)
 
 
 @pytest.mark.slow

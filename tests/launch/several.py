@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.tracker.text import MACHINE_METRICS
+from tests.command import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
@@ -74,7 +75,7 @@ class Job:
         return [rank["pid"] for rank in json.loads((self.latest / "manifest.json").read_text())["ranks"]]
 
 
-def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes]) -> None:
+def wait_until(happened: Callable[[], bool], process: subprocess.Popen[bytes] | Command) -> None:
     """Return when `happened`; the process must not end before."""
     end = time.monotonic() + DEADLINE_S
     while not happened():

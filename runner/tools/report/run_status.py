@@ -21,7 +21,6 @@ from typing import Any
 import psutil
 
 from runner.core.errors import EnvironmentProblem
-from runner.core.fsync_io import format_bytes
 from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
 from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
