@@ -3,7 +3,7 @@ r"""Episodes: what a policy and its environment say to one another, token by tok
     prompt ──▶ policy ──turn──▶ environment ──words──▶ policy ──turn──▶ … until the environment has nothing to say
 
 The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `extend` writes an
-observation as the chat template does; the policy's own tokens are never written as text and tokenised again:
+observation as the chat template does; the policy's own tokens are never written as text and tokenized again:
 
     … answer<|im_end|> │ \n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n │ next answer …
                        └────────────────── ids of an observation ─────────────────┘

@@ -7,7 +7,7 @@
     the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
-Texts are tokenised one by one, so that no token spans a border and the context's ids are exactly those that generation
+Texts are tokenized one by one, so that no token spans a border and the context's ids are exactly those that generation
 gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
 """
 
@@ -361,7 +361,7 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
 
 
 def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
-    """Neighbours of the same kind made one, empty ones left out: the fewest borders."""
+    """Neighbors of the same kind made one, empty ones left out: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:
         if not segment.text:

@@ -4,7 +4,7 @@ A table is memory-mapped from the cache on disk, or held in memory.
 
     cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
                                     TREES (all else): prompt, answers, facts (JSON text)
-    cache_dir/<key>/summary.json    what was found while tokenising, and the sha256 of tokens.arrow
+    cache_dir/<key>/summary.json    what was found while tokenizing, and the sha256 of tokens.arrow
 
 A folder is made aside and renamed, so that it is whole or not there; one that was damaged later is found by
 its checksum and made again.

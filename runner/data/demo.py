@@ -208,11 +208,11 @@ class DemoData:
     columns = ("answer",)
 
     def __init__(
-        self, config: DemoConfig, tokeniser: ExampleTokenizer, seed: int, kind: ItemKind, limit: LengthLimit
+        self, config: DemoConfig, row_tokenizer: ExampleTokenizer, seed: int, kind: ItemKind, limit: LengthLimit
     ) -> None:
-        self.config, self.tokeniser, self.kind, self.seed = config, tokeniser, kind, seed
-        chat = tokeniser.chat.model_dump(mode="json", exclude={"template"})
-        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(tokeniser.tokenizer))
+        self.config, self.row_tokenizer, self.kind, self.seed = config, row_tokenizer, kind, seed
+        chat = row_tokenizer.chat.model_dump(mode="json", exclude={"template"})
+        self.fingerprint = digest(config.model_dump(), kind, seed, chat, tokenizer_digest(row_tokenizer.tokenizer))
         self._task = make_task(config)
         self._numbers = draw_numbers(self._task.space, config.held_out + config.items, seed)
         self._rounds = RefillOrders(
@@ -240,11 +240,11 @@ class DemoData:
     def _questions(self) -> tuple[EvalQuestion, ...]:
         kind: ItemKind = "sft" if self.kind == "sft" else "prompts"
         rows = self._encode(range(self.config.held_out), held_out_reading(kind))
-        return tuple(QUESTIONS[kind](row.record(), self.tokeniser.tokenizer) for row in rows)
+        return tuple(QUESTIONS[kind](row.record(), self.row_tokenizer.tokenizer) for row in rows)
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
         make = ITEMS[self.kind]
-        return [make(row.record(), self.tokeniser.tokenizer) for row in self._rows(indices)]
+        return [make(row.record(), self.row_tokenizer.tokenizer) for row in self._rows(indices)]
 
     def _longest(self, limit: LengthLimit) -> int:
         """No item has more tokens. Raises DataError for items above the limit.
@@ -255,7 +255,7 @@ class DemoData:
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
         ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
-        if (most := len(str(self.tokeniser.tokenizer.decode(ids)).encode())) > limit.most:
+        if (most := len(str(self.row_tokenizer.tokenizer.decode(ids)).encode())) > limit.most:
             problems, tally = Problems("data", "demo"), TruncationCounts()
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
@@ -279,7 +279,7 @@ class DemoData:
 
     def _encode(self, indices: Sequence[int], reading: Reading) -> list[EncodedExample | EncodedAnswers]:
         problems = Problems("data", "demo")
-        rows = encode(self.tokeniser, [self._example(index, reading) for index in indices], problems)
+        rows = encode(self.row_tokenizer, [self._example(index, reading) for index in indices], problems)
         problems.raise_if_any()
         return [share_prefix(row.rows) or row.rows[-1] if isinstance(row, EncodedRows) else row for row in rows]
 
@@ -324,8 +324,8 @@ def build(
 
     Raises DataError where the tokenizer has no chat template or items are too long.
     """
-    tokeniser = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
-    data = DemoData(config, tokeniser, seed, kind, LengthLimit(config.max_length, "error", kind, length_limit))
-    for note in sorted(data.tokeniser.notes):
+    row_tokenizer = ExampleTokenizer(tokenizer, chat, None if kind == "sft" else "completion")
+    data = DemoData(config, row_tokenizer, seed, kind, LengthLimit(config.max_length, "error", kind, length_limit))
+    for note in sorted(data.row_tokenizer.notes):
         decide("data.end_token", "trained on", "not trained on", f"data=demo: {note}")
     return data

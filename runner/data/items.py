@@ -235,7 +235,7 @@ Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
 def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
-    """The item of a tokenised row: weight 1 where it is trained on, 0 where it is context."""
+    """The item of a tokenized row: weight 1 where it is trained on, 0 where it is context."""
     return TokenizedExample(
         tuple(record["ids"]), tuple(map(float, record["loss_mask"])), tuple(record.get("branches") or ())
     )

@@ -1,6 +1,6 @@
 """Sources of rows to the data of a job; data=file, whose sources are the user's own files.
 
-Source.rows ──FormatCheck──▶ Example ──Tokeniser──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenizedData
+Source.rows ──FormatCheck──▶ Example ──Tokenizer──▶ Encoded | Answered ──Limit──▶ TokenizedTable ──▶ TokenizedData
                   └──────────────── Problems ──────────────────────────┘   one DataError for all of a source's faults
 
 What the rows are read as (`Reading`) follows from the kind of items that the algorithm learns from.
@@ -48,7 +48,7 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BATCH = 512  # rows tokenised in one call
+BATCH = 512  # rows tokenized in one call
 
 
 class RowSource(Protocol):

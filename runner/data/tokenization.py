@@ -256,7 +256,7 @@ def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool, bo
 
 @dataclass(frozen=True, slots=True)
 class EncodedAnswers:
-    """A tokenised prompt with its answers (none, one or two), and what is known of them (JSON-able)."""
+    """A tokenized prompt with its answers (none, one or two), and what is known of them (JSON-able)."""
 
     place: SourceLocation
     prompt: list[int]
@@ -269,7 +269,7 @@ class EncodedAnswers:
 
 
 def encode(
-    tokeniser: ExampleTokenizer, examples: Sequence[Example], problems: Problems
+    row_tokenizer: ExampleTokenizer, examples: Sequence[Example], problems: Problems
 ) -> list[EncodedExample | EncodedRows | EncodedAnswers]:
     """Tokens of each example; those of one source are all of one type, so that their order stays.
 
@@ -279,29 +279,29 @@ def encode(
     asks = [e for e in examples if isinstance(e, PromptExample)]
     answers = [e for e in examples if isinstance(e, AnswersExample)]
     return [
-        *tokeniser.encode_examples(single, problems),
-        *encode_prompts(tokeniser, asks, problems),
-        *encode_answers(tokeniser, answers, problems),
+        *row_tokenizer.encode_examples(single, problems),
+        *encode_prompts(row_tokenizer, asks, problems),
+        *encode_answers(row_tokenizer, answers, problems),
     ]
 
 
 def encode_prompts(
-    tokeniser: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
+    row_tokenizer: ExampleTokenizer, asks: Sequence[PromptExample], problems: Problems
 ) -> list[EncodedAnswers]:
     """Each prompt alone, with its conversation and columns; problems are collected in `problems`."""
     facts = [{"messages": a.prompt if isinstance(a.prompt, tuple) else None, "columns": a.columns} for a in asks]
     return [
         EncodedAnswers(ask.place, prompt, [], known)
-        for ask, prompt, known in zip(asks, tokeniser.encode_prompts(asks, problems), facts, strict=True)
+        for ask, prompt, known in zip(asks, row_tokenizer.encode_prompts(asks, problems), facts, strict=True)
         if prompt is not None
     ]
 
 
 def encode_answers(
-    tokeniser: ExampleTokenizer, rows: Sequence[AnswersExample], problems: Problems
+    row_tokenizer: ExampleTokenizer, rows: Sequence[AnswersExample], problems: Problems
 ) -> list[EncodedAnswers]:
     """Each prompt with its answers; a row that fails is collected in `problems`. Raises DataError."""
-    flat = iter(tokeniser.encode_each([answer for row in rows for answer in row.answers], problems))
+    flat = iter(row_tokenizer.encode_each([answer for row in rows for answer in row.answers], problems))
     found = []
     for row in rows:
         each = [answer for answer in [next(flat) for _ in row.answers] if isinstance(answer, EncodedExample)]

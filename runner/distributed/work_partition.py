@@ -289,7 +289,7 @@ def concat_outputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _select_units(batch: Batch, spans: Sequence[tuple[int, int, int]], units: Sequence[int]) -> Batch:
-    """Some units of a batch, in its order; a view where they are neighbours."""
+    """Some units of a batch, in its order; a view where they are neighbors."""
     edges = [at for at in range(1, len(units)) if units[at] != units[at - 1] + 1]
     runs = [units[a:b] for a, b in zip([0, *edges], [*edges, len(units)], strict=True)]
     parts = [batch.slice_rows(spans[run[0]][0], spans[run[-1]][1]) for run in runs]

@@ -1,7 +1,7 @@
 """What a model folder is, whether its files are whole, whether the hub can be reached; without torch.
 
 Weights are judged by their headers: a Git-LFS pointer, an empty or truncated file, an index that does not fit its
-files, numbers that are quantised. Each is an error that names the file.
+files, numbers that are quantized. Each is an error that names the file.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def check_model_folder(folder: Path, key: str) -> None:
     """Check the files of a model or an adapter; `key` is the option that names the folder.
 
-    Raises CheckpointError for a file that is damaged or missing, EnvironmentProblem for quantised weights,
+    Raises CheckpointError for a file that is damaged or missing, EnvironmentProblem for quantized weights,
     SecurityError for pickles.
     """
     adapter = is_adapter(folder)
@@ -118,12 +118,12 @@ def check_model_folder(folder: Path, key: str) -> None:
         for name, tensor in read_header(shard).items():
             if len(tensor["shape"]) > 1 and tensor["dtype"] not in FLOATS:
                 dtypes.setdefault(tensor["dtype"], f"{name} in {shard.name}")
-    quantised = config.get("quantization_config")
-    if dtypes or quantised:
+    quantized = config.get("quantization_config")
+    if dtypes or quantized:
         what = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
-        method = f"quantization_config says {quantised.get('quant_method')}" if isinstance(quantised, dict) else ""
+        method = f"quantization_config says {quantized.get('quant_method')}" if isinstance(quantized, dict) else ""
         raise EnvironmentProblem(
-            f"{key}={folder} is quantised ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
+            f"{key}={folder} is quantized ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
             "  use the model in float32, bfloat16 or float16"
         )
     if (folder / INDEX).is_file():

@@ -205,7 +205,7 @@ def _diff(folder: Path) -> str:
     """Changes against the last commit (against nothing, before the first), at most DIFF_BYTES of them."""
     base = "HEAD" if _git_optional(folder, "rev-parse", "--verify", "--quiet", "HEAD") else "--cached"
     command = _command(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", base)
-    # Read a little more than is kept: a secret that the cut would halve is then still recognised.
+    # Read a little more than is kept: a secret that the cut would halve is then still recognized.
     limit = DIFF_BYTES + 4096
     with ChildProcess(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, **_git_options()) as git:
         assert git.stdout is not None

@@ -5,7 +5,7 @@ over at an end token, a stop string in its text, or its last permitted token.
 
     logits [B, V] ──÷ temperature──▶ top-k ─▶ nucleus ─▶ min-p ──softmax──▶ p ──inverse CDF at u──▶ ids [B]
 
-Every row is computed by itself and reads its own uniforms, so a draw does not depend on its neighbours. Running sums
+Every row is computed by itself and reads its own uniforms, so a draw does not depend on its neighbors. Running sums
 are of integers: exact, monotone, and the same in every order of adding (parallel sums of floats are none of these, and
 refused by torch where kernels must be deterministic). The inverse is taken in two steps, first a block of ids and then
 an id of the block, which is faster and finer than one. Legend: B rows, V vocabulary, K candidates.
@@ -36,7 +36,7 @@ TOPK_START = 256  # candidates that a nucleus is first sought among
 
 @dataclass(frozen=True, slots=True)
 class SamplingRule:
-    """What is drawn from: softmax(logits / temperature), cut in this order and renormalised each time.
+    """What is drawn from: softmax(logits / temperature), cut in this order and renormalized each time.
 
     top_k: the k likeliest (None = all); top_p: the fewest whose mass reaches p (Holtzman et al. 2020, §3.1, "The
     Curious Case of Neural Text Degeneration"); min_p: those at least min_p times as likely as the likeliest (Nguyen et

@@ -269,8 +269,8 @@ def _points(results: Results) -> list[Point]:
 
 def _curves(results: Results) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
-    colours = hues(len(results.results))
-    for row, hue in zip(results.results, colours, strict=True):
+    colors = hues(len(results.results))
+    for row, hue in zip(results.results, colors, strict=True):
         for metric, series in row.series.items():
             curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, series)
             found.setdefault(metric, []).append(curve)

@@ -124,7 +124,7 @@ CURVES: dict[str, dict[str, Any]] = METRICS["curves"]
 HEALTH: dict[str, str] = METRICS["health"]  # metric → its name in the panel
 EQUAL = "reward/zero_variance"  # share of the groups that teach nothing; shown where there is any
 SAMPLE_CHARACTERS = 400
-POINTS = 512  # of a curve; beyond, neighbours are merged
+POINTS = 512  # of a curve; beyond, neighbors are merged
 RECENT = 50  # steps from which the time to go is estimated
 
 

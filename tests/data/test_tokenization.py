@@ -167,10 +167,10 @@ def test_a_template_that_rewrites_history_gives_each_turn_its_own_row() -> None:
 
 def test_an_end_that_is_no_special_token_is_noted() -> None:
     tokenizer = byte_tokenizer(template=CHATML.replace("<|im_end|>", "##"))
-    tokeniser = ExampleTokenizer(tokenizer)
-    [row] = tokeniser.encode_examples([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
+    row_tokenizer = ExampleTokenizer(tokenizer)
+    [row] = row_tokenizer.encode_examples([ChatExample(HERE, tuple(chat("a", "b")))], Problems("data.path", "a"))
     assert learnt(tokenizer, row) == "b##\n"
-    assert tokeniser.notes == {
+    assert row_tokenizer.notes == {
         "the chat template ends an assistant turn without a special token, so its end is not trained"
     }
 
@@ -205,10 +205,10 @@ def test_last_of_plain_text_is_refused(tokenizer: Any) -> None:
 def test_a_tokenizer_without_end_token_is_noted() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.eos_token = None
-    tokeniser = ExampleTokenizer(tokenizer)
-    [row] = tokeniser.encode_examples([TextExample(HERE, None, "ab")], Problems("data.path", "a"))
+    row_tokenizer = ExampleTokenizer(tokenizer)
+    [row] = row_tokenizer.encode_examples([TextExample(HERE, None, "ab")], Problems("data.path", "a"))
     assert len(row.ids) == 2
-    assert "no end-of-sequence token" in "".join(tokeniser.notes)
+    assert "no end-of-sequence token" in "".join(row_tokenizer.notes)
 
 
 def metaspace_tokenizer() -> Any:

@@ -89,7 +89,7 @@ def int8(folder: Path) -> None:
     rewrite(folder, lambda weights: weights.update({name: weights[name].to(torch.int8)}))
 
 
-def quantised(folder: Path) -> None:
+def quantized(folder: Path) -> None:
     edit(folder / "config.json", quantization_config={"quant_method": "awq", "bits": 4})
 
 
@@ -126,7 +126,7 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
     (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
     (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
     (int8, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors is I8"),
-    (quantised, 2, "quantization_config says awq"),
+    (quantized, 2, "quantization_config says awq"),
     (another_vocabulary, 4, "lm_head.weight has shape [300, 32], but config.json says [512, 32]"),
     (small_vocabulary, 2, "the tokenizer has 259 ids, and the embedding 100"),
     (without_tokenizer, 2, "has no tokenizer"),

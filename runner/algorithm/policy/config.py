@@ -1,4 +1,4 @@
-"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their variants.
+"""What a user can set of policy optimization: grpo, ppo, opd, and by presets their variants.
 
 The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
 stands for the default that its description names. Losses, advantages, KL estimators, aggregations and corrections are
@@ -31,7 +31,7 @@ class RegisteredAdvantage:
 
 @dataclass(frozen=True, slots=True)
 class GaeCritic:
-    """Generalised advantages, and the critic that they need.
+    """Generalized advantages, and the critic that they need.
 
     role: whose model gives the values; clip: range of the value loss, None = none; coefficient: weight of the value
     error in the policy's loss, None = the critic has a loss of its own
@@ -312,7 +312,7 @@ class GrpoConfig(PolicyConfig):
 
 @with_options
 class PpoConfig(PolicyConfig):
-    """Proximal policy optimisation (1707.06347) with a critic and generalised advantages (1506.02438)."""
+    """Proximal policy optimization (1707.06347) with a critic and generalized advantages (1506.02438)."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     default_kl_location: ClassVar[Literal["loss", "reward"]] = "reward"

@@ -1,7 +1,7 @@
 """Importance ratios of a policy, and corrections of the mismatch between sampler and trainer.
 
     logprobs, old ──token_ratio | sequence_ratio──▶ r = exp(l − o) [T]                      of the policy loss
-    old, sampled ──behaviour_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
+    old, sampled ──behavior_log_ratio──▶ log rho [T] ──correction──▶ weights [T], times the policy loss
 
 Legend: T tokens; l = logprobs of the policy; o = old = the trainer's logprobs under the policy that the step began
 with; mu = sampled = those that the sampler reported, at its temperature and before truncation (or the ratio would be

@@ -67,7 +67,7 @@ class DpoConfig(PreferenceConfig):
 
 
 class KtoConfig(PreferenceConfig):
-    """Kahneman-Tversky optimisation (2402.01306): answers judged good or bad, one by one."""
+    """Kahneman-Tversky optimization (2402.01306): answers judged good or bad, one by one."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_kto"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:labeled_completions"

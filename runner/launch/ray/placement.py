@@ -101,7 +101,7 @@ def free_text(wanted: Sequence[Bundle], nodes: Sequence[Mapping[str, float]], le
 
 
 def placement_table(wanted: Sequence[Bundle], taken: Sequence[BundleLocation]) -> Iterator[str]:
-    """Who is where: role, node, devices; neighbours on one node share a line."""
+    """Who is where: role, node, devices; neighbors on one node share a line."""
     rows = [("role", "node", "devices")]
     pairs = zip(wanted, taken, strict=True)
     for (role, node, host), group in groupby(pairs, key=lambda pair: (pair[0].role, pair[1].node, pair[1].host)):

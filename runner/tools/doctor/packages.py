@@ -169,7 +169,7 @@ def _install_vllm(version: str | None) -> str:
 
 
 def wheel_and_soc(machine: SystemInfo) -> CheckResult:
-    """vllm-ascend's kernels are built for one generation; on another they are undefined behaviour."""
+    """vllm-ascend's kernels are built for one generation; on another they are undefined behavior."""
     plugin, chip = machine.version("vllm-ascend"), driver.soc_of_first_card(machine)
     if plugin is None or chip is None:
         return skip("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")

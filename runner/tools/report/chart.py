@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Lines: axes, one line per curve, its name on hover. Colours and sizes are the style sheet's.
+"""Charts as inline SVG. Lines: axes, one line per curve, its name on hover. Colors and sizes are the style sheet's.
 
 curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
 
@@ -27,7 +27,7 @@ LOG_SPAN = 10.0  # largest by smallest value above which a logarithmic axis is o
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named series; `key` ties it to a row of a table, `hue` is an angle of the colour circle.
+    """A named series; `key` ties it to a row of a table, `hue` is an angle of the color circle.
 
     bounds: lower and upper bound of an interval around it; empty if it has none
     """
@@ -40,7 +40,7 @@ class Curve:
 
 
 def hues(count: int) -> list[int]:
-    """`count` hues that are as far apart as can be, neighbours not alike."""
+    """`count` hues that are as far apart as can be, neighbors not alike."""
     return [round(210 + i * 360 / max(count, 1) * _stride(count)) % 360 for i in range(count)]
 
 
@@ -165,7 +165,7 @@ def _band(curve: Curve, across: Axis, up: Axis) -> str:
 
 
 def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
-    """A shape in its colour, tied to its row, with its name on hover."""
+    """A shape in its color, tied to its row, with its name on hover."""
     shared = f'class="{kind}" data-key="{html.escape(of.key, quote=True)}" style="--hue:{of.hue}"'
     return f"<{tag} {shared} {place}><title>{html.escape(of.name)}</title></{tag}>"
 

@@ -1,4 +1,4 @@
-"""What policy optimisation refuses, what stands for null, and what `run explain loss` prints."""
+"""What policy optimization refuses, what stands for null, and what `run explain loss` prints."""
 
 from __future__ import annotations
 
