@@ -291,7 +291,7 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
     if source.kind == "run":
         if args.adapter or args.combine:
-            raise UsageError("--adapter and --combine need the folder or hub id of a base model, but this is a run")
+            raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")
         return
     if not source.adapters:
         raise UsageError(f"{source.text} is already a full model; run export takes a run, or adapters")
@@ -373,14 +373,14 @@ def _trust(words: Sequence[str]) -> list[str]:
 
 
 def check_sampling(args: Namespace) -> None:
-    for name, value, good in (
-        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
-        ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
-        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1),
-        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63),
+    for name, value, good, wanted in (
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "1 or more"),
+        ("--temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
+        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1, "above 0, at most 1"),
+        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63, "0 to 2^63 - 1"),
     ):
         if not good:
-            raise UsageError(f"{name} {value} is out of range")
+            raise UsageError(f"{name} {value}: expected {wanted}")
     if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
         raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
 
