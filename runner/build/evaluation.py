@@ -80,7 +80,7 @@ def build_evaluation(
             "evaluation",
             f"every {spec.evaluation.every} steps",
             "none",
-            f"data={spec.data.name} has no held-out rows; to remove this line: evaluation.every=0",
+            f"data={spec.data.name} has no held-out rows; set data.holdout=0.05, or evaluation.every=0",
         )
         return None
     return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)

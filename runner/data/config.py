@@ -157,7 +157,7 @@ class DemoConfig(DataConfig):
             found.append(("data.terms", f"not used with task={self.task}; it belongs to task=sum"))
         if self.task == "arithmetic" and 2 * self.digits > MOST_DIGITS:
             found.append(
-                ("data.digits", f"two numbers of {self.digits} digits are too long; {MOST_DIGITS // 2} is most")
+                ("data.digits", f"two numbers of {self.digits} digits are too long; set at most {MOST_DIGITS // 2}")
             )
         if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
             why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
@@ -243,7 +243,7 @@ class SourceConfig(DataConfig):
             return [] if self.shuffle_buffer is None else [("data.shuffle_buffer", text)]
         refused = {
             "data.path": (len(self.sources()) > 1, "set one source"),
-            "data.holdout": (self.holdout is not None, "name held-out rows of their own (data.eval_path)"),
+            "data.holdout": (self.holdout is not None, "set separate held-out rows (data.eval_path)"),
             "data.truncation": (self.truncation == "split", "type error, skip, truncate_left or truncate_right"),
             "epochs": (job.epochs is not None, "the number of rows is unknown; set steps"),
             "data.shuffle": (

@@ -343,7 +343,7 @@ def build(
     if config.streaming:
         training = [replace(source, streamed=True) for source in training]
         if training[0].is_sampled:
-            text = "names, sizes, times of change, first and last MiB of each file"
+            text = "names, sizes, modification times, first and last MiB of each file"
             decide("data.fingerprint", text, text, "the stream is above 1 GiB; a run resumes with the same data only")
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:

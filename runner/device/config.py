@@ -94,7 +94,7 @@ class DeviceConfig(ComponentConfig):
 
 
 class CpuConfig(DeviceConfig):
-    """The processor: the embedded default, on which everything can be tried."""
+    """The CPU: the default where no other device is found."""
 
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"

@@ -56,7 +56,7 @@ class LaunchConfig(ComponentConfig):
     @property
     def meeting(self) -> tuple[str, int]:
         """Host and port of machine 0, of several."""
-        raise NotImplementedError(f"launch={self.name} is typed on one machine")
+        raise NotImplementedError(f"launch={self.name} has no address of machine 0")
 
     @property
     def world(self) -> int:
@@ -308,7 +308,7 @@ class LocalConfig(MultiNodeConfig):
 
 
 class TorchrunConfig(ExternalLaunchConfig):
-    """Ranks started by torchrun: type the command behind it."""
+    """Ranks started by torchrun: type the command after torchrun's own options."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["torchrun"] = "torchrun"

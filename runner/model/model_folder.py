@@ -121,7 +121,7 @@ def check_model_folder(folder: Path, key: str) -> None:
     quantized = config.get("quantization_config")
     if dtypes or quantized:
         what = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
-        method = f"quantization_config says {quantized.get('quant_method')}" if isinstance(quantized, dict) else ""
+        method = f"quantization_config has {quantized.get('quant_method')}" if isinstance(quantized, dict) else ""
         raise EnvironmentProblem(
             f"{key}={folder} is quantized ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
             "  use the model in float32, bfloat16 or float16"
@@ -175,7 +175,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
-        raise _truncated_file_error(path, f"it has {size} bytes, but its header says {8 + length + end}")
+        raise _truncated_file_error(path, f"it has {size} bytes, but {8 + length + end} by its header")
     return tensors
 
 

@@ -175,7 +175,7 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
                 return root.absolute()
     except OSError as error:
         raise StorageError(
-            f"cannot make the {what} {root}: {error.strerror}; run in a folder that you can write to"
+            f"cannot create the {what} {root}: {error.strerror}; run in a folder that you can write to"
         ) from error
 
 
@@ -198,7 +198,7 @@ def claim_folder(where: Path) -> RunFolder:
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make the run folder {where}: {error.strerror}") from error
+        raise StorageError(f"cannot create the run folder {where}: {error.strerror}") from error
     return folder
 
 

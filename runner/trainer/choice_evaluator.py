@@ -97,8 +97,8 @@ def option_ids(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> tuple[
     start = text.rstrip()
     ids, before = (list(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in (text + option, start))
     if len(ids) <= len(before):
-        text = f"the option {option!r} has no token of its own after the prompt {start[-60:]!r}"
-        raise DataError(f"{text}; begin options with a blank")
+        text = f"the option {option!r} adds no token to the prompt {start[-60:]!r}"
+        raise DataError(f"{text}; begin options with a space")
     return ids, len(ids) - len(before)
 
 
