@@ -102,7 +102,7 @@ def growth(measured: Sequence[Mapping[str, Any]]) -> str:
 def first_step(results: Results, runner: str, bare: str) -> dict[str, dict[str, float]]:
     """Wall and processor seconds from the command; the least over rounds, each clock by itself.
 
-    Only the first round finds no tokenised data in the runner's cache.
+    Only the first round finds no tokenized data in the runner's cache.
     """
     ours, loop = results[runner], results[bare]
     out = {

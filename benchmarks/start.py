@@ -2,7 +2,7 @@
 
     python benchmarks/start.py [--rounds 7] [--out FILE]
 
-first step   a whole process that reads a JSONL file, tokenises it and takes one step: `run` ÷ a loop written by hand
+first step   a whole process that reads a JSONL file, tokenizes it and takes one step: `run` ÷ a loop written by hand
 typo         a whole process that names a misspelt option: `run` ÷ Hydra's compose of the same config
 
 Processor seconds of the process and of all that it started and awaited, one thread, A B A B …; a ratio is taken within

@@ -22,7 +22,7 @@ ALL_MODULES = [*MODULES, *sorted((ROOT / "simulators").glob("*/*_simulator/**/*.
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
-# Calls that run code named by data, that deserialise code, or that are otherwise never what is meant.
+# Calls that run code named by data, that deserialize code, or that are otherwise never what is meant.
 FORBIDDEN_CALLS = {
     "eval": "runs code",
     "exec": "runs code",

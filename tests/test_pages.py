@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
+from itertools import pairwise, takewhile
 from pathlib import Path
 
 import pytest
 import yaml
+
+from runner.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[1]
 GENERATED = {"reference.md", "migrate.md", "npu-versions.md"}
@@ -18,6 +22,8 @@ EARLY = 30  # lines within which a page shows its first command
 OPTION = re.compile(r"(?<![\w.@/])([a-z]+)\.([a-z]\w*)=")
 WRONG_ON_PURPOSE = {"data.max_lenght", "optimizer.lrr"}  # what a page shows the error of
 CODE_PAGES = {"architecture", "where-to-change"}  # which name files of the project
+JOB = re.compile(r"(?:\$ )?(?:[A-Z_]+=\S+ )*run (?:plan )?((?:-m |\S*=).*)")
+WRITTEN = ("here/recipes/mine.yaml", "here/recipes/my_search.yaml", "exp/mine.yaml")  # by the reader of a page
 STATES = {"✓", "●", "○", "–"}
 
 
@@ -55,7 +61,7 @@ def test_a_command_can_be_typed_as_it_stands(page: Path) -> None:
     assert [f"{n}: {line}" for n, line in commands if "…" in line.partition(" # ")[0]] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*PAGES, *(ROOT / "docs" / name for name in sorted(GENERATED))], ids=str)
 def test_lines_and_bullets_are_short(page: Path) -> None:
     long = [f"{n}: {len(line)} characters" for n, kind, line in lines(page) if kind == "prose" and len(line) > MAX_LINE]
     wordy = [f"{n}: {len(text.split())} words" for n, text in bullets(page) if len(text.split()) > MAX_BULLET_WORDS]
@@ -67,6 +73,32 @@ def test_a_page_begins_with_a_command(page: Path) -> None:
     if page.name in ("architecture.md", "glossary.md") or page.parent.name == "decisions":
         pytest.skip("explains, and has nothing to type first")
     assert any(kind == "fence" for n, kind, _ in lines(page) if n <= EARLY)
+
+
+def typed_jobs(page: Path) -> Iterator[str]:
+    """The words of each command that starts or plans a job, but for one whose error the page shows."""
+    code = "\n".join(line for _, kind, line in lines(page) if kind != "prose").replace("\\\n", "")
+    for command, after in pairwise([*code.splitlines(), ""]):
+        if (job := JOB.match(command)) and not after.startswith("error: "):
+            yield job[1]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_jobs_that_a_page_types_are_valid(
+    page: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if page.name == "extend.md":
+        pytest.skip("its jobs need the package that it writes")
+    for name in WRITTEN:
+        (workdir / name).parent.mkdir(parents=True, exist_ok=True)
+        (workdir / name).write_text("defaults: [sft_demo]\n" + "sweep: {over: {seed: [1, 2]}}\n" * ("exp" not in name))
+    monkeypatch.chdir(workdir / "here")
+    wrong = {}
+    for job in typed_jobs(page):
+        words = takewhile(lambda word: not word.startswith("--"), shlex.split(job, comments=True))
+        if main([*words, "--cfg", "job"]) != 0:
+            wrong[job] = capsys.readouterr().err
+    assert wrong == {}
 
 
 def anchors(page: Path) -> set[str]:

@@ -2,7 +2,7 @@
 
     python -m arms.first_step WORKLOAD
 
-Reads WORKLOAD/batch.jsonl, renders and tokenises it by the model's chat template, takes one step on the padded batch
+Reads WORKLOAD/batch.jsonl, renders and tokenizes it by the model's chat template, takes one step on the padded batch
 and prints the loss.
 """
 

@@ -3,7 +3,7 @@
 python -m arms.workload FOLDER
 
 FOLDER/model/               Qwen2-type model and tokenizer, as Hugging Face saves them
-FOLDER/conversations.jsonl  {"messages": [...]} per line, for arms that tokenise by themselves
+FOLDER/conversations.jsonl  {"messages": [...]} per line, for arms that tokenize by themselves
 FOLDER/tokens.json          {"ids": [[...]], "mask": [[...]]}: the same conversations; mask 1 = learnt
 """
 
@@ -46,7 +46,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Tokenised conversations: ids and masks of equal lengths, one list per conversation."""
+    """Tokenized conversations: ids and masks of equal lengths, one list per conversation."""
 
     ids: list[list[int]]
     mask: list[list[int]]
@@ -96,7 +96,7 @@ def _tokenizer(sample: list[list[dict[str, str]]]) -> Any:
     )
 
 
-def _tokenised(tokenizer: Any, chat: list[dict[str, str]]) -> tuple[list[int], list[int]]:
+def _tokenized(tokenizer: Any, chat: list[dict[str, str]]) -> tuple[list[int], list[int]]:
     got = tokenizer.apply_chat_template(chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     return list(got["input_ids"]), list(got["assistant_masks"])
 
@@ -113,7 +113,7 @@ def make(folder: Path) -> None:
     masks: list[list[int]] = []
     while len(chats) < CONVERSATIONS:
         chat = next(stream)
-        row, mask = _tokenised(tokenizer, chat)
+        row, mask = _tokenized(tokenizer, chat)
         if SHORTEST <= len(row) <= LONGEST:
             chats.append(chat)
             ids.append(row)

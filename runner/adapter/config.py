@@ -56,7 +56,7 @@ class LoraConfig(AdapterConfig):
         default=(), description="Modules that are fully trained in addition to the adapter, e.g. [lm_head]."
     )
     dora: bool = Field(default=False, description="Weight-decomposed LoRA, DoRA (Liu et al., 2402.09353).")
-    rslora: bool = Field(default=False, description="Rank-stabilised scale alpha/√rank (Kalajdzievski, 2312.03732).")
+    rslora: bool = Field(default=False, description="Rank-stabilized scale alpha/√rank (Kalajdzievski, 2312.03732).")
 
     @property
     def dropout_rate(self) -> float:

@@ -19,7 +19,7 @@ SFT_AGGREGATION: Any = Field(
 
 
 class SftConfig(AlgorithmConfig):
-    """Supervised fine-tuning: cross-entropy on the answer's tokens."""
+    """Supervised fine-tuning: cross-entropy on the completion's tokens."""
 
     factory: ClassVar[str] = "runner.algorithm.sft:build"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:likelihood"
@@ -46,7 +46,7 @@ class CptConfig(AlgorithmConfig):
 
 @with_options
 class DistillConfig(TeacherBasedConfig):
-    """Offline distillation: divergence of the student's distributions from the teacher's, on given texts."""
+    """Offline distillation: divergence of the student's distributions from the teacher's, on a data set."""
 
     factory: ClassVar[str] = "runner.algorithm.distillation:build"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:distillation"

@@ -3,7 +3,7 @@ r"""Episodes: the turns of a policy and its environment, token by token.
     prompt ──▶ policy ──turn──▶ environment ──text──▶ policy ──turn──▶ … until the environment returns None
 
 The same for sampled answers, which are trained on, and for greedy ones, which are evaluated. `extend` writes an
-observation as the chat template does; the policy's own tokens are never written as text and tokenised again:
+observation as the chat template does; the policy's own tokens are never written as text and tokenized again:
 
     … answer<|im_end|> │ \n<|im_start|>tool\n84<|im_end|>\n<|im_start|>assistant\n │ next answer …
                        └────────────────── ids of an observation ─────────────────┘

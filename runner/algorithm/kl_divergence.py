@@ -59,7 +59,7 @@ def jsd(
     *,
     beta: Annotated[float, Field(gt=0, lt=1, description="Weight of the teacher in the mixture M")] = 0.5,
 ) -> Tensor:
-    """The generalised Jensen-Shannon divergence, [S]."""
+    """The generalized Jensen-Shannon divergence, [S]."""
     mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
     return beta * forward_kl(teacher, mixture) + (1 - beta) * forward_kl(student, mixture)
 

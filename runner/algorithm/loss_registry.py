@@ -208,7 +208,7 @@ def _conflict(one: Registration, known: Functions) -> str:
 
 
 def _options_of_other_kinds(kind: Kind, known: Functions) -> set[str]:
-    """The options of other kinds that one config has beside this kind's: all of policy optimisation."""
+    """The options of other kinds that one config has beside this kind's: all of policy optimization."""
     if kind in ALONE:
         return set()
     others = [known[other].values() for other in known if other not in (kind, *ALONE)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def build_data(
     spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
 ) -> Data:
-    """The data, read, checked and tokenised: of the job, or of `config` as items of `kind`."""
+    """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
     data: Data = default_registry().factory(config)(

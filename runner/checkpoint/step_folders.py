@@ -72,7 +72,7 @@ def verify(root: Path, step: int) -> Manifest:
     folder = root / folder_name(step)
     described = format.read_manifest(folder)
     if described.step != step:
-        raise DamagedCheckpoint(f"{format.MANIFEST_FILE} says step {described.step}, but the folder says {step}")
+        raise DamagedCheckpoint(f"{format.MANIFEST_FILE} has step {described.step}, but the folder's name has {step}")
     for name, record in described.files.items():
         _verify_file(folder / name, record)
     return described

@@ -23,7 +23,7 @@ from runner.cli.arg_types import (
     parse_share,
 )
 from runner.core.errors import RunnerError
-from runner.core.package import LEFT_OUT, load_plugins
+from runner.core.package import LEFT_OUT, conf_dir, load_plugins
 
 VERBS = {
     "run": "train (the default verb)",
@@ -103,9 +103,6 @@ TOPICS = ("recipes", "options", "verbs")  # of run help
 FLAGS = {"--help", "-h", "--version", "--debug", "--multirun", "-m", "--shell-completion", "-sc"}
 
 
-FLAGS_OF_VERBS = ("--config-dir", "--max-new-tokens", "--top-p")
-
-
 class UsageError(RunnerError):
     """The command line is not one of the forms that `run --help` lists."""
 
@@ -114,14 +111,16 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        hint = _flag_hint(message) if "unrecognized" in message else _about_value(message)
+        from runner.cli.verb_hints import flag_hint
+
+        hint = flag_hint(message, self) if "unrecognized" in message else _about_value(message)
         hint = hint or self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
 
     def _missing_value(self, message: str) -> str:
         """What the option takes that stands without a value."""
         flag = message.removeprefix("argument ").partition(": expected ")[0]
-        meant = [a for a in self._actions if "/".join(a.option_strings) == flag != message]
+        meant = [a for a in self._actions if "/".join(a.option_strings) == flag and message.endswith("argument")]
         typed = [f"{a.option_strings[0]} {a.metavar or a.dest.upper()} ({a.help})" for a in meant]
         return "".join(f"; type {one}" for one in typed)
 
@@ -133,15 +132,6 @@ def _about_value(message: str) -> str:
     wrong = re.match(r"argument (--\w+)\S*: invalid choice: '([^']*)'", message)
     said = table().flags.get(f"{wrong[1]} {wrong[2]}") if wrong else None
     return f"; {said}" if said else ""
-
-
-def _flag_hint(message: str) -> str:
-    """What to type instead of an unknown word with dashes."""
-    flag = next((word for word in message.split() if word.startswith("--")), "")
-    dashed = flag.replace("_", "-").partition("=")[0]
-    if dashed in FLAGS_OF_VERBS and dashed != flag:
-        return f"; did you mean {dashed}?"
-    return "; options of a job are written without dashes: key=value"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -228,7 +218,9 @@ def _unknown_verb(word: str) -> str:
 
     if as_recipe := recipe_hint(word):
         return f"no verb named '{word}'; {as_recipe}"
-    if "." in word:
+    from runner.spec.job import JobSpec
+
+    if "." in word or (word in JobSpec.model_fields and not (conf_dir() / word).is_dir()):
         return f"no verb named '{word}'; to set the option: run {word}=VALUE; to read about it: run explain {word}"
     if (why := LEFT_OUT.get((VERBS_GROUP, word))) is not None:
         return f"no verb named '{word}'; {why}"
@@ -240,7 +232,7 @@ def _unknown_verb(word: str) -> str:
 
 
 def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--help", "-h", action="store_true", help="say this")
+    parser.add_argument("--help", "-h", action="store_true", help="show this help")
     parser.add_argument("--version", action="store_true", help="print the version")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
@@ -297,8 +289,8 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def _eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=parse_count, help="sampled answers to each question (as the set says)")
-    parser.add_argument("--limit", type=parse_count, help="the first so many questions of each set (all)")
+    parser.add_argument("--samples", type=parse_count, help="sampled answers to each question (the set's own number)")
+    parser.add_argument("--limit", type=parse_count, help="maximum number of questions of each set (all)")
     parser.add_argument(
         "--checkpoint", type=parse_checkpoint, default="last", help="of runs: a step, best or last (last)"
     )

@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import hydra
+import yaml
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
@@ -119,6 +120,8 @@ class FolderSource(ConfigSource):
                 config = OmegaConf.load(file)
         except UnicodeDecodeError as error:
             raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
+        except yaml.MarkedYAMLError as error:
+            raise ConfigLoadError(f"broken YAML: {error.problem} {str(error.problem_mark).strip()}") from error
         except (OSError, ValueError) as error:
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:
@@ -237,8 +240,7 @@ def _folder_contents(folder: Path, name: str) -> str:
     except OSError as error:
         return f"; {display_path(folder)} cannot be read: {error.strerror}"
     found = [entry for entry in entries if entry.endswith(("/", *SUFFIXES))]
-    meant = suggest.nearest_word(name, [entry for entry in found if entry[-1] != "/"]) if name else None
-    hint = f"; did you mean '{meant}'?" if meant else ""
+    hint = suggest.did_you_mean(name, [entry for entry in found if entry[-1] != "/"]) if name else ""
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return f"{hint} (in {display_path(folder)}: {', '.join(found[:MOST_NAMED]) or 'neither recipes nor folders'}{more})"
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from runner.cli.args import UsageError
-from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.errors import EnvironmentProblem, RunnerError
 from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.tools.doctor import report
@@ -52,7 +52,7 @@ def _show_suite(words: Sequence[str], name: str) -> int:
     from runner.tools.eval_suites import SUITES
 
     if len(words) > 1 or name not in SUITES:
-        raise UsageError(f"run doctor suite=NAME takes no other words; suites: {', '.join(SUITES)}")
+        raise UsageError(f"run doctor: expected suite={'|'.join(SUITES)} and no other words")
     print_text(SUITES[name].install_line())
     print_text(f"  then: run eval latest suite={name} tasks=TASK --suite-python .venv-eval/bin/python")
     return 0
@@ -94,10 +94,12 @@ def machine_for(spec: JobSpec) -> SystemInfo:
 def _rehearsal(composed: ComposedJob) -> list[str]:
     """The words that try a job on this machine's CPU; empty where it cannot be composed.
 
-    The job's own words with device=cpu or, for a recipe that is made for cards, the recipe with `rehearse`.
+    The job's own words with device=cpu, if this machine is ready for them, or, for a recipe that is made for cards,
+    the recipe with `rehearse`.
     """
     from runner.cli.config_sources import GROUP
     from runner.cli.job_builder import compose_job
+    from runner.launch.preflight import preflights, refuse_unready
 
     spec, typed = composed.spec, composed.overrides
     kept = [word for word in typed if word.lstrip("+").partition("=")[0].partition(".")[0] not in PLACES]
@@ -110,7 +112,8 @@ def _rehearsal(composed: ComposedJob) -> list[str]:
     ):
         try:
             found = compose_job(words).spec
-        except SpecError:
+            refuse_unready(check for _, check in preflights(found, here=True))
+        except RunnerError:
             continue
         if found.device.is_cpu and found.launch.alone and found.model.source is None:
             return words

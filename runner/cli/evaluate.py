@@ -74,7 +74,7 @@ def _run_suite(args: Namespace, texts: Sequence[str], typed: Mapping[str, str]) 
             else "--suite-python PYTHON is missing"
         )
         raise UsageError(
-            f"run eval suite={typed['suite']}: {wrong}\n  an environment of its own: {suite.install_line()}"
+            f"run eval suite={typed['suite']}: {wrong}\n  in a separate environment: {suite.install_line()}"
         )
     from runner.inference.model_source import parse_source
 

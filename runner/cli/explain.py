@@ -22,6 +22,7 @@ from runner.cli.conf import BESIDE, scalar
 from runner.cli.config_sources import GROUP, hydra_session, plain_default
 from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import JobDraft, decode_draft, draft
+from runner.cli.verb_hints import component_hint
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt, TokenizedExample
@@ -99,7 +100,7 @@ def _loss(now: JobDraft, registry: Registry) -> int:
     spec = None if "algorithm" in now.unsure else decode_unchecked(now.data, now.origins, registry)
     spec = spec or decode_draft(now, registry).spec  # which says what is wrong
     if spec.algorithm.explain_fn is None:
-        raise UsageError(f"algorithm={spec.algorithm.name} has no description of its loss; ask its author")
+        raise UsageError(f"algorithm={spec.algorithm.name} has no description of its loss (no explain_fn)")
     print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
     return 0
@@ -153,8 +154,8 @@ def _key(key: str, now: JobDraft, registry: Registry) -> None:
     if owner is None or leaf not in owner.model_fields:
         members = {n: c for n, c in registry.classes(section).items() if leaf in c.model_fields}
         if not members:
-            hint = _hint(section, leaf, registry)
-            raise UsageError(f"no option named '{key}'" + (f"; {hint}" if hint else ""))
+            hint = _hint(section, leaf, registry) or component_hint(key) or "for all options: run help options"
+            raise UsageError(f"no option named '{key}'; {hint}")
         owner = next(iter(members.values()))
         owners = ", ".join(f"{section}={name}" for name in members)
         standing = [("now", f"not used: an option of {owners}")]

@@ -11,6 +11,7 @@ from typing import NoReturn
 from runner.cli.args import VERBS, UsageError, is_override, parser_of, plugin_verbs
 from runner.cli.config_sources import GROUP, is_file_name
 from runner.cli.job_builder import compose_job
+from runner.cli.verb_hints import near_flag
 from runner.core.errors import SpecError
 from runner.spec import migrate, suggest
 from runner.spec.registry import default_registry
@@ -105,7 +106,7 @@ def foreign_command(argv: Sequence[str]) -> Namespace | None:
             words += [word, *([rest.pop(0)] if action.nargs != 0 and word == flag and rest else [])]
         elif said := migrate.table().flags.get(flag):
             raise UsageError(f"{flag}: {said}")
-        elif not flag.startswith("--") or flag.replace("_", "-") in parser._option_string_actions:
+        elif not flag.startswith("--") or (near_flag(flag, parser) and not migrate.table().find(flag[2:])):
             return None  # the parser says what is wrong
         else:
             given = foreign.setdefault(flag.lstrip("-").replace("-", "_"), [])

@@ -52,7 +52,7 @@ def show_list(args: Namespace) -> int:
 def schema(args: Namespace) -> int:
     """`run schema [recipe]`."""
     if args.words not in ([], ["job"], [GROUP]):
-        raise UsageError(f"run schema: job or recipe, not {' '.join(args.words)}")
+        raise UsageError(f"run schema: expected job or recipe, got {' '.join(args.words)}")
     registry = default_registry()
     of_recipe = args.words == [GROUP]
     found = recipe_schema(choices(registry), BESIDE, registry) if of_recipe else job_schema(registry)
@@ -126,9 +126,7 @@ def first_sentence(lines: Sequence[str]) -> str:
 def _group(word: str, known: Sequence[str]) -> str:
     word = {"recipes": GROUP}.get(word, word)
     if word not in known:
-        meant = suggest.nearest_word(word, known)
-        hint = f"; did you mean '{meant}'?" if meant else ""
-        raise UsageError(f"no group named '{word}'{hint} ({', '.join(known)})")
+        raise UsageError(f"no group named '{word}'{suggest.did_you_mean(word, known)} ({', '.join(known)})")
     return word
 
 

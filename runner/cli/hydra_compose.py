@@ -74,8 +74,8 @@ def composition_problem(error: Exception, sources: Sequence[ConfigSource], chose
         if unknown.group(1).startswith(f"{GROUP}/"):  # `override device: npu`, without the slash
             return _without_override(_within(unknown.group(1).partition("@")[0], prefix), "NAME", origin)
         groups = sorted({group for source in sources for group in source.list("", None) if source.is_group(group)})
-        meant = suggest.nearest_word(unknown.group(1), [g for g in groups if g != "hydra"])
-        return Problem(unknown.group(1), "no such group" + (f"; did you mean '{meant}'?" if meant else ""), origin)
+        hint = suggest.did_you_mean(unknown.group(1), [g for g in groups if g != "hydra"])
+        return Problem(unknown.group(1), f"no such group{hint}", origin)
     lines = [line.strip() for line in text.splitlines() if line.strip() and "To append" not in line]
     return Problem("", " ".join(lines).removeprefix(prefix.group() if prefix else ""), origin)
 

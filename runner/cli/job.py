@@ -238,7 +238,7 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
     if source.kind == "run":
         if args.adapter or args.combine:
-            raise UsageError("--adapter and --combine need the folder or hub id of a base model, but this is a run")
+            raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")
         return
     if not source.adapters:
         raise UsageError(f"{source.text} is already a full model; run export takes a run, or adapters")

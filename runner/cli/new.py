@@ -330,9 +330,7 @@ def create(args: Namespace) -> int:
         raise UsageError(f"run new: expected a kind and a name, e.g. run new reward words ({kinds})")
     kind, name = args.words[0], args.words[1].replace("-", "_")
     if kind not in SKELETONS:
-        meant = suggest.nearest_word(kind, SKELETONS)
-        hint = f"; did you mean '{meant}'?" if meant else ""
-        raise UsageError(f"run new: no kind '{kind}'{hint} ({kinds})")
+        raise UsageError(f"run new: no kind '{kind}'{suggest.did_you_mean(kind, SKELETONS)} ({kinds})")
     if not NAME.fullmatch(name):
         raise UsageError(f"run new: '{name}' is not a valid name; use lowercase letters, digits and _")
     folder = Path(args.words[1])

@@ -132,8 +132,7 @@ def _second_model(override: Override, word: str) -> TypedOverride | Problem:
     group, package, value = override.key_or_group, str(override.package), override.value()
     known = second_model_keys(default_registry())
     if group != MODEL or package not in known:
-        meant = suggest.nearest_word(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
-        hint = f"; did you mean '{meant}'?" if meant else ""
+        hint = suggest.did_you_mean(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
         there = ", ".join(f"{MODEL}@{one}" for one in known)
         return problem(word, f"no option {group}@{package}{hint} (to set a second model, type {there})")
     if not isinstance(value, str):

@@ -70,8 +70,7 @@ def go(args: Namespace) -> int:
     """`run sweep ACTION [WHERE]`."""
     action, *others = args.words or [""]
     if action not in ACTIONS:
-        meant = suggest.nearest_word(action, ACTIONS)
-        hint = f" (did you mean '{meant}'?)" if meant else ""
+        hint = suggest.did_you_mean(action, ACTIONS)
         raise UsageError(f"run sweep: expected resume, status or report{hint}; to start a sweep, type: run -m …")
     where = others[0] if others and not is_override(others[0]) else "latest"
     words = others[1:] if others and not is_override(others[0]) else others

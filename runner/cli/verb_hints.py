@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,14 +16,13 @@ OTHER_TOOLS = {
     "evaluate evaluation score": ("to evaluate models: run eval latest '+evaluation=[gsm8k]'"),
     "test": "to evaluate models: run eval latest '+evaluation=[SET]'; to test this machine: run doctor",
     "train fit finetune fine-tune": (
-        "training has no verb of its own: run +recipe=NAME, or run algorithm=sft data=file data.path=FILE "
-        "model=hf model.path=FOLDER"
+        "to train: run +recipe=NAME, or run algorithm=sft data=file data.path=FILE model=hf model.path=FOLDER"
     ),
     "launch start exec submit": (
-        "training has no verb of its own: run +recipe=NAME launch.devices=4; elsewhere: launch=ray, launch=slurm"
+        "to train on several devices: run +recipe=NAME launch.devices=4; elsewhere: launch=ray, launch=slurm"
     ),
-    "pretrain pt": "continued pre-training: run algorithm=cpt data=file data.path=FILE model=hf model.path=FOLDER",
-    "rl rlhf rft": "reinforcement learning: run +recipe=grpo_demo, or run algorithm=grpo …",
+    "pretrain pt": "for continued pre-training: run algorithm=cpt data=file data.path=FILE model=hf model.path=FOLDER",
+    "rl rlhf rft": "for reinforcement learning: run +recipe=grpo_demo, or run algorithm=grpo …",
     "reward": "to train a reward model: run algorithm=rm …; rewards: run list reward",
     "merge merge-lora": "to merge an adapter into its base model: run export latest --merge",
     "convert save consolidate": "to write a Hugging Face folder: run export latest",
@@ -68,15 +68,31 @@ def hint(word: str, verbs: Mapping[str, str]) -> str:
         return known
     if (conf_dir() / word).is_dir():
         return f"'{word}' is a group; its options: run list {word}; to choose one: run {word}=NAME"
-    if groups := sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower()):
-        demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
-        return f"to choose it: run {' or '.join(f'{group}={word.lower()}' for group in groups)} …{demo}"
+    if of_component := component_hint(word):
+        return of_component
     meant = suggest.nearest_word(word, [*verbs, *HINTS])
     if meant is None:
         return ""
-    return (
-        f"did you mean '{meant}'? e.g. {verbs[meant]}" if meant in verbs else f"if you mean '{meant}': {HINTS[meant]}"
-    )
+    return f"did you mean '{meant}'? {'e.g. ' + verbs[meant] if meant in verbs else HINTS[meant]}"
+
+
+def component_hint(word: str) -> str:
+    """How to choose a component by its name; empty where it is none."""
+    groups = sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower())
+    demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
+    return f"to choose it: run {' or '.join(f'{g}={word.lower()}' for g in groups)} …{demo}" if groups else ""
+
+
+def near_flag(word: str, parser: ArgumentParser) -> str | None:
+    """The option with two dashes that an unknown word probably means."""
+    known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    return suggest.nearest_word(word.replace("_", "-").partition("=")[0], known, cutoff=0.8)
+
+
+def flag_hint(message: str, parser: ArgumentParser) -> str:
+    """What to type instead of the first unknown word with dashes that argparse names."""
+    near = next(filter(None, (near_flag(word, parser) for word in message.split())), None)
+    return f"; did you mean {near}?" if near else "; options of a job are written without dashes: key=value"
 
 
 def recipe_hint(word: str) -> str:

@@ -236,7 +236,7 @@ class SourceConfig(DataConfig):
             return [] if self.shuffle_buffer is None else [("data.shuffle_buffer", text)]
         refused = {
             "data.path": (len(self.sources()) > 1, "set one source"),
-            "data.holdout": (self.holdout is not None, "name held-out rows of their own (data.eval_path)"),
+            "data.holdout": (self.holdout is not None, "set separate held-out rows (data.eval_path)"),
             "data.truncation": (self.truncation == "split", "type error, skip, truncate_left or truncate_right"),
             "epochs": (job.epochs is not None, "the number of rows is unknown; set steps"),
             "data.shuffle": (

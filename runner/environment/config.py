@@ -20,14 +20,14 @@ class EnvironmentConfig(ComponentConfig):
 
 
 class NoEnvironmentConfig(EnvironmentConfig):
-    """One turn: the answer to the prompt is all."""
+    """No environment: an episode is one completion."""
 
     factory: ClassVar[str] = "runner.environment.config:no_environment"
     name: Literal["none"] = "none"
 
 
 class CalculatorConfig(EnvironmentConfig):
-    """A calculator: a turn `calc EXPRESSION` gets its value; any other turn is the final answer."""
+    """A calculator: replies to a turn `calc EXPRESSION` with its value; any other turn is the answer."""
 
     factory: ClassVar[str] = "runner.environment.calculator:build"
     name: Literal["calculator"] = "calculator"

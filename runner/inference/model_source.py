@@ -138,13 +138,13 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
         return replace(below, text=text, name=adapter.name, adapters=(adapter,))
     if (folder / "config.json").is_file():
         return ModelSource(text, "folder", _folder_name(folder.resolve()), str(folder.resolve()))
+    given = "; expected latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
     if folder.exists():
-        hint = _folder_inside(folder)
+        hint = _folder_inside(folder) or given
         raise EnvironmentProblem(f"{text} is no model: no spec.yaml, config.json or adapter_config.json{hint}")
     if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):
         return ModelSource(text, "hub", text, text)
-    given = "latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
-    raise EnvironmentProblem(f"{text}: no such folder; expected {given}")
+    raise EnvironmentProblem(f"{text}: no such folder{given}")
 
 
 def _parse_run(text: str, checkpoint: Checkpoint) -> ModelSource:
@@ -161,7 +161,7 @@ def _parse_adapter(text: str) -> AdapterSource:
     name, equals, path = text.partition("=")
     folder = Path(path if equals else text).expanduser().resolve()
     if not is_adapter(folder):
-        raise EnvironmentProblem(f"--adapter {text} is not an adapter: no adapter_config.json in {folder}")
+        raise EnvironmentProblem(f"--adapter {text}: no adapter_config.json in {folder}; give a PEFT adapter's folder")
     return AdapterSource(name if equals else _folder_name(folder), str(folder))
 
 
@@ -320,9 +320,8 @@ def load_run(
     store = build.build_store(spec, folder)
     step = checkpoint if isinstance(checkpoint, int) else None
     if checkpoint == "best" and (step := store.best()) is None:
-        raise CheckpointError(
-            f"{display_path(folder.root)}: no best checkpoint; the run did not measure checkpoint.best"
-        )
+        why = "the run did not measure checkpoint.best; type --checkpoint last"
+        raise CheckpointError(f"{display_path(folder.root)}: no best checkpoint; {why}")
     loaded = store.load(step)
     if loaded is None:
         raise CheckpointError(

@@ -70,7 +70,7 @@ def serve(model: EngineSettings, settings: ServeSettings, api_key_file: Path | N
 
         return serve_vllm(source, model, settings, api_key)
     if settings.vllm_options:
-        raise EnvironmentProblem(f"{settings.vllm_options[0]}: words after -- are for engine=vllm")
+        raise EnvironmentProblem(f"{settings.vllm_options[0]}: words after -- are for engine=vllm; leave them out")
     return _serve_torch(model, settings, api_key)
 
 

@@ -79,7 +79,7 @@ class ServedModel:
         return model if model in self.info.adapters else None
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Run what may take long, such as tokenising a long text, beside the event loop."""
+        """Run what may take long, such as tokenizing a long text, beside the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     # --- prompts ---

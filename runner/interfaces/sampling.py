@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TokenizedExample:
-    """A tokenised row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
+    """A tokenized row of data: ids and weights of equal length (weight 1 = trained on, 0 = context).
 
     branches: where each of several continuations of the same beginning starts, in order; empty for one row
     """

@@ -302,7 +302,7 @@ class LocalConfig(MultiNodeConfig):
 
 
 class TorchrunConfig(ExternalLaunchConfig):
-    """Ranks started by torchrun: type the command behind it."""
+    """Ranks started by torchrun: type the command after torchrun's own options."""
 
     factory: ClassVar[str] = "runner.launch.local:attempt"
     name: Literal["torchrun"] = "torchrun"

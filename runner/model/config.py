@@ -176,7 +176,7 @@ class TinyConfig(SmallConfig):
 
 
 class TinyMoeConfig(SmallConfig):
-    """A small Qwen3-MoE-type model from random weights: each token goes through some of a layer's experts."""
+    """A small Qwen3-MoE-type model from random weights: each token uses some of a layer's experts."""
 
     name: Literal["tiny_moe"] = "tiny_moe"
     intermediate_size: int = Field(default=64, ge=8, description="Width of each expert's feed-forward layer.")

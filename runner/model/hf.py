@@ -70,7 +70,7 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
         option = key if key != "model.path" else "model.tokenizer"
         raise EnvironmentProblem(
             f"{path} has no tokenizer ({', '.join(TOKENIZERS)})\n"
-            f"  copy its tokenizer into the folder, or type {option}=FOLDER"
+            f"  copy its tokenizer into the folder, or in a job type {option}=FOLDER"
         )
     with _translate_errors(path, key):
         return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
@@ -233,7 +233,7 @@ def _load_pretrained(
     module, info = loaded
     for name, stored, expected in sorted(info.get("mismatched_keys", ())):
         raise CheckpointError(
-            f"{key}={path}: {name} has shape {list(stored)}, but config.json says {list(expected)}: another model's "
+            f"{key}={path}: {name} has shape {list(stored)}, but {list(expected)} in config.json: another model's "
             "weights, or a transposed tensor\n"
             "  copy or download both again"
         )
@@ -304,7 +304,7 @@ def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
         if "trust_remote_code" in str(error):
             ours = key.startswith("model.") or key == "init_from"
             hint = "if you have read that code, type model.trust_remote_code=true" if ours else f"choose another {key}"
-            raise SecurityError(f"{path} contains Python code of its own, which is not executed\n  {hint}") from error
+            raise SecurityError(f"{path} contains Python code, which is not executed\n  {hint}") from error
         raise EnvironmentProblem(f"{path} cannot be loaded: {_first_lines(error)}") from error
 
 

@@ -177,7 +177,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
-        raise _truncated_file_error(path, f"it has {size} bytes, but its header says {8 + length + end}")
+        raise _truncated_file_error(path, f"it has {size} bytes, but {8 + length + end} by its header")
     return tensors
 
 

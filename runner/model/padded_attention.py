@@ -49,7 +49,7 @@ def _try_install(module: Any, own: str, name: str) -> str | None:
             return "its attention cannot be replaced"
         if all(is_close(g, w) for g, w in zip(_probe_outputs(module), wanted, strict=True)):
             return None
-        reason = "its output for padded batches differs from that of its own attention"
+        reason = "its output for padded batches differs from its own attention's"
     except UnsupportedAttention as error:
         reason = str(error)
     module.set_attn_implementation(own)

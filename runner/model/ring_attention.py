@@ -9,7 +9,7 @@ float32, in products of at most QUERIES × KEYS scores, and computed again in th
 is sent from rank to rank; here it comes straight from its owner: as many bytes, and only of the keys that some query
 there sees, so that short rows and windows send next to nothing. Gradients are not sent with their block either.
 
-Which keys these are is computed on the CPU from the batch's layout: every token sees two runs of neighbouring places,
+Which keys these are is computed on the CPU from the batch's layout: every token sees two runs of neighboring places,
 its own row up to itself, and the row that it continues; with a window both begin later. All ranks know this.
 
 Legend: N rows, T tokens, C ranks, W tokens of each, K keys of a block; h heads, k key-value heads, g = h/k, d head

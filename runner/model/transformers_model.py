@@ -153,7 +153,7 @@ class TransformersModel:
     def merge_on_save(self) -> None:
         """Let `save` merge the adapter. Raises SpecError if there is none, or it cannot be merged."""
         if self.module is self.inner:
-            raise SpecError([Problem("adapter", "there is no adapter to merge; the export is a full model")])
+            raise SpecError([Problem("adapter", "there is none to merge; leave --merge out")])
         self.merges = True
         self._refuse_tied_ends()
         self.weights_source.refuse_lost_tensors("merge")

@@ -135,7 +135,7 @@ class AdamW8bitConfig(UnshardedOptimizerConfig):
 
 
 class MuonConfig(UnshardedOptimizerConfig):
-    """Muon (Jordan et al., 2024) for matrices inside of layers, AdamW for all else; needs torch 2.9."""
+    """Muon (Jordan et al., 2024) for the matrices of layers, AdamW for the rest; needs torch 2.9."""
 
     factory: ClassVar[str] = "runner.optimizer.optimizers:build_muon"
     name: Literal["muon"] = "muon"

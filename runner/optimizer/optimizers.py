@@ -3,7 +3,7 @@
     adamw       torch's, fused where the device has the kernel
     sgd         torch's
     muon        torch's for the matrices inside of layers (Jordan et al., 2024; Liu et al., 2502.16982), else AdamW
-                matrices of layers, adapters        orthogonalised momentum, one copy of what is trained
+                matrices of layers, adapters        orthogonalized momentum, one copy of what is trained
                 embedding, heads, vectors, experts  AdamW, two copies
     adamw8bit   AdamW with 8-bit moments, by torchao (Dettmers et al., 2110.02861), for an unsharded model
 

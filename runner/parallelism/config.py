@@ -184,7 +184,7 @@ class MeshConfig(MultiProcessConfig):
 
 
 class DdpConfig(MeshConfig):
-    """Data parallel (DDP): a replica of the model on each device, and a share of each batch."""
+    """Data parallel (DDP): a replica of the model and a part of each batch on each device."""
 
     name: Literal["ddp"] = "ddp"
     dp_replicate: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["dp_replicate"].description)
@@ -251,7 +251,7 @@ class TpConfig(MeshConfig):
 
 
 class CpConfig(MeshConfig):
-    """Context parallel: each device has some tokens of every micro-batch, and the whole model."""
+    """Context parallel: each device has some tokens of every micro-batch, and a replica of the model."""
 
     name: Literal["cp"] = "cp"
     cp: int = Field(default=-1, ge=-1, description=MeshConfig.model_fields["cp"].description)

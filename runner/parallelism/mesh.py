@@ -1,6 +1,6 @@
 """The ranks of a job as a grid (device mesh), and whether it fits the processes and the model.
 
-rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      ranks of the last dimension are neighbours
+rank = (((pp · R + dp_replicate) · S + dp_shard) · C + cp) · T + tp      ranks of the last dimension are neighbors
 
 A size of -1 is inferred from the others. Every refusal shows its arithmetic and a proposal.
 """

@@ -30,7 +30,7 @@ Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
 
 
 class NoRewardConfig(RewardConfig):
-    """Nothing is scored: for algorithms that learn from given data."""
+    """No reward: for algorithms that train on a data set."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_none"
     summable: ClassVar[bool] = False
@@ -67,7 +67,7 @@ class ExtractConfig(FallibleConfig):
 
 
 class ExactConfig(ExtractConfig, ColumnConfig):
-    """1 where the answer, stripped of blanks around it, equals a column; else 0."""
+    """1 if the completion, without spaces around it, equals a column, else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_exact"
     name: Literal["exact"] = "exact"
@@ -75,7 +75,7 @@ class ExactConfig(ExtractConfig, ColumnConfig):
 
 
 class NumericConfig(ExtractConfig, ColumnConfig):
-    """1 where the last number of the answer equals the last number of a column; else 0."""
+    """1 if the last number of the completion equals the last number of a column, else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_numeric"
     name: Literal["numeric"] = "numeric"
@@ -83,7 +83,7 @@ class NumericConfig(ExtractConfig, ColumnConfig):
 
 
 class FormatConfig(FallibleConfig):
-    """1 where the whole text matches a regular expression, else 0."""
+    """1 if the whole text matches a regular expression, else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_format"
     name: Literal["format"] = "format"
@@ -96,7 +96,7 @@ class FormatConfig(FallibleConfig):
 
 
 class IfevalConfig(FallibleConfig):
-    """1 where an answer follows all checkable instructions of an IFEval row; else 0."""
+    """1 if a completion follows all checkable instructions of an IFEval row, else 0."""
 
     factory: ClassVar[str] = "runner.reward.ifeval:build"
     name: Literal["ifeval"] = "ifeval"
@@ -111,7 +111,7 @@ class IfevalConfig(FallibleConfig):
 
 
 class LengthConfig(RewardConfig):
-    """Shapes the length of answers, in tokens: DAPO's soft overlong penalty, or a target."""
+    """A score for the length of completions, in tokens: DAPO's soft overlong penalty, or a target."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_length"
     name: Literal["length"] = "length"
@@ -146,7 +146,7 @@ class LengthConfig(RewardConfig):
 
 
 class MathConfig(ColumnConfig, PooledConfig):
-    """1 where the answer is mathematically equal to a column, as math-verify sees it; else 0."""
+    """1 if the completion is mathematically equal to a column, by math-verify, else 0."""
 
     factory: ClassVar[str] = "runner.reward.math:build"
     name: Literal["math"] = "math"
@@ -160,7 +160,7 @@ class MathConfig(ColumnConfig, PooledConfig):
 
 
 class CountdownConfig(ExtractConfig):
-    """1 where the answer is an arithmetic expression of the given numbers that makes the target; else 0."""
+    """1 if the completion is an arithmetic expression of the given numbers that equals the target, else 0."""
 
     factory: ClassVar[str] = "runner.reward.rules:build_countdown"
     name: Literal["countdown"] = "countdown"
@@ -173,7 +173,7 @@ class CountdownConfig(ExtractConfig):
 
 
 class FunctionConfig(FallibleConfig, PooledConfig):
-    """A Python function of yours, which runs in processes of its own."""
+    """Your own Python function, which runs in separate processes."""
 
     factory: ClassVar[str] = "runner.reward.function:build"
     name: Literal["function"] = "function"
@@ -214,7 +214,7 @@ class FunctionConfig(FallibleConfig, PooledConfig):
 
 
 class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
-    """1 where the Python code of the answer passes the tests of a column, run in a sandbox; else 0."""
+    """1 if the Python code of the completion passes the tests of a column in a sandbox, else 0."""
 
     factory: ClassVar[str] = "runner.reward.code:build"
     name: Literal["code"] = "code"
@@ -251,7 +251,7 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
 
 
 class HttpConfig(FallibleConfig):
-    """A service that gets answers by HTTP POST and returns their scores."""
+    """A service that receives completions by HTTP POST and returns their scores."""
 
     factory: ClassVar[str] = "runner.reward.http:build"
     name: Literal["http"] = "http"
@@ -270,7 +270,7 @@ class HttpConfig(FallibleConfig):
 
 
 class ModelRewardConfig(FallibleConfig):
-    """A trained reward model: a sequence classifier with one label, which scores prompt and answer."""
+    """A trained reward model: a sequence classifier with one label, which scores prompt and completion."""
 
     factory: ClassVar[str] = "runner.reward.model:build"
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {"path": {"path": "path", "dtype": "dtype"}}
@@ -302,7 +302,7 @@ class ModelRewardConfig(FallibleConfig):
 
 
 class SumConfig(RewardConfig):
-    """A weighted sum of other rewards; a sample that one of them cannot score is not scored."""
+    """A weighted sum of other rewards; a completion that one of them cannot score has no score."""
 
     factory: ClassVar[str] = "runner.reward.sum:build"
     summable: ClassVar[bool] = False

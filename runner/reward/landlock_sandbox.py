@@ -106,7 +106,7 @@ def restrict_files(readable: list[str]) -> None:
 def refuse_system_calls() -> None:
     """By seccomp: those of CALLS and OPTIONS with EPERM, unknown ones with ENOSYS."""
     if platform.machine() not in MACHINES:
-        sys.exit(f"seccomp: the system calls of {platform.machine()} are not known here, only {', '.join(MACHINES)}")
+        sys.exit(f"seccomp: {platform.machine()} is not supported, only {', '.join(MACHINES)}")
     machine, column = MACHINES[platform.machine()]
     refused = [number for numbers in CALLS.values() if (number := numbers[column]) is not None]
     refuse = len(refused) + 4 * len(OPTIONS) + 5  # the place of this step; a jump counts from the step after it

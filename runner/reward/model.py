@@ -202,7 +202,7 @@ def _load_adapted(path: str) -> tuple[Any, Any]:
 def _load_error(path: str, error: Exception) -> Exception:
     first = " ".join(str(error).strip().splitlines()[:2])
     if "trust_remote_code" in first or "custom code" in first:
-        return SecurityError(f"reward.path={path} contains Python code of its own, which is not executed")
+        return SecurityError(f"reward.path={path} contains Python code, which is not executed")
     return EnvironmentProblem(
         f"reward.path={path} cannot be loaded: {first}\n  is it a folder with model and tokenizer?"
     )

@@ -27,9 +27,9 @@ def _adapter_problems(job: Any, instead: str) -> Iterator[tuple[str, str]]:
 
 
 class VllmSamplerConfig(SamplingConfig):
-    """vLLM in each rank, asleep during updates, or in its own processes (launch.samplers).
+    """vLLM in each rank, asleep during updates, or in separate processes (launch.samplers).
 
-    Rollouts are not bit-reproducible; a resume reads them from the rollout log.
+    Not bit-reproducible; a resume reads the rollout journal.
     """
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
@@ -259,7 +259,7 @@ class ServerSamplerConfig(SamplingConfig):
 
 
 class NoSamplerConfig(SamplerConfig):
-    """No rollouts: for algorithms that learn from given data."""
+    """No rollouts: for algorithms that train on a data set."""
 
     factory: ClassVar[str] = "runner.sampler.config:no_sampler"
     name: Literal["none"] = "none"
@@ -274,7 +274,7 @@ class TorchSamplerConfig(SamplingConfig):
     interruptible: bool = Field(
         default=False,
         description="Load newer weights during generation, between two tokens; requires algorithm.lag above 0. Not "
-        "reproducible, because it depends on timing; a resume reads completions from the rollout log.",
+        "reproducible, because it depends on timing; a resume reads completions from the rollout journal.",
     )
 
     @property

@@ -160,7 +160,7 @@ def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
         return f"no {group} named '{name}' ({', '.join(members)}): {why}"
     meant = suggest.suggest_name(group, name, members)
     hint = f"; did you mean '{meant}'?" if meant else ""
-    return f"no {group} named '{name}'{hint} ({', '.join(members)})"
+    return f"no {'callback' if group == CALLBACKS else group} named '{name}'{hint} ({', '.join(members)})"
 
 
 def _missing(data: Mapping[str, Any], chosen: Classes) -> tuple[dict[str, Any], list[Found]]:
@@ -273,8 +273,9 @@ def _messages(error: _Error, data: Mapping[str, Any], chosen: Classes, keys: Opt
 def unknown_key(section: str, member: str, leaf: str, keys: OptionIndex, value: Any = None, job: Job = NO_JOB) -> str:
     """`not an option of algorithm=grpo; did you mean 'group_size'?`."""
     owner = f"{section}={member}" if member else section or "a job"
+    known = f"explain {section}" if section else "help options"
     hint = suggest.suggest_key(section, member, leaf, keys.options, value, job)
-    return f"not an option of {owner}" + (f"; {hint}" if hint else "")
+    return f"not an option of {owner}; {hint or f'for all options: run {known}'}"
 
 
 def _with_advice(problems: list[Problem], chosen: Classes, keys: OptionIndex) -> list[Problem]:

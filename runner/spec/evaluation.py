@@ -178,8 +178,7 @@ def _complaints(
     first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
     for field, kind in first.items():
         if field not in cls.model_fields:
-            close = suggest.nearest_word(field, cls.model_fields)
-            yield f"{key}.{field}", f"not an option of {owner}" + (f"; did you mean '{close}'?" if close else "")
+            yield f"{key}.{field}", f"not an option of {owner}{suggest.did_you_mean(field, cls.model_fields)}"
         elif kind == "missing":
             yield f"{key}.{field}", f"must be given  ({cls.model_fields[field].description})"
         else:

@@ -30,7 +30,7 @@ NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,79}")
 
 
 class WatchConfig(Config):
-    """Guards that look at a run from outside its mathematics."""
+    """Hang detection, device statistics, and rollouts that are logged."""
 
     hang_timeout_s: float = Field(
         default=1800.0,
@@ -91,7 +91,7 @@ class JobSpec(Config):
     tracker: TrackerConfig
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
-    watch: WatchConfig = Field(default_factory=WatchConfig, description="Guards.")
+    watch: WatchConfig = Field(default_factory=WatchConfig, description="Hang detection and device statistics.")
     callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:

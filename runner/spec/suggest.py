@@ -44,6 +44,12 @@ def nearest_word(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return by_lower[found[0]] if found else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'adamw'?`, empty if no known word is close in spelling."""
+    close = nearest_word(word, known)
+    return f"; did you mean '{close}'?" if close else ""
+
+
 def absence_reason(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
     from runner.spec import migrate
@@ -91,7 +97,7 @@ def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: 
     if close := nearest_word(wrong, own):
         return f"did you mean '{close}'?"
     anywhere = {n: p for p, members in options.items() for names in members.values() for n in names}
-    if close := nearest_word(wrong, anywhere, cutoff=0.75):
+    if close := nearest_word(wrong, anywhere, cutoff=CLOSEST):
         return f"did you mean '{_join(anywhere[close], close)}'?"
     return ""
 
@@ -178,8 +184,8 @@ def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
         said += f"; did you mean '{meant}'?"
     elif isinstance(value, str) and few and (why := migrate.table().absent.get(value.lower())) is not None:
         said += f"; {why}"
-    elif isinstance(value, str) and (close := nearest_word(value, few)):
-        said += f"; did you mean '{close}'?"
+    elif isinstance(value, str):
+        said += did_you_mean(value, few)
     kinds = schema.get("anyOf", [schema])
     wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):

@@ -40,7 +40,7 @@ class SweepConfig(Config):
         description="Cores per job on Slurm; null = device.threads; on cards, the cluster's default.",
     )
     sbatch: Sbatch = Field(default_factory=dict)
-    parallel: int | None = Field(default=None, ge=1, description="Number of concurrent jobs; null = as many as fit.")
+    parallel: int | None = Field(default=None, ge=1, description="Number of concurrent jobs; null = all that fit.")
     fail_fast: bool = Field(default=False, description="Stop all jobs when one fails.")
     max_failures: int | None = Field(
         default=None, ge=1, description="Stop all jobs after this many failures; null = never."

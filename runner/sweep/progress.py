@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from runner.sweep.scheduler import RunningJob
 
 ORDER: tuple[State, ...] = ("running", "failed", "killed", "timeout", "interrupted", "done", "pruned", "waiting")
-COLOURS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
+COLORS = {"running": "cyan", "done": "green", "failed": "red", "killed": "red", "timeout": "red"}
 BORDERS = 6  # lines of a terminal that the table's frame, head and count take
 SMALLEST = 3  # rows
 MOST_READ = 30  # number of newest runs in outputs/ that are read
@@ -115,7 +115,7 @@ class SweepScreen:
                 format_duration(seconds) if seconds else "",
                 ",".join(running.job.devices if running else state.devices),
                 run_name(index) if state.attempts else "",
-                style=COLOURS.get(state.state),
+                style=COLORS.get(state.state),
             )
         more = f"  and {len(order) - room} more" if len(order) > room else ""
         counts = " · ".join(f"{count} {state}" for state, count in record.count_states().items())

@@ -141,7 +141,7 @@ def winner_lines(results: Results) -> Iterator[str]:
         scores = [(r.metric, s) for r, s in zip(results.rankings, row.scores, strict=True) if s is not None]
         values = ", ".join(f"{metric} {format_number(score.value)} at step {score.step}" for metric, score in scores)
         others = sum(one.state.state == "done" and one.values == row.values for one in results.results) - 1
-        ties = f" (as {count_noun(others, 'other job')}; this is the first)" if others else ""
+        ties = f" (equal to {count_noun(others, 'other job')}; this is the first)" if others else ""
         yield f"job {row.job.index}  {row.job.label}  {values}{ties}"
 
 

@@ -41,7 +41,7 @@ def check_schedule(config: ScheduleConfig, *, steps: int = 100) -> list[float]:
         require(not wrong, f"of {count} steps, factors from 0 to 1 are expected (NaN is none); got {wrong[:3]}")
         require(max(factors) > 0, f"of {count} steps, every factor is 0, so nothing would be trained")
         backwards = [factor(step) for step in reversed(range(count))][::-1]
-        require(backwards == factors, "the factor depends on what was asked before; a resumed run asks from the middle")
+        require(backwards == factors, "the factor depends on earlier calls; a resumed run starts in the middle")
     return factors
 
 

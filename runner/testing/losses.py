@@ -29,7 +29,7 @@ def check_loss(function: Callable[..., Any]) -> None:
     one = registration_of(function)
     if one is None:
         raise AssertionError(f"{function!r} has no decorator of runner.interfaces.losses, such as @policy_loss")
-    require(bool(one.paper and one.formula), f"{one.name}: paper and formula are what `run explain loss` says of it")
+    require(bool(one.paper and one.formula), f"{one.name} has no paper or formula for `run explain loss`")
     {
         "policy_loss": _check_policy_loss,
         "advantage": _check_advantage,

@@ -56,7 +56,7 @@ def check_reward(
     """
     check_config(config)
     unknown = [name for _, name in config.required_columns() if name not in columns]
-    require(not unknown, f"columns() asks for {', '.join(unknown)}, which the data of this check have not")
+    require(not unknown, f"columns() has {', '.join(unknown)}, which the data of this check lack")
     group = [completion(text, prompt=prompt, columns=columns) for text in scores]
     wanted = list(scores.values())
     with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +109,7 @@ def check_environment(
     check_config(config)
     made = build_component(config, decide=Decisions())
     require(isinstance(made, EnvironmentFactory), f"the factory returns Environments(make, max_turns), not {made!r}")
-    most = f"most_turns() is {config.most_turns()}, and the factory says max_turns={made.max_turns}"
+    most = f"most_turns() is {config.most_turns()}, and the factory has max_turns={made.max_turns}"
     require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted
+from runner.core.fsync_io import error_reason
 from runner.core.subprocess import ChildProcess
 from runner.inference.model_source import ModelSource, source_spec
 from runner.run_dir.folder import OUTPUTS, display_path, make_unique, write_atomic
@@ -56,7 +57,7 @@ def installed_version(suite: Suite, python: Path) -> str:
     try:
         found = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvironmentProblem(f"--suite-python {python}: cannot be started: {error}") from error
+        raise EnvironmentProblem(f"--suite-python {python}: cannot be started: {error_reason(error)}") from error
     if found.returncode:
         hint = f"type: {suite.install_line()}\n  then: --suite-python .venv-eval/bin/python"
         raise EnvironmentProblem(f"--suite-python {python}: it has no {suite.module}; {hint}")
@@ -225,7 +226,7 @@ def _inspect_results(folder: Path) -> dict[str, Any]:
     for path in paths:
         content = _read(path)
         if content.get("status") != "success":
-            raise EnvironmentProblem(f"inspect: {path} says {content.get('status')}: {content.get('error')}")
+            raise EnvironmentProblem(f"inspect: {path} has the status {content.get('status')}: {content.get('error')}")
         task = content["eval"]["task"]
         if earlier := sum(name.partition("#")[0] == task for name in tasks):
             task = f"{task}#{earlier + 1}"

@@ -87,7 +87,7 @@ def sets_of_run(spec: JobSpec) -> list[EvaluationSet]:
     own = [EvaluationSet(HELD_OUT, options, parts)] if spec.data.holds_out else []
     if found := [*own, *spec.evaluation.decoded_sets()]:
         return found
-    raise SpecError([Problem("evaluation.sets", "the run holds nothing out; name a set: '+evaluation=[gsm8k]'")])
+    raise SpecError([Problem("evaluation.sets", "the run has no held-out rows; type '+evaluation=[gsm8k]'")])
 
 
 def evaluate_sources(
@@ -167,7 +167,7 @@ def _evaluate_set(
         world.close()
     known = journal.num_known - known
     if one.options.choices is None:
-        print_text(f"{progress.about}: {progress.count} new answers, {known} known from before", file=sys.stderr)
+        print_text(f"{progress.about}: {progress.count} new answers, {known} from earlier evaluations", file=sys.stderr)
     prefix = f"eval/{one.name}/"
     values = {name.removeprefix(prefix): value for name, value in report.values.items() if name.startswith(prefix)}
     scores = question_scores(report.samples, len(evaluator.questions))

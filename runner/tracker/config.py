@@ -51,14 +51,14 @@ class UploadConfig(TrackerConfig):
 
 
 class WandbConfig(UploadConfig):
-    """Weights & Biases, in a process of its own."""
+    """Weights & Biases, in a separate process."""
 
     name: Literal["wandb"] = "wandb"
     entity: str | None = Field(default=None, description="W&B user or team; null = the default of the key.")
 
 
 class SwanlabConfig(UploadConfig):
-    """SwanLab, in a process of its own."""
+    """SwanLab, in a separate process."""
 
     name: Literal["swanlab"] = "swanlab"
     workspace: str | None = Field(default=None, description="SwanLab user or team; null = the default of the key.")

@@ -48,7 +48,7 @@ TIME_WIDTH = 8  # of 12d04:05
 LINE_EVERY_S = 5.0
 REDRAWS_PER_S = 4
 WIDEST = 100  # columns of the panel
-COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
+COLORS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 class Console:
@@ -141,7 +141,7 @@ class Console:
         self._log(line, level)
         if on_screen:
             prefix = f"{level}: " if level != "info" else ""
-            self._on_screen(lambda: self._print((prefix if head is None else head) + line, COLOURS.get(level, "")))
+            self._on_screen(lambda: self._print((prefix if head is None else head) + line, COLORS.get(level, "")))
 
     def _print(self, line: str, style: str) -> None:
         if self._live is not None and self._rich is not None:

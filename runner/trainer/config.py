@@ -15,7 +15,7 @@ class StopWhenConfig(CallbackConfig):
     name: Literal["stop_when"] = "stop_when"
     metric: str = Field(description="Metric that decides, e.g. eval/reward/mean.")
     mode: Literal["max", "min"] | None = Field(
-        default=None, description="Whether more or less of the metric is better; null = known from its name."
+        default=None, description="Whether more or less of the metric is better; null = derived from its name."
     )
     patience: int | None = Field(
         default=None, ge=1, description="Measurements in a row without improvement that end the run; null = any number."
@@ -37,7 +37,7 @@ class StopWhenConfig(CallbackConfig):
         if self.patience is None and self.min_delta:
             found.append((f"{key}.min_delta", f"is for {key}.patience; leave it out"))
         if self.mode is None and direction(self.metric) is None:
-            found.append((f"{key}.mode", f"must be given, max or min: nothing is known of {self.metric}"))
+            found.append((f"{key}.mode", f"must be given, max or min, because {self.metric} has no known direction"))
         return found
 
     def required_metrics(self) -> list[tuple[str, str]]:

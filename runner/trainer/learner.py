@@ -222,7 +222,7 @@ class LocalLearner:
         self._said_oversized = True
         log.info(
             "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); each of "
-            "them is a micro-batch of its own; this warning appears once",
+            "them is a separate micro-batch; this warning appears once",
             self._step + 1,
             len(oversized),
             self._budget,

@@ -114,7 +114,7 @@ def _make_locked_dir(path: Path, root: Path) -> ReservedDir | None:
         except FileNotFoundError:  # removed in between, as stale
             continue
         except OSError as error:
-            raise StorageError(f"cannot make {path} for the samplers' weights: {error.strerror}") from error
+            raise StorageError(f"cannot create {path} for the samplers' weights: {error.strerror}") from error
         try:
             _lock(handle)
         except BlockingIOError:

@@ -1,4 +1,4 @@
-"""A small real job of policy optimisation: tiny model, torch sampler, a reward that is a function of the text."""
+"""A small real job of policy optimization: tiny model, torch sampler, a reward that is a function of the text."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_a_copied_folder_is_not_another_step(whole: Path, words: list[str]) -> N
     (whole / "step-00000003").rename(whole / "step-00000004")
     loaded = step_folders.load(whole, report=words.append)
     assert loaded is not None and loaded.step == 2
-    assert "says step 3, but the folder says 4" in words[0]
+    assert "has step 3, but the folder's name has 4" in words[0]
 
 
 def test_an_extra_file_is_ignored_with_notice(whole: Path, words: list[str]) -> None:

@@ -64,6 +64,8 @@ JOBS = {  # what its steps say, in order, and the job that is tried here instead
     "launch=slurm device=cuda": (("slurm-client",), "run +recipe=sft_demo device=cpu"),
     "+recipe=grpo_demo sampler=vllm": (("VLLM_VENV",), "run +recipe=grpo_demo sampler=torch device=cpu"),
 }
+if importlib.util.find_spec("torchao") is None:  # the job's own words would not start on the CPU either
+    JOBS["optimizer=adamw8bit"] = (("torchao>=",), "run '+recipe=[sft_demo,rehearse]'")
 
 
 @BARE

@@ -186,7 +186,7 @@ def test_names_are_completed(site: Path, workdir: Path) -> None:
         ("algorithm.policy_loss=two_sided algorithm.delta=1", "expected a number above 1 or null, got 1"),
         ("algorithm.advantage=maxrl", "did you mean 'max_rl'?"),
         ("algorithm.delta=3", "algorithm.delta: not used with policy_loss=clip; it belongs to policy_loss=two_sided"),
-        ("callbacks=notfy", "callbacks: no callbacks named 'notfy'; did you mean 'notify'? (notify, stop_when)"),
+        ("callbacks=notfy", "callbacks: no callback named 'notfy'; did you mean 'notify'? (notify, stop_when)"),
         ("callbacks=notify", "callbacks.notify.below: must be given: callbacks.notify.below=…"),
         ("callbacks.notify.below=1", "callbacks.notify: is not chosen; type callbacks=notify"),
         (
@@ -195,7 +195,7 @@ def test_names_are_completed(site: Path, workdir: Path) -> None:
         ),
         ("callbacks=notify callbacks.notify.belo=1", "not an option of callbacks.notify; did you mean 'below'?"),
         ("callbacks=notify callbacks.notify.below=x", "callbacks.notify.below: expected a number, got 'x'"),
-        ("callbacks=3", "callbacks: no callbacks named '3' (notify, stop_when)"),
+        ("callbacks=3", "callbacks: no callback named '3' (notify, stop_when)"),
     ],
 )
 def test_a_slip_is_answered(line: str, said: str, slips: dict[str, Said]) -> None:

@@ -74,7 +74,7 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
         ("talk", "to chat with a model in the terminal: run chat latest"),
         ("merge_lora", "run export latest --merge"),
         ("Compare", "run diff A B"),
-        ("finetun", "if you mean 'finetune': training has no verb of its own: run +recipe=NAME"),
+        ("finetun", "did you mean 'finetune'? to train: run +recipe=NAME"),
         ("cuda", "run device=cuda"),
         ("none", "run adapter=none or environment=none or"),
         ("model", "'model' is a group; its options: run list model"),

@@ -41,7 +41,7 @@ def test_names_that_read_alike_are_different_streams() -> None:
     assert len(seeds) == 3 * len(names)
 
 
-def test_neighbouring_streams_are_unrelated() -> None:
+def test_neighboring_streams_are_unrelated() -> None:
     """Half the bits differ between steps, as between independent seeds."""
     flips = [(derive_seed(0, "dropout", s) ^ derive_seed(0, "dropout", s + 1)).bit_count() for s in range(500)]
     assert 30.5 < sum(flips) / len(flips) < 32.5

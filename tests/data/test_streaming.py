@@ -113,7 +113,7 @@ def test_an_edited_file_is_other_data(
     assert len({fingerprint("ab", 1), fingerprint("ab", 2), fingerprint("ac", 1), fingerprint("ac", 1)}) == 3
     monkeypatch.setattr(files, "SAMPLE_BYTES", 1)  # the difference is in the middle
     assert fingerprint("ab", 1) == fingerprint("ac", 1) != fingerprint("ac", 2)
-    assert "times of change, first and last MiB" in said(decide, "data.fingerprint")[0]
+    assert "modification times, first and last MiB" in said(decide, "data.fingerprint")[0]
 
 
 def test_branches_that_a_block_has_no_place_for_are_counted(

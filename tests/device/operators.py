@@ -122,7 +122,7 @@ def npu_rms_norm(x: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tenso
 def npu_rotary_mul(
     x: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
-    """x · r1 + turned(x) · r2; "half" pairs a feature with that half a head away, "interleave" with its neighbour."""
+    """x · r1 + turned(x) · r2; "half" pairs a feature with that half a head away, "interleave" with its neighbor."""
     assert x.dim() == r1.dim() == r2.dim() == 4 and x.dtype == r1.dtype == r2.dtype and rotate is None
     assert x.shape[-1] < 896 and x.shape[-1] % 2 == 0
     half = x.shape[-1] // 2

@@ -25,7 +25,7 @@ def needed(rank: int, turn: PipelineOp, stages: int, chunks: int) -> tuple[int, 
 
 def played(orders: list[list[PipelineOp]], chunks: int, room: int) -> int:
     """Passes that have been made when no rank can continue: each takes its next one as soon as what it needs was sent,
-    and as there are not more than `room` messages of a kind that its neighbour has not taken."""
+    and as there are not more than `room` messages of a kind that its neighbor has not taken."""
     stages = len(orders)
     done, at = set[tuple[int, PipelineOp]](), [0] * stages
     taken, sent = Counter[tuple[int, bool]](), Counter[tuple[int, bool]]()

@@ -42,7 +42,7 @@ def test_the_command_after_a_killed_run_says_so(tmp_path: Path) -> None:
     killed = Command(*words, cwd=tmp_path, printed=printed, RUNNER_FAILPOINT="checkpoint.before_rename:kill")
     assert killed.wait(60) == -9 and killed.said().endswith("\n")
     folder = os.path.relpath((tmp_path / "outputs/latest").resolve(), tmp_path)
-    note = f"note: {folder} was killed at step 1 of 3 and left no exit code: by kill -9, or by the kernel for memory"
+    note = f"note: {folder} was killed at step 1 of 3: by kill -9, or by the kernel for memory"
     assert note in run(*words, cwd=tmp_path)
     assert note in run("resume", folder, cwd=tmp_path)
     assert "note: " not in run("resume", folder, "steps=4", cwd=tmp_path)

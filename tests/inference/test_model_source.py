@@ -138,7 +138,7 @@ def test_words_that_mean_no_model_are_answered(folders: Path, tmp_path: Path, mo
         parse_source(str(folders / "base"), base="x")
     with pytest.raises(EnvironmentProblem, match="two adapters have the same name"):
         parse_source(str(folders / "a"), adapters=[str(folders / "a")])
-    with pytest.raises(EnvironmentProblem, match="is not an adapter"):
+    with pytest.raises(EnvironmentProblem, match=r"no adapter_config\.json"):
         parse_source(str(folders / "base"), adapters=["trainer"])
 
 

@@ -117,7 +117,7 @@ def test_what_others_have_taken_is_counted() -> None:
     assert free_text(SIX_AND_TWO, [*npus(5, 3), {"CPU": 4.0}], {"NPU": 3.0, "CPU": 1.0}) == "3 of 8 NPUs"
 
 
-def test_ranks_on_a_node_are_neighbours_and_the_fullest_node_is_first() -> None:
+def test_ranks_on_a_node_are_neighbors_and_the_fullest_node_is_first() -> None:
     nodes = ["a", "b", "b", "a", "b", "a", "b"]
     assert bundle_order(nodes, ["rank"] * 5 + ["sampler"] * 2) == [1, 2, 4, 0, 3, 6, 5]
 

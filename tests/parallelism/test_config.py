@@ -195,7 +195,7 @@ def test_families_are_the_ranks_that_differ_in_some_dimensions_only(mesh: Mesh, 
 
 
 @pytest.mark.parametrize("ep", [1, 2, 4])
-def test_experts_lie_over_neighbours_and_every_rank_is_once_in_each(ep: int) -> None:
+def test_experts_lie_over_neighbors_and_every_rank_is_once_in_each(ep: int) -> None:
     mesh = Mesh(pp=2, dp_replicate=2, cp=2, tp=2, ep=ep)
     shares, copies = mesh.expert_groups(), mesh.expert_replica_groups()
     for families in (shares, copies):

@@ -57,8 +57,8 @@ def compare(shape: tuple[int, int, int], build: Callable[[], Any], rounding: flo
     assert losses == pytest.approx(wanted["losses"], rel=10 * rounding)
     assert losses[0] == pytest.approx(wanted["losses"][0], rel=rounding)
     for rank, one in enumerate(found):
-        neighbour = found[rank // shape[2] * shape[2]]
-        assert one["losses"] == neighbour["losses"] and one["norms"] == neighbour["norms"]
+        neighbor = found[rank // shape[2] * shape[2]]
+        assert one["losses"] == neighbor["losses"] and one["norms"] == neighbor["norms"]
         assert one["norms"] == pytest.approx(wanted["norms"], rel=100 * rounding)
         close(one["gradients"], wanted["gradients"], rounding)
         close(one["weights"], wanted["weights"], 100 * rounding)

@@ -83,7 +83,7 @@ def test_outputs_that_is_no_folder_is_a_storage_error_and_no_endless_loop(tmp_pa
         day = create_run_folder("toy", outputs).root.parent
         (day / day.name).write_text("")
         outputs = day
-    with pytest.raises(StorageError, match="cannot make the run folder"):
+    with pytest.raises(StorageError, match="cannot create the run folder"):
         create_run_folder("toy", outputs)
 
 
@@ -269,5 +269,5 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
         claim_folder(Path("papers"))
     assert [path.name for path in (workdir / "papers").iterdir()] == ["thesis.tex"]
     (workdir / "file").touch()
-    with pytest.raises(StorageError, match="cannot make the run folder"):
+    with pytest.raises(StorageError, match="cannot create the run folder"):
         claim_folder(Path("file/run"))

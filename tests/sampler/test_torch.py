@@ -132,7 +132,7 @@ def top(model: CausalLM, prompt: tuple[int, ...]) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gpt2"])
-def test_neighbours_order_and_batch_size_change_nothing(kind: str) -> None:
+def test_neighbors_order_and_batch_size_change_nothing(kind: str) -> None:
     model, asked = causal(kind, double=True), requests()
     together = sampler(model).sample(asked)
     backwards = sampler(model, max_num_seqs=4).sample(asked[::-1])[::-1]

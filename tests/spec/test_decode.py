@@ -126,7 +126,7 @@ def test_a_run_is_named_after_its_model_and_data(changes: dict[str, Any], name: 
         ({"evaluation": {"every": -1}}, "evaluation.every", "expected an integer at least 0, got -1"),
         ({"evaluation": 5}, "evaluation", "expected a section, got 5"),
         ({"optimizer": 3}, "optimizer", "expected a section of options, got 3"),
-        ({"zzzzzz": 1}, "zzzzzz", "not an option of a job"),
+        ({"zzzzzz": 1}, "zzzzzz", "not an option of a job; for all options: run help options"),
         (
             {"algorithm": {"batch_size": 10, "mini_batches": 3}},
             "algorithm.mini_batches",

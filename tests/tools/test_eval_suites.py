@@ -52,7 +52,7 @@ def test_result_files_are_read_with_the_versions_of_their_tasks(tmp_path: Path) 
     (tmp_path / "log.json").write_text(json.dumps(LOG))
     assert _inspect_results(tmp_path)["values"] == {"sort/exact/mean": 0.25, "sort/exact/stderr": 0.13}
     (tmp_path / "log.json").write_text(json.dumps(LOG | {"status": "error", "error": {"message": "no route"}}))
-    with pytest.raises(EnvironmentProblem, match=r"says error: .*no route"):
+    with pytest.raises(EnvironmentProblem, match=r"has the status error: .*no route"):
         _inspect_results(tmp_path)
     scores = [{"name": "exact", "metrics": {"mean": {"value": None}}}]
     (tmp_path / "log.json").write_text(json.dumps(LOG))
@@ -135,7 +135,7 @@ def test_an_environment_without_the_harness_is_named_with_the_line_to_install_it
     [
         (
             ["suite=lm_eval", "tasks=gsm8k"],
-            "--suite-python PYTHON is missing\n  an environment of its own: python3 -m venv",
+            "--suite-python PYTHON is missing\n  in a separate environment: python3 -m venv",
         ),
         (["suite=lm_eval"], "type suite=lm_eval|inspect and tasks=TASK,TASK"),
         (["suite=helm", "tasks=a"], "type suite=lm_eval|inspect"),

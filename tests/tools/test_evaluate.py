@@ -50,7 +50,7 @@ def test_a_runs_own_held_out_rows_have_the_numbers_of_training(work: Path) -> No
     out = command.run("eval", "latest", cwd=work)
     last = json.loads((work / "outputs/latest/metrics.jsonl").read_text().splitlines()[-1])
     [values] = results(work)["sets"]["held_out"]["values"].values()
-    assert values["exact_match"] == last["eval/exact_match"] and "8 new answers, 0 known from before" in out
+    assert values["exact_match"] == last["eval/exact_match"] and "8 new answers, 0 from earlier evaluations" in out
 
 
 def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> None:

@@ -109,9 +109,9 @@ def group_mean_std(rewards: Tensor, group: Tensor, *, advantage_eps: AdvantageEp
 
     verl, TRL and OpenRLHF agree on ddof 1; advantage_eps is 1e-6 in verl, 1e-4 in TRL, 1e-9 in OpenRLHF.
     """
-    centred, count = _center_by_group(rewards, group)
-    std = (segment_sum(centred.square(), group) / (count - 1).clamp(min=1)).sqrt()
-    return torch.where(std > 0, centred / (std + advantage_eps), 0)
+    centered, count = _center_by_group(rewards, group)
+    std = (segment_sum(centered.square(), group) / (count - 1).clamp(min=1)).sqrt()
+    return torch.where(std > 0, centered / (std + advantage_eps), 0)
 
 
 @advantage("group_mean", paper="Dr. GRPO 2503.20783", formula="R − mean of the group")
@@ -123,8 +123,8 @@ def group_mean(rewards: Tensor, group: Tensor) -> Tensor:
 @advantage("leave_one_out", paper="RLOO 2402.14740", formula="R − mean of the group's other completions")
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """R − mean of the other scored samples = n/(n − 1)·(R − mean), [N]; 0 where there is no other."""
-    centred, count = _center_by_group(rewards, group)
-    return centred * count / (count - 1).clamp(min=1)
+    centered, count = _center_by_group(rewards, group)
+    return centered * count / (count - 1).clamp(min=1)
 
 
 @advantage(

@@ -1,4 +1,4 @@
-"""What a user can set of policy optimisation: grpo, ppo, opd, and by presets their variants.
+"""What a user can set of policy optimization: grpo, ppo, opd, and by presets their variants.
 
 The knobs are orthogonal. One that a combination does not use has no value (null), and setting it is an error; null
 stands for the default that its description names. Losses, advantages, KL estimators, aggregations and corrections are
@@ -243,10 +243,10 @@ class GrpoConfig(PolicyConfig):
                 text = f"not used with zero_variance={self.zero_variance}; it belongs to zero_variance={user}"
                 found.append((f"algorithm.{option}", text))
         if self.zero_variance == "resample" and job.data.is_stream:
-            text = "resample needs a second order of the rows, which data.streaming=true has not; type keep or drop"
+            text = "resample needs a second order of the rows, which data.streaming=true lacks; type keep or drop"
             found.append(("algorithm.zero_variance", text))
         if self.zero_variance == "resample" and self.kl_location == "reward":
-            text = "groups are replaced before the KL in their rewards is known; type algorithm.zero_variance=drop"
+            text = "groups are replaced before the KL in their rewards is computed; type algorithm.zero_variance=drop"
             found.append(("algorithm.zero_variance", text))
         compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
@@ -259,7 +259,7 @@ class GrpoConfig(PolicyConfig):
 
 @with_options
 class PpoConfig(PolicyConfig):
-    """Proximal policy optimisation (1707.06347) with a critic and generalised advantages (1506.02438)."""
+    """Proximal policy optimization (1707.06347) with a critic and generalized advantages (1506.02438)."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     default_kl_location: ClassVar[Literal["loss", "reward"]] = "reward"
@@ -311,7 +311,7 @@ class PpoConfig(PolicyConfig):
             text = "not used with normalize_advantages=false; it belongs to normalize_advantages=true"
             found.append(("algorithm.whiten_ddof", text))
         if self.critic == "separate" and self.value_coef is not None:
-            text = "a separate critic has a loss of its own; type algorithm.critic=shared, or leave it out"
+            text = "a separate critic has its own loss; type algorithm.critic=shared, or leave it out"
             found.append(("algorithm.value_coef", text))
         return found
 
@@ -325,7 +325,7 @@ class PpoConfig(PolicyConfig):
 
 @with_options
 class OpdConfig(TeacherBasedConfig, PolicyConfig):
-    """On-policy distillation: the student samples, and each token is worth log p_teacher − log p_student."""
+    """On-policy distillation: the student samples; a token's advantage is log p_teacher − log p_student."""
 
     factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TeacherBasedConfig.models, **PolicyConfig.models}

@@ -1,4 +1,4 @@
-"""Policy optimisation: grpo, ppo, opd and what their options make of them.
+"""Policy optimization: grpo, ppo, opd and what their options make of them.
 
     collect   prompts ─▶ sampler ─▶ reward ─▶ groups of samples              (may run `lag` steps ahead)
     prepare   groups ─▶ one ragged batch ─▶ old, reference, teacher, values ─▶ advantages ─▶ epochs × mini-batches

@@ -33,7 +33,7 @@ class PreferenceConfig(ReferenceBasedConfig):
 
 @with_options
 class DpoConfig(PreferenceConfig):
-    """Direct preference optimization (2305.18290) and its variants, on two answers' log-probabilities."""
+    """Direct preference optimization (2305.18290) and its variants, on pairs of completions."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_dpo"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:pairs"
@@ -67,7 +67,7 @@ class DpoConfig(PreferenceConfig):
 
 
 class KtoConfig(PreferenceConfig):
-    """Kahneman-Tversky optimisation (2402.01306): answers judged good or bad, one by one."""
+    """Kahneman-Tversky optimization (2402.01306): completions labeled good or bad, one by one."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build_kto"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:labeled_completions"
@@ -90,7 +90,7 @@ class KtoConfig(PreferenceConfig):
 
 
 class RmConfig(AlgorithmConfig):
-    """A reward model from pairs: Bradley-Terry on the scores of the two answers."""
+    """A reward model from pairs: Bradley-Terry on the scores of the two completions."""
 
     factory: ClassVar[str] = "runner.algorithm.preference.learning:build"
     explain_fn: ClassVar[str | None] = "runner.algorithm.explain:scores"

@@ -17,7 +17,7 @@ KTO (2402.01306): z, the estimate of KL(policy ‖ reference), is the mean log-r
 an answer is put before the next answer of the same mini-batch, as TRL does, and z holds for the whole mini-batch over
 all ranks. It is made just before the update, without gradient or dropout and with the weights that the update starts
 from: those that the loss is computed with. Departures: the paper and TRL take the micro-batch of one device, here z
-does not depend on how the batch is cut; where two neighbours have the same prompt, their mismatch is none, as in TRL.
+does not depend on how the batch is cut; where two neighbors have the same prompt, their mismatch is none, as in TRL.
 
 A reward model's score is read at the last token of an answer, its end token. Sources: 2203.02155 (InstructGPT), the
 margin 2307.09288 (Llama 2), center_rewards_coef 2312.09244. Departure: InstructGPT weighs all pairs of one prompt

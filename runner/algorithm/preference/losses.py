@@ -1,4 +1,4 @@
-"""Losses of preference optimisation, per pair (or per judged answer), before any mean.
+"""Losses of preference optimization, per pair (or per judged answer), before any mean.
 
 Legend: P pairs, N judged answers; all float [P] or [N] unless said otherwise.
 

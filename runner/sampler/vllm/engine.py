@@ -215,7 +215,7 @@ class VllmEngine:
         try:
             made.mkdir(mode=0o700)
         except OSError as error:
-            text = f"cannot make {made} for vLLM's temporary files: {error.strerror}"
+            text = f"cannot create {made} for vLLM's temporary files: {error.strerror}"
             raise EnvironmentProblem(f"sampler=vllm: {text}; set TMPDIR to another folder") from error
         return made
 

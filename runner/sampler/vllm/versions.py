@@ -58,7 +58,7 @@ def check_version(found: Version, decide: Decide) -> None:
 
 
 ABSENT = """sampler=vllm: vLLM is not installed here
-  for CUDA: pip install vllm in an environment of its own, then this project in the same (docs/vllm.md)
+  for CUDA: pip install vllm in a new environment, then this project in the same (docs/vllm.md)
   for Ascend: vllm and vllm-ascend of one version, with the torch_npu of the same set (docs/npu.md, part 2)
   for the processor, to try it: make test-vllm VLLM_VENV=.venv-vllm, then .venv-vllm/bin/run …
   without it: sampler=torch"""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, Problem, SpecError
+from runner.core.fsync_io import error_reason
 from runner.core.package import read_table
 from runner.device.process_setup import load_torch, set_environment
 from runner.launch.local import prepare_spec
@@ -103,7 +104,7 @@ def read_earlier(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"--compare {path}: {error}; expected a file written by run bench") from error
+        raise DataError(f"--compare {path}: {error_reason(error)}; expected a file written by run bench") from error
     if not isinstance(found, dict) or found.get("format") != FORMAT or "cases" not in found:
         raise DataError(f"--compare {path}: expected a file of run bench in format {FORMAT}")
     return found

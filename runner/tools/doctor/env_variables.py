@@ -113,7 +113,7 @@ def _visible(machine: SystemInfo, kind: Kind, count: int) -> CheckResult:
 
 
 def timeouts(machine: SystemInfo) -> CheckResult:
-    """HCCL's time-outs: in range, and in the order CONNECT, EXEC < EVENT."""
+    """HCCL's timeouts: in range, and in the order CONNECT, EXEC < EVENT."""
     env = machine.environment
     seen = ", ".join(
         f"{name.removeprefix('HCCL_')}={env.get(name, f'{d} (default)')}" for name, d in HCCL_DEFAULTS.items()

@@ -169,14 +169,14 @@ def _install_vllm(version: str | None) -> str:
 
 
 def wheel_and_soc(machine: SystemInfo) -> CheckResult:
-    """vllm-ascend's kernels are built for one generation; on another they are undefined behaviour."""
+    """vllm-ascend's kernels are built for one generation; on another they are undefined behavior."""
     plugin, chip = machine.version("vllm-ascend"), driver.soc_of_first_card(machine)
     if plugin is None or chip is None:
         return skip("vllm-ascend is not installed" if plugin is None else "npu-smi does not name the chip")
     said = _BUILD.findall(machine.read_package_file("vllm_ascend/_build_info.py") or "")
     built = {generation(one) for one in said} - {"unknown"}
     if not built:
-        return unknown(f"vllm-ascend {plugin} does not say what it was built for; this is a {chip}")
+        return unknown(f"vllm-ascend {plugin} does not state the chip that it was built for; this is a {chip}")
     if generation(chip) not in built:
         return problem(
             f"vllm-ascend {plugin} was built for {', '.join(said)}, and this is a {chip} ({generation(chip)})",
@@ -327,7 +327,7 @@ def _ray_and_npus(machine: SystemInfo, found: str) -> CheckResult:
     seen = len(machine.nodes)
     if not seen:
         return warning(f"ray {found} will find no NPU: there is no /dev/davinci0", "run doctor device=npu")
-    return ok(f"ray {found}; it counts {seen} NPU by /dev/davinci*, or what CANN's acl says where that is imported")
+    return ok(f"ray {found}; it counts {seen} NPU by /dev/davinci*, or as CANN's acl reports where that is imported")
 
 
 def slurm(machine: SystemInfo) -> CheckResult:

@@ -81,7 +81,7 @@ def wait_or_choose(variable: str, free: Sequence[str]) -> str:
 
 
 FORMAT = 1  # of --json; grows when a field changes its meaning or goes
-COLOURS = {
+COLORS = {
     CheckStatus.OK: 32,
     CheckStatus.WARNING: 33,
     CheckStatus.PROBLEM: 31,
@@ -95,7 +95,7 @@ COMMON = ("machine", ANY_DEVICE)
 
 def print_report(entries: Iterable[ReportEntry], devices: Sequence[str], out: TextIO) -> list[ReportEntry]:
     """Print each entry when it comes, then the end of the report; returns them all."""
-    coloured = out.isatty() and "NO_COLOR" not in os.environ
+    colored = out.isatty() and "NO_COLOR" not in os.environ
     seen: list[ReportEntry] = []
     for group, members in groupby(entries, lambda entry: entry.group):
         print(f"{chr(10) if seen else ''}{group}", file=out)
@@ -104,10 +104,10 @@ def print_report(entries: Iterable[ReportEntry], devices: Sequence[str], out: Te
             if entry.finding.verdict is CheckStatus.SKIPPED:
                 left_out.append(entry)
             else:
-                print("\n".join(_lines(entry, coloured)), file=out, flush=True)
+                print("\n".join(_lines(entry, colored)), file=out, flush=True)
             seen.append(entry)
         if left_out:
-            print("\n".join(_lines(_merge_skipped(left_out), coloured)), file=out, flush=True)
+            print("\n".join(_lines(_merge_skipped(left_out), colored)), file=out, flush=True)
     print("\n".join(["", *_ending(seen, devices)]), file=out)
     return seen
 
@@ -169,11 +169,11 @@ def _why_not_ready(entries: Sequence[ReportEntry], device: str) -> str | None:
     return None if tried else "no problem found, but not tested"
 
 
-def _lines(entry: ReportEntry, coloured: bool) -> list[str]:
+def _lines(entry: ReportEntry, colored: bool) -> list[str]:
     verdict = entry.finding.verdict
     mark = ("-" if verdict is CheckStatus.SKIPPED else verdict.value).ljust(VERDICT_WIDTH)
     text = _wrap(entry.finding.evidence)
-    painted = f"\033[{COLOURS[verdict]}m{mark}\033[0m" if coloured else mark
+    painted = f"\033[{COLORS[verdict]}m{mark}\033[0m" if colored else mark
     return [f"  {painted}  {entry.check.ljust(NAME_WIDTH)}  {text[0]}".rstrip(), *text[1:]]
 
 

@@ -23,7 +23,7 @@ Check = tuple[str, Callable[[SystemInfo], CheckResult]]
 HOST: tuple[Check, ...] = (("platform", system_info.system_platform),)
 NPU_VARIABLES: tuple[Check, ...] = (
     ("allocator", partial(env_variables.allocator, kind=device_kinds.NPU)),
-    ("HCCL time-outs", env_variables.timeouts),
+    ("HCCL timeouts", env_variables.timeouts),
     ("HCCL network", env_variables.network),
     ("other variables", env_variables.choices),
 )

@@ -75,7 +75,7 @@ class SystemInfo:
     parts: tuple[tuple[str, Callable[[], None]], ...] = ()  # what the parts of a job check themselves
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=dict)
-    packages: Mapping[str, Package] = field(default_factory=dict)  # by normalised name: torch-npu
+    packages: Mapping[str, Package] = field(default_factory=dict)  # by normalized name: torch-npu
     site: tuple[Path, ...] = ()  # the folders packages lie in
     python: tuple[int, int, int] = (3, 11, 0)
     system: str = "Linux"

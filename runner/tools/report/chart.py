@@ -29,7 +29,7 @@ LOG_SPAN = 10.0  # largest by smallest value above which a logarithmic axis is o
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A named series; `key` ties it to a row of a table, `hue` is an angle of the colour circle.
+    """A named series; `key` ties it to a row of a table, `hue` is an angle of the color circle.
 
     bounds: lower and upper bound of an interval around it; empty if it has none
     """
@@ -51,7 +51,7 @@ def interval_curves(name: str, key: str, hue: int, found: Mapping[str, Series]) 
 
 
 def hues(count: int) -> list[int]:
-    """`count` hues that are as far apart as can be, neighbours not alike."""
+    """`count` hues that are as far apart as can be, neighbors not alike."""
     return [round(210 + i * 360 / max(count, 1) * _stride(count)) % 360 for i in range(count)]
 
 
@@ -175,7 +175,7 @@ def _band(curve: Curve, across: Axis, up: Axis) -> str:
 
 
 def _mark(tag: str, of: Curve | Point, place: str, kind: str = "curve") -> str:
-    """A shape in its colour, tied to its row, with its name on hover."""
+    """A shape in its color, tied to its row, with its name on hover."""
     shared = f'class="{kind}" data-key="{html.escape(of.key, quote=True)}" style="--hue:{of.hue}"'
     return f"<{tag} {shared} {place}><title>{html.escape(of.name)}</title></{tag}>"
 

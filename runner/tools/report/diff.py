@@ -86,10 +86,10 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
         f"{a.spec.get('name')} and {b.spec.get('name')}",
         f"A {display_path(first.root)} · B {display_path(second.root)}",
     )
-    colours = dict(zip("AB", hues(2), strict=True))
+    colors = dict(zip("AB", hues(2), strict=True))
     page.table(
         ["run", "folder"],
-        [TableRow([n, display_path(r.folder.root)], n, "", colours[n]) for n, r in (("A", a), ("B", b))],
+        [TableRow([n, display_path(r.folder.root)], n, "", colors[n]) for n, r in (("A", a), ("B", b))],
     )
     page.head("Curves")
     curves: dict[str, list[Curve]] = {}

@@ -42,7 +42,7 @@ SWITCHES = (
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """A table row; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot in that colour."""
+    """A table row; `key` ties it to a curve, `kind` names its look, `hue` gives it a dot in that color."""
 
     cells: Sequence[str]
     key: str = ""
@@ -111,7 +111,7 @@ class Page:
             self.text(f"{len(names) - len(shown)} more metrics are in metrics.jsonl: {', '.join(names[len(shown) :])}")
 
     def legend(self, curves: Sequence[Curve]) -> None:
-        """The names of the curves beside their colours."""
+        """The names of the curves beside their colors."""
         dots = "".join(f'<span class="key">{_dot(curve.hue)}{html.escape(curve.name)}</span> ' for curve in curves)
         self.parts.append(f"<p>{dots}</p>")
 

@@ -49,7 +49,7 @@ class Series:
         return Series(tuple(points))
 
     def downsample(self, most: int) -> Series:
-        """At most about `most` points: means of neighbours, at the last step of each group."""
+        """At most about `most` points: means of neighbors, at the last step of each group."""
         if len(self.points) <= most:
             return self
         size = math.ceil(len(self.points) / most)

@@ -226,8 +226,8 @@ def note_killed(folder: RunFolder) -> None:
         return
     if found.state == "killed":
         name = display_path(folder.root)
-        text = f"note: {name} was killed at step {found.step} of {found.steps} and left no exit code: by kill -9, or by"
-        print_text(f"{text} the kernel for memory (dmesg); continue it: run resume {name}", file=sys.stderr)
+        text = f"note: {name} was killed at step {found.step} of {found.steps}: by kill -9, or by the kernel for memory"
+        print_text(f"{text} (see dmesg); to continue it: run resume {name}", file=sys.stderr)
 
 
 LINES: dict[str, list[str]] = METRICS["status"]

@@ -84,7 +84,7 @@ def _check_rotary(given: Given) -> None:
 
 
 def _rotated(x: Tensor, mode: str) -> Tensor:
-    """half: (a, b) → (−b, a) of the two halves; interleave: of each pair of neighbours."""
+    """half: (a, b) → (−b, a) of the two halves; interleave: of each pair of neighbors."""
     if mode == "half":
         first, second = x.chunk(2, -1)
         return torch.cat((-second, first), -1)

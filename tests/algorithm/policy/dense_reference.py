@@ -1,4 +1,4 @@
-"""Policy optimisation written out once more: one answer at a time, in float64, of torch alone.
+"""Policy optimization written out once more: one answer at a time, in float64, of torch alone.
 
 Nothing of the project is imported. A model is a dictionary of weights (transformers' names), a group a prompt with its
 samples, an option a value of `options` under the name that a user types. Legend: an answer has L tokens after a prompt

@@ -49,11 +49,11 @@ def reference(name: str, samples: Samples, index: int) -> float:
         return reward - statistics.fmean(samples[i][0] for i in members if i != index)
     if name == "opo":
         return reward - sum(LENGTHS[i] * samples[i][0] for i in members) / sum(LENGTHS[i] for i in members)
-    centred = reward - statistics.fmean(rewards)
+    centered = reward - statistics.fmean(rewards)
     if name == "group_mean_std":
-        return centred / (statistics.stdev(rewards) + EPS)
+        return centered / (statistics.stdev(rewards) + EPS)
     scored = [r for r, _ in samples if not math.isnan(r)]
-    return centred / (statistics.stdev(scored) + EPS) if name == "batch_std" else centred
+    return centered / (statistics.stdev(scored) + EPS) if name == "batch_std" else centered
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

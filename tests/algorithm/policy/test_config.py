@@ -1,4 +1,4 @@
-"""What policy optimisation refuses, what stands for null, and what `run explain loss` prints."""
+"""What policy optimization refuses, what stands for null, and what `run explain loss` prints."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
             ["algorithm.kl_estimator=k2", "algorithm.reference=adapter"],
             "algorithm.reference: there is no adapter to disable",
         ),
-        (["algorithm.group_size=1"], "algorithm.group_size: advantage=group_mean_std compares within a group"),
+        (
+            ["algorithm.group_size=1"],
+            "algorithm.group_size: advantage=group_mean_std compares the completions of a group",
+        ),
         (["algorithm.gamma=0.9"], "algorithm.gamma: not used with advantage=group_mean_std"),
         (
             ["algorithm.advantage=none"],
@@ -91,11 +94,11 @@ BASE = ("algorithm=grpo", "sampler=torch", "reward=exact", "model=tiny", "data=d
         ),
         (
             ["algorithm.zero_variance=resample", "algorithm.kl_estimator=k1", "algorithm.kl_in=reward"],
-            "algorithm.zero_variance: groups are replaced before the KL in their rewards is known",
+            "algorithm.zero_variance: groups are replaced before the KL in their rewards is computed",
         ),
         (
             ["algorithm=ppo", "algorithm.value_coef=0.5"],
-            "algorithm.value_coef: a separate critic has a loss of its own",
+            "algorithm.value_coef: a separate critic has its own loss",
         ),
     ],
 )

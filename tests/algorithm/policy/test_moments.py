@@ -23,10 +23,10 @@ def test_whitening_is_by_the_mean_and_variance_of_what_counts(ragged: Rows, ddof
     if not kept:
         assert got.eq(0).all()
         return
-    centre = statistics.fmean(kept)
-    spread = math.fsum((x - centre) ** 2 for x in kept) / max(len(kept) - ddof, 1)
+    center = statistics.fmean(kept)
+    spread = math.fsum((x - center) ** 2 for x in kept) / max(len(kept) - ddof, 1)
     expected = [
-        (x - centre) / math.sqrt(spread + 1e-8) if m else 0.0
+        (x - center) / math.sqrt(spread + 1e-8) if m else 0.0
         for x, m in zip(values.tolist(), mask.tolist(), strict=True)
     ]
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)

@@ -1,4 +1,4 @@
-"""Policy optimisation as a whole: real sampling, real gradients, and what must not change them."""
+"""Policy optimization as a whole: real sampling, real gradients, and what must not change them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token rewards, returns and generalised advantages against loops over the tokens of each row."""
+"""Token rewards, returns and generalized advantages against loops over the tokens of each row."""
 
 from __future__ import annotations
 

@@ -167,31 +167,31 @@ MISTAKES = {
     ),
     "EVENT below EXEC": (
         variables(HCCL_EXEC_TIMEOUT="3600", HCCL_EVENT_TIMEOUT="1868"),
-        ("HCCL time-outs", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT=3672"),
+        ("HCCL timeouts", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT=3672"),
     ),
     "EXEC raised, EVENT left at its default": (
         variables(HCCL_EXEC_TIMEOUT="7200"),
-        ("HCCL time-outs", PROBLEM, "HCCL_EVENT_TIMEOUT=1868", "export HCCL_EVENT_TIMEOUT"),
+        ("HCCL timeouts", PROBLEM, "HCCL_EVENT_TIMEOUT=1868", "export HCCL_EVENT_TIMEOUT"),
     ),
     "EVENT above EXEC, but not above what EXEC is counted as": (
         variables(HCCL_EXEC_TIMEOUT="1800", HCCL_EVENT_TIMEOUT="1830"),
-        ("HCCL time-outs", PROBLEM, "up to 1836", "export HCCL_EVENT_TIMEOUT=1904"),
+        ("HCCL timeouts", PROBLEM, "up to 1836", "export HCCL_EVENT_TIMEOUT=1904"),
     ),
     "CONNECT out of range": (
         variables(HCCL_CONNECT_TIMEOUT="60"),
-        ("HCCL time-outs", PROBLEM, "outside 120", "export HCCL_CONNECT_TIMEOUT=600"),
+        ("HCCL timeouts", PROBLEM, "outside 120", "export HCCL_CONNECT_TIMEOUT=600"),
     ),
     "a time-out that is no number": (
         variables(HCCL_CONNECT_TIMEOUT="10min"),
-        ("HCCL time-outs", PROBLEM, "not an integer", "unset HCCL_CONNECT_TIMEOUT"),
+        ("HCCL timeouts", PROBLEM, "not an integer", "unset HCCL_CONNECT_TIMEOUT"),
     ),
     "EXEC = for ever": (
         variables(HCCL_EXEC_TIMEOUT="0"),
-        ("HCCL time-outs", WARNING, "not support 0 (wait forever)", "HCCL_EXEC_TIMEOUT=7208"),
+        ("HCCL timeouts", WARNING, "not support 0 (wait forever)", "HCCL_EXEC_TIMEOUT=7208"),
     ),
     "EVENT equal to EXEC": (
         variables(HCCL_EXEC_TIMEOUT="3604", HCCL_EVENT_TIMEOUT="3604"),
-        ("HCCL time-outs", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT"),
+        ("HCCL timeouts", PROBLEM, "must be above", "export HCCL_EVENT_TIMEOUT"),
     ),
     "a network interface that is not there": (
         both(written("/sys/class/net/eth0/mtu", "1500"), variables(HCCL_SOCKET_IFNAME="enp7")),

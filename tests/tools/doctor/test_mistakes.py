@@ -144,7 +144,7 @@ def test_a_driver_in_another_place(tmp_path: Path) -> None:
 def test_checks_come_in_the_order_in_which_one_depends_on_another(tmp_path: Path) -> None:
     order = (
         "platform, device files, driver, firmware, npu-smi, in use, topology, CANN, CANN environment, ATB, "
-        "torch, torch_npu, torch_npu, CANN, vllm, vllm-ascend, wheel, chip, Python, allocator, HCCL time-outs, "
+        "torch, torch_npu, torch_npu, CANN, vllm, vllm-ascend, wheel, chip, Python, allocator, HCCL timeouts, "
         "visible devices, container mounts, disk, shared memory, W&B, antlr"
     )
     made = [entry.check for entry in entries(machine(tmp_path))]

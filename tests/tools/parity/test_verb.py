@@ -182,7 +182,7 @@ def test_another_data_type_is_within_the_bounds_of_that_type(workdir: Path, caps
 
 
 class InPairs:
-    """The rotary positions of neighbours, where the model was made for those of halves."""
+    """The rotary positions of neighbors, where the model was made for those of halves."""
 
     @staticmethod
     def npu_rotary_mul(x: Any, cos: Any, sin: Any, mode: str) -> Any:

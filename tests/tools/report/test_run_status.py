@@ -58,7 +58,7 @@ def test_how_far_it_is_and_how_fast(folder: RunFolder) -> None:
     said = "\n".join(status_lines(found))
     assert "running · attempt 2 · step 40 of 200 · 0.5 s a step · 01:20 left" in said
     assert (
-        "learns    train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples   weight_sync/load_s 0.25" in said
+        "metrics   train/loss 0.025 · eval/loss 0.75 (step 10)" in said and "samples   weight_sync/load_s 0.25" in said
     )
     assert json.loads(json.dumps(found.plain()))["numbers"]["eval/loss"] == {"step": 10, "value": 0.75}
 
