@@ -38,7 +38,7 @@ TOPK_START = 256  # candidates that a nucleus is first sought among
 class SamplingRule:
     """The sampled distribution: softmax(logits / temperature), truncated in this order.
 
-    It is renormalised each time.
+    It is renormalized each time.
 
     top_k: the k likeliest (None = all); top_p: the fewest whose mass reaches p (Holtzman et al. 2020, §3.1, "The
     Curious Case of Neural Text Degeneration"); min_p: those at least min_p times as likely as the likeliest (Nguyen et

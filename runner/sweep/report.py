@@ -264,8 +264,8 @@ def _points(results: Results) -> list[Point]:
 
 def _curves(results: Results) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
-    colours = hues(len(results.results))
-    for row, hue in zip(results.results, colours, strict=True):
+    colors = hues(len(results.results))
+    for row, hue in zip(results.results, colors, strict=True):
         for metric in without_bounds(row.series):
             curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, row.series[metric])
             found.setdefault(metric, []).append(curve)

@@ -1,4 +1,4 @@
-"""Charts as inline SVG; the style sheet has colours and sizes.
+"""Charts as inline SVG; the style sheet has colors and sizes.
 
     curves (name, hue, points) ─▶ ranges ─▶ round ticks ─▶ <svg>
 

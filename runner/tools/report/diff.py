@@ -94,7 +94,7 @@ def write_page(first: RunFolder, second: RunFolder, path: Path) -> None:
     page.head("Curves")
     curves: dict[str, list[Curve]] = {}
     for name, run in (("A", a), ("B", b)):
-        for metric, curve in interval_curves(name, name, colours[name], run.series).items():
+        for metric, curve in interval_curves(name, name, colors[name], run.series).items():
             curves.setdefault(metric, []).append(curve)
     page.charts(curves)
     if evaluated := _evaluation_rows(a, b):
