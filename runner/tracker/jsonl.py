@@ -88,8 +88,8 @@ def missing_steps(folder: RunFolder, step: int) -> str:
     begins = [at for at in wanted if at not in held and (at - 1 in held or at == 1)]
     ends = [at for at in wanted if at not in held and (at + 1 in held or at == step)]
     gaps = [f"step {a}" if a == b else f"steps {a} to {b}" for a, b in zip(begins, ends, strict=True)]
-    said = [f"missing {', '.join(gaps)}"] if gaps else []
-    return "; ".join(said + (["its steps are not in order"] if found != sorted(held) else []))
+    faults = [f"missing {', '.join(gaps)}"] if gaps else []
+    return "; ".join(faults + (["its steps are not in order"] if found != sorted(held) else []))
 
 
 def _split(content: bytes, step: int) -> tuple[list[str], list[str]]:

@@ -195,8 +195,8 @@ def sample_line(row: Mapping[str, Any]) -> str:
     if "prompt" not in row or "answer" not in row:
         facts = {k: format_number(v) if isinstance(v, float) else v for k, v in row.items() if v is not None}
         return _shorten("  ".join(f"{k}={v}" for k, v in facts.items()))
-    said = [turn["content"] for turn in row.get("turns", ())]
-    line = " → ".join([row["prompt"], *said, row["answer"]])
+    turns = [turn["content"] for turn in row.get("turns", ())]
+    line = " → ".join([row["prompt"], *turns, row["answer"]])
     if row.get("expected") not in (None, "", row["answer"]):
         line += f"  (expected {row['expected']})"
     if isinstance(row.get("reward"), int | float):

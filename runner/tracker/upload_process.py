@@ -220,9 +220,9 @@ class UploadProcess:
     def _run_has_ended(self) -> bool:
         """Whether stdin is closed, or the parent has ended while another process holds the pipe open."""
         if select.select([STDIN], [], [], LOOK_S)[0]:
-            said = os.read(STDIN, 64)
-            self._status += said.decode(errors="replace").strip()
-            return not said
+            data = os.read(STDIN, 64)
+            self._status += data.decode(errors="replace").strip()
+            return not data
         return bool(self._options.parent) and os.getppid() != self._options.parent
 
     def _restart(self, reason: str) -> NoReturn:

@@ -91,8 +91,8 @@ def build(
         decide("tracker", config.name, "none", reason)
         return NoTracker()
     for variable in LIBRARIES[config.name].reported_variables:
-        if (said := os.environ.get(variable, config.mode)) != config.mode:
-            decide("tracker.mode", f"{variable}={said}", config.mode, f"the option is used; unset {variable}")
+        if (mode := os.environ.get(variable, config.mode)) != config.mode:
+            decide("tracker.mode", f"{variable}={mode}", config.mode, f"the option is used; unset {variable}")
     place = folder.root / config.name
     place.mkdir(exist_ok=True)
     chosen = config.model_dump(mode="json", exclude={"name"})
