@@ -64,8 +64,8 @@ class RankState:
 
     def digest(self) -> str:
         """Equal on ranks with the same tensors, however sharded, and the same values."""
-        told = {s: {n: (e.kind, e.shape, e.tied) for n, e in one.items()} for s, one in self.listings.items()}
-        return hashlib.sha256(json.dumps([told, self.apart]).encode()).hexdigest()
+        entries = {s: {n: (e.kind, e.shape, e.tied) for n, e in one.items()} for s, one in self.listings.items()}
+        return hashlib.sha256(json.dumps([entries, self.apart]).encode()).hexdigest()
 
 
 def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> SavePlan:
@@ -77,12 +77,12 @@ def make_save_plan(read: Callable[[], SplitState], peers: RankCollectives) -> Sa
     """
     own: list[tuple[SplitState, RankState]] = []
 
-    def tell(_: list[int]) -> list[str]:
+    def own_digest(_: list[int]) -> list[str]:
         contents = read()
         own.append((contents, _rank_state(contents)))
         return [own[0][1].digest()]
 
-    digests = run_partitioned(peers, range(peers.size), tell)
+    digests = run_partitioned(peers, range(peers.size), own_digest)
     [(contents, part)] = own
     parts = [part] if len(set(digests)) == 1 else peers.all_gather(part)
     listings = {name: _merge_entries(name, parts) for name in _sections(parts)}

@@ -129,9 +129,9 @@ def unread_variable_problem(kind: Kind, environment: Mapping[str, str]) -> tuple
     """What is wrong, and what to type, where only a variable that no driver reads lists the cards."""
     if kind.unread is None or kind.unread not in environment or kind.visible in environment:
         return None
-    said = environment[kind.unread]
-    text = f"{kind.unread}={said} hides no card: the driver reads {kind.visible}, which is not set"
-    return text, f"export {kind.visible}={said}; unset {kind.unread}"
+    value = environment[kind.unread]
+    text = f"{kind.unread}={value} hides no card: the driver reads {kind.visible}, which is not set"
+    return text, f"export {kind.visible}={value}; unset {kind.unread}"
 
 
 def listed_cards(kind: Kind) -> tuple[str, ...] | None:
@@ -139,15 +139,15 @@ def listed_cards(kind: Kind) -> tuple[str, ...] | None:
 
     Raises EnvironmentProblem for an invalid list, and for one in a variable that no driver reads.
     """
-    said = os.environ.get(kind.visible) if kind.visible else None
-    if said is None:
+    value = os.environ.get(kind.visible) if kind.visible else None
+    if value is None:
         if fault := unread_variable_problem(kind, os.environ):
             raise EnvironmentProblem("\n  ".join(fault))
         return None
-    found = parse_visible(said, kind.names)
+    found = parse_visible(value, kind.names)
     if found.faults:
         advice = f"correct the list, or type: unset {kind.visible}"
-        raise EnvironmentProblem(f"{kind.visible}={said}: {'; '.join(found.faults)}\n  {advice}")
+        raise EnvironmentProblem(f"{kind.visible}={value}: {'; '.join(found.faults)}\n  {advice}")
     return tuple(map(str, found.ids))
 
 

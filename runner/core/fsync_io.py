@@ -90,8 +90,8 @@ def has_free_inodes(folder: Path) -> bool:
 def error_reason(error: Exception) -> str:
     """The reason of an error as text."""
     number = error.errno if isinstance(error, OSError) else None
-    if number is None and (said := OS_ERROR.search(str(error))):
-        number = int(said[1])
+    if number is None and (match := OS_ERROR.search(str(error))):
+        number = int(match[1])
     return str(error) if number is None else FULL.get(number) or os.strerror(number)
 
 

@@ -59,9 +59,9 @@ class RankInfo:
         if not found or found.get("WORLD_SIZE") == "1":
             return cls()
         if missing := [name for name in VARIABLES if name not in found]:
-            said, lacking = ", ".join(found), ", ".join(missing)
+            given, lacking = ", ".join(found), ", ".join(missing)
             raise EnvironmentProblem(
-                f"{said} set, {lacking} not: a rank needs all four, as torchrun sets them. If the first two count "
+                f"{given} set, {lacking} not: a rank needs all four, as torchrun sets them. If the first two count "
                 "machines, type: run … launch.nodes=$WORLD_SIZE launch.node_rank=$RANK "
                 "launch.rdzv_endpoint=$MASTER_ADDR:$MASTER_PORT"
             )

@@ -75,8 +75,8 @@ def translate_startup_errors(device: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        raise EnvironmentProblem(f"device={device}: {said}\n  find the cause: run doctor device={device}") from error
+        reason = str(error).splitlines()[0]
+        raise EnvironmentProblem(f"device={device}: {reason}\n  find the cause: run doctor device={device}") from error
 
 
 def select_card(kind: Kind, count: int) -> torch.device:

@@ -147,8 +147,8 @@ class ExternalLaunchConfig(MultiNodeConfig):
         return "launch", f"{self.name}: the sweep starts its jobs itself; for Slurm type sweep.on=slurm launch=local"
 
     def _node_problems(self, job: Any) -> list[tuple[str, str]]:
-        told = self.node_rank is not None or self.rdzv_endpoint is not None
-        later = () if told else ("launch.node_rank", "launch.rdzv_endpoint")
+        is_named = self.node_rank is not None or self.rdzv_endpoint is not None
+        later = () if is_named else ("launch.node_rank", "launch.rdzv_endpoint")
         return [(key, text) for key, text in super()._node_problems(job) if key not in later]
 
 

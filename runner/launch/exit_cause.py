@@ -87,10 +87,10 @@ def find_cause(ranks: Sequence[ProcessExit], passed_on: Sequence[int] = ()) -> E
 
     passed_on: the signals that the launcher passed on to them
     """
-    said = Counter(rank.report.message for rank in ranks if rank.report)
+    reports = Counter(rank.report.message for rank in ranks if rank.report)
     failed = [rank for rank in ranks if _explains_end(rank, passed_on)]
     failed.sort(key=lambda rank: rank.report.when if rank.report else math.inf)
-    return min((_cause_of(rank, passed_on, said) for rank in failed), key=lambda found: found.strength, default=None)
+    return min((_cause_of(rank, passed_on, reports) for rank in failed), key=lambda found: found.strength, default=None)
 
 
 def hang_cause(names: Sequence[str], waited_s: float, details: Sequence[str]) -> ExitCause:
@@ -105,11 +105,11 @@ def _explains_end(rank: ProcessExit, passed_on: Sequence[int]) -> bool:
     return rank.code != 0 and (not rank.ours or rank.report is not None or bool(passed_on))
 
 
-def _cause_of(rank: ProcessExit, passed_on: Sequence[int], said: Mapping[str, int]) -> ExitCause:
-    """Why one rank ended; `said` counts the ranks with the same report, whose cause is then shared."""
+def _cause_of(rank: ProcessExit, passed_on: Sequence[int], reports: Mapping[str, int]) -> ExitCause:
+    """Why one rank ended; `reports` counts the ranks with the same report, whose cause is then shared."""
     if (report := rank.report) is not None:
         strength = {"error": OWN, "interrupted": INTERRUPTED, "waited": WAITED}[report.kind]
-        known = rank.name == ONLY or said[report.message] > 1 or NAMED.match(report.message) is not None
+        known = rank.name == ONLY or reports[report.message] > 1 or NAMED.match(report.message) is not None
         named = strength == INTERRUPTED or known
         return ExitCause(strength, report.message if named else f"{rank.name}: {report.message}", report.exit_code)
     if passed_on and (rank.ours or rank.code in {code for n in passed_on for code in (-n, 128 + n)}):

@@ -31,7 +31,7 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
 
     Raises DataError for an empty plain prompt.
     """
-    said = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    content = ({"role": "user", "content": prompt},) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
     asked = PromptExample(SourceLocation("prompt", 1), said)
     rows = ExampleTokenizer(tokenizer, chat).encode([asked], problems)

@@ -123,8 +123,8 @@ class PeerNodes:
         while "cause" not in peer.received and not peer.receive() and time.monotonic() < deadline:
             select.select([peer.socket], [], [], RETRY_S)
         if "cause" in peer.received:
-            said = peer.received["cause"]
-            return None if said is None else ExitCause(*said)
+            cause = peer.received["cause"]
+            return None if cause is None else ExitCause(*cause)
         gone = ExitCause(KILLED, f"{peer.name} was lost: its launcher does not respond", LOST)
         return gone if own is None or own.strength == WAITED else own
 

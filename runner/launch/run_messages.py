@@ -61,21 +61,21 @@ def _first_weights(spec: JobSpec) -> str:
 def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
     """The layout of the job's ranks, and the logs of ranks without a screen."""
     own = spec.parallelism
-    said = f"ranks    {place.size}: parallelism={own.name}"
+    text = f"ranks    {place.size}: parallelism={own.name}"
     if not own.deepspeed:
-        said += f", {own.mesh(place.size)}"
+        text += f", {own.mesh(place.size)}"
     logs = f"{display_path(folder / 'ranks')}/1.log" + (f" to {place.size - 1}.log" if place.size > 2 else "")
-    return f"{said}; this is rank 0, logs of the others: {logs}"
+    return f"{text}; this is rank 0, logs of the others: {logs}"
 
 
 def data_text(spec: JobSpec, items: int) -> str:
     """The number of data items, items per step, steps and epochs."""
     per_step = spec.algorithm.batch_size
     amount = "a stream" if spec.data.is_stream else count_noun(items, "item")
-    said = f"data     {amount} · {per_step} per step · {count_noun(spec.steps, 'step')}"
+    text = f"data     {amount} · {per_step} per step · {count_noun(spec.steps, 'step')}"
     if spec.data.is_mixture or spec.data.is_stream:  # the sources of a mixture have different epochs
-        return said
-    return f"{said} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
+        return text
+    return f"{text} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,23 +54,23 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
         text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
         state = "interrupted" if isinstance(error, Interrupted) else "failed"
         write(state, getattr(error, "exit_code", RunnerError.exit_code), text)
-        write_report(folder, is_said=True)
+        write_report(folder, announce=True)
         raise
     early = manifest.early_stop(read_mapping(folder.manifest))
     write("done", 0, **({} if early is None else {"stopped_early": early}))
     write_report(folder)
 
 
-def write_report(folder: RunFolder, *, is_said: bool = False) -> None:
+def write_report(folder: RunFolder, *, announce: bool = False) -> None:
     """Write report.html; an error is only a warning, because the run itself has ended.
 
-    is_said: print the page's path, if a step was finished
+    announce: print the page's path, if a step was finished
     """
     from runner.tools.report.page import write_page
 
     try:
         write_page(folder, folder.report)
-        if is_said and not is_upstream_run() and folder.metrics.is_file() and folder.metrics.stat().st_size:
+        if announce and not is_upstream_run() and folder.metrics.is_file() and folder.metrics.stat().st_size:
             Console(folder.log).message(labeled_line("report", display_path(folder.report)))
     except Exception as error:
         again = f"write it again: run report {display_path(folder.root)}"

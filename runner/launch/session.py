@@ -156,8 +156,8 @@ class Session:
             self.progress(step)
 
         sinks = (records.log, console.step, remember)
-        said = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
-        return outlets(step=sinks, log_first=records.log, **said)
+        more = {"samples": samples, "rollouts": records.log_samples, "say": console.message}
+        return outlets(step=sinks, log_first=records.log, **more)
 
     def _loop(self, built: BuiltJob, first: int, console: Console) -> tuple[float, int]:
         """Run the loop; returns the seconds that it took and the number of finished steps."""

@@ -135,19 +135,19 @@ def _receive_job() -> dict[str, Any]:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=own, check=False)
     if done.returncode or not done.stdout:
         raise RankLost(f"rank 0 exited before the job started (its listening process returned {done.returncode})")
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    if "lost" in said:
-        raise RankLost(said["lost"])
-    return said
+    job: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    if "lost" in job:
+        raise RankLost(job["lost"])
+    return job
 
 
 def print_job() -> None:
     """Print the job that rank 0 publishes, or that rank 0 is lost."""
     try:
-        said = _wait_for_job(_store())
+        job = _wait_for_job(_store())
     except RankLost as error:
-        said = {"lost": str(error)}
-    print(json.dumps(said))
+        job = {"lost": str(error)}
+    print(json.dumps(job))
 
 
 def _publish_job(job: Mapping[str, Any]) -> Any:

@@ -101,8 +101,8 @@ def layout_words(words: Sequence[str], spec: Mapping[str, Any]) -> tuple[list[st
 
 def _layout(launch: Mapping[str, Any], parallelism: Mapping[str, Any]) -> list[str]:
     here = {"name": "local", "devices": launch["devices"], "attempts": launch["attempts"]}  # however the job starts
-    said = (("launch", here), ("parallelism", parallelism))
-    return [word for group, values in said for word in (f"{group}={values['name']}", *_options(group, values))]
+    groups = (("launch", here), ("parallelism", parallelism))
+    return [word for group, values in groups for word in (f"{group}={values['name']}", *_options(group, values))]
 
 
 def _options(group: str, values: Mapping[str, Any]) -> list[str]:
@@ -268,12 +268,12 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
 def _layout_of(recipe: str, key: str, words: Sequence[str], spec: JobSpec) -> list[str]:
     """The words for the upstream run's layout: the job's or, with a message, one process."""
     layout, why_not = layout_words(words, spec.model_dump(mode="json"))
-    said = f"{key}: running +recipe={recipe}"
+    text = f"{key}: running +recipe={recipe}"
     if why_not:
-        print_text(f"{said} as one process, because it does not support this job's layout:\n{why_not}", file=sys.stderr)
+        print_text(f"{text} as one process, because it does not support this job's layout:\n{why_not}", file=sys.stderr)
     elif spec.launch.machines > 1:
         wait = "the others wait for at most parallelism.timeout_s"
-        print_text(f"{said} on this machine's devices; {wait}", file=sys.stderr)
+        print_text(f"{text} on this machine's devices; {wait}", file=sys.stderr)
     return layout
 
 

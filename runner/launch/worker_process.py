@@ -155,13 +155,13 @@ class LocalWorker:
         by descriptor (None: this process's). Raises StorageError, EnvironmentProblem.
         """
         log_path = spec.folder.log
-        hearing, telling = os.pipe()
-        handles = [telling, *([] if listener is None else [listener])]
+        read_end, write_end = os.pipe()
+        handles = [write_end, *([] if listener is None else [listener])]
         try:
             with log_path.open("ab") as log:
                 stdout, stderr = screen if spec.is_rank0 else (log, log)
                 process = ChildProcess(
-                    [sys.executable, *spec.command_line(telling, listener)],
+                    [sys.executable, *spec.command_line(write_end, listener)],
                     end_signal=signal.SIGKILL,
                     stdout=stdout,
                     stderr=stderr,
@@ -169,13 +169,13 @@ class LocalWorker:
                     pass_fds=handles,
                 )
         except OSError as error:
-            os.close(hearing)
+            os.close(read_end)
             if isinstance(error, PermissionError):
                 raise StorageError(f"cannot write {log_path}: {error.strerror}") from error
             raise EnvironmentProblem(f"cannot start {spec.name}: {error}") from error
         finally:
-            os.close(telling)
-        return cls(spec, process, HeartbeatReader(hearing), cleanup)
+            os.close(write_end)
+        return cls(spec, process, HeartbeatReader(read_end), cleanup)
 
     def is_running(self) -> bool:
         """Whether it still runs. Once False, its children are killed and its output was read."""
@@ -229,8 +229,8 @@ class WorkerStatusFile:
         self.due = time.monotonic() + BEAT_S
         here = Host.current()
         launcher = {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}
-        said = [self._worker_status(member, replaced.get(member.spec.name, 0)) for member in members]
-        content = {"attempt": self.attempt, "written": _now(), "over": over, "launcher": launcher, "members": said}
+        workers = [self._worker_status(member, replaced.get(member.spec.name, 0)) for member in members]
+        content = {"attempt": self.attempt, "written": _now(), "over": over, "launcher": launcher, "members": workers}
         path = self.folder.members / f"{self.machine}.json"
         with suppress(OSError):
             path.parent.mkdir(exist_ok=True)

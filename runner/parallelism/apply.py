@@ -42,8 +42,8 @@ def refuse_changed_model(model: TrainableModel, wanted: Tensor, world_peers: Ran
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:  # of whatever kind it is
         if is_connection_loss(str(error)):
             raise
-        said = (str(error).splitlines() or [""])[0]
-        raise parallelism_error(dim, f"{name} cannot compute {how} ({said})") from error
+        reason = (str(error).splitlines() or [""])[0]
+        raise parallelism_error(dim, f"{name} cannot compute {how} ({reason})") from error
     if not all(world_peers.all_gather(alike)):
         raise parallelism_error(dim, f"{name} computes different values {how}")
 

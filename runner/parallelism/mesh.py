@@ -114,8 +114,8 @@ class Mesh(NamedTuple):
         return rank
 
     def __str__(self) -> str:
-        said = [f"{name}={size}" for name, size in self._asdict().items() if size > 1]
-        return " × ".join(said) or "one process"
+        sizes = [f"{name}={size}" for name, size in self._asdict().items() if size > 1]
+        return " × ".join(sizes) or "one process"
 
 
 # what to type where a model does not support a dimension
@@ -172,16 +172,16 @@ def fit_mesh(sizes: Mapping[str, int], world: int, option: str) -> Mesh:
     return mesh._replace(ep=_ep_size(sizes["ep"], mesh))
 
 
-def _ep_size(said: int, mesh: Mesh) -> int:
+def _ep_size(size: int, mesh: Mesh) -> int:
     """Number of ranks over which experts are distributed: with sharded replicas, ranks of one replica."""
     most = _max_ep_size(mesh)
-    if said == -1:
+    if size == -1:
         return most
-    if most % said:
+    if most % size:
         where = "dp_shard × cp" if mesh.dp_shard > 1 else "dp_replicate × cp"
-        text = f"ep={said} does not divide the {most} ranks of {where}; possible: {_comma_list(_divisors(most))}"
+        text = f"ep={size} does not divide the {most} ranks of {where}; possible: {_comma_list(_divisors(most))}"
         raise SpecError([Problem("parallelism.ep", text)])
-    return said
+    return size
 
 
 def _max_ep_size(mesh: Mesh) -> int:
@@ -192,12 +192,12 @@ def _product(sizes: Mapping[str, int], between: str = " × ") -> str:
     return between.join(f"{name}={size}" for name, size in sizes.items() if size != 1) or "one process"
 
 
-def _suggestions(said: Mapping[str, int], world: int) -> str:
+def _suggestions(sizes: Mapping[str, int], world: int) -> str:
     """Meshes of `world` ranks; sizes of 1 stay if possible."""
-    grids = list(_grids(len(said), world))
-    for at, size in enumerate(said.values()):
+    grids = list(_grids(len(sizes), world))
+    for at, size in enumerate(sizes.values()):
         grids = [grid for grid in grids if size != 1 or grid[at] == 1] or grids
-    shown = [_product(dict(zip(said, grid, strict=True))) for grid in grids[:MAX_SUGGESTIONS]]
+    shown = [_product(dict(zip(sizes, grid, strict=True))) for grid in grids[:MAX_SUGGESTIONS]]
     return "; ".join([*shown, "…"] if len(grids) > MAX_SUGGESTIONS else shown)
 
 

@@ -229,11 +229,11 @@ def refuse_elsewhere(left: Mapping[int, Identity], on: str) -> None:
 
 def wait_for_saving(saving: Callable[[], Sequence[int]], seconds: float, say: Say) -> Sequence[int]:
     """Wait for saving jobs of the previous sweep process; returns those that still save after the timeout."""
-    deadline, is_said = time.monotonic() + seconds, False
+    deadline, is_printed = time.monotonic() + seconds, False
     while (left := saving()) and time.monotonic() < deadline:
-        if not is_said:
+        if not is_printed:
             say(f"waiting for job {', '.join(map(str, left))} of the previous sweep process, which is saving")
-            is_said = True
+            is_printed = True
         time.sleep(POLL_S)
     return left
 

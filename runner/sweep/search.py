@@ -76,9 +76,9 @@ class OptunaTrials:
             except SpecError as error:
                 reason = error
                 self._study.tell(trial, state=self._states.FAIL)
-                said = " ".join(f"{key}={value}" for key, value in varied.items())
+                shown = " ".join(f"{key}={value}" for key, value in varied.items())
                 why = "; ".join(f"{problem.key}: {problem.message}" for problem in error.problems)
-                self._say(f"trial {trial.number}  {said}: not a valid job, so another one is sampled: {why}")
+                self._say(f"trial {trial.number}  {shown}: not a valid job, so another one is sampled: {why}")
                 continue
             trial.set_user_attr(JOB, index)
             self._trials[index] = trial
@@ -112,8 +112,8 @@ class OptunaTrials:
         if state.state == "done":
             metrics = ", ".join(ranking.metric for ranking in self._plan.rankings)
             self._say(f"job {index}  finished without a finite {metrics}: the search counts it as failed")
-        told = self._states.PRUNED if state.state == "pruned" else self._states.FAIL
-        self._study.tell(trial, state=told, skip_if_finished=True)
+        ended = self._states.PRUNED if state.state == "pruned" else self._states.FAIL
+        self._study.tell(trial, state=ended, skip_if_finished=True)
 
     def _restore(self) -> None:
         """Find the trials of an earlier start, and report results that were lost in a crash.

@@ -180,11 +180,11 @@ class SlurmExecutor(RemoteExecutor):
         if job.has_ended or (reason is not None and job.status is None):  # it has written its end, or never started
             return JobEnd(reason)
         if reason is None:
-            said = f"Slurm reports {entry.state}, {entry.reason}" if entry else "Slurm has no record of it"
+            record = f"Slurm reports {entry.state}, {entry.reason}" if entry else "Slurm has no record of it"
             if job.status is None:
-                reason = StopReason(f"did not start on its node ({said}); see its log", "failed")
+                reason = StopReason(f"did not start on its node ({record}); see its log", "failed")
             else:
-                reason = StopReason(f"its process on {job.status.host} was killed ({said})", "killed")
+                reason = StopReason(f"its process on {job.status.host} was killed ({record})", "killed")
         return JobEnd(reason, 0.0 if signal.SIGKILL in job.signals else LATE_S)  # a killed job writes no status
 
     def signal(self, job: RemoteJob, number: int) -> None:

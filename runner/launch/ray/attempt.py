@@ -127,12 +127,12 @@ class RayLauncher(RayConnection):
         forwarded = forwarded_env(os.environ)
         chosen = [(bundle.role, bundle.resource, bundle.count) for bundle in self._wanted]
         self.send(do="reserve", slots=chosen, kind=self._spec.device.kind.name, forwarded=forwarded, folder=os.getcwd())
-        begin, is_said = time.monotonic(), False
+        begin, is_printed = time.monotonic(), False
         while not self.locations:
             self.receive_events(POLL_S)
             waited = time.monotonic() - begin
-            if self.free is not None and waited > PATIENCE_S and not is_said:
-                is_said = True
+            if self.free is not None and waited > PATIENCE_S and not is_printed:
+                is_printed = True
                 say(f"waiting  at most {FREE_S:g} s: {self._shortage()}")
             if self.free is not None and waited > FREE_S:
                 raise EnvironmentProblem(f"{self._shortage()}; `ray status` lists who uses the rest: try again later")
@@ -193,7 +193,7 @@ class RayLauncher(RayConnection):
         elif (process := self._processes.get(event["slot"])) is None:
             problem = EnvironmentProblem if event["unfit"] else RankLost
             raise problem(f"{self.where}: {event['why']}")  # an actor that has started nothing
-        elif kind == "said":
+        elif kind == "output":
             process.receive_output(event)
         elif kind == "ended":
             process.code = event["code"]
@@ -263,13 +263,13 @@ class RayWorker:
         self._launcher.poll()
         return self._status
 
-    def receive_output(self, said: Mapping[str, str]) -> None:
+    def receive_output(self, event: Mapping[str, str]) -> None:
         """Handle the process's messages, and print its output."""
-        self._status = said["status"]
-        if said["pipe"]:
-            self.heartbeat.feed(said["pipe"].encode("latin-1"))
-        _print_bytes(sys.stdout, said["out"])
-        _print_bytes(sys.stderr, said["err"])
+        self._status = event["status"]
+        if event["pipe"]:
+            self.heartbeat.feed(event["pipe"].encode("latin-1"))
+        _print_bytes(sys.stdout, event["out"])
+        _print_bytes(sys.stderr, event["err"])
 
     def mark_lost(self, why: str) -> None:
         """Mark the process as ended because its actor, or the driver, is lost."""

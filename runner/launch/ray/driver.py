@@ -8,7 +8,7 @@
             {"is": "placed"}, and once the actors are there
             {"is": "reserved", "locations": [[node, host, [device, …]], …]}
             {"is": "listening", "host", "port"}
-            {"is": "said", "slot", "pipe", "out", "err", "status"} latin-1 for bytes
+            {"is": "output", "slot", "pipe", "out", "err", "status"}  latin-1 for bytes
             {"is": "ended", "slot", "code"}                        its process
             {"is": "lost", "slot", "why", "unfit"}                 its actor; unfit: it cannot start the process
 
@@ -230,7 +230,7 @@ class RayJobDriver:
                 self._call_actor("kill", at)
         elif what == "receive":
             code = answer.pop("code")
-            self._lines.send({"is": "said", "slot": at, **answer})
+            self._lines.send({"is": "output", "slot": at, **answer})
             if code is None:
                 self._call_actor("receive", at)
             else:

@@ -56,12 +56,12 @@ def run_slurm(*command: str, stdin: str = "") -> str:
 def state_of(job: str) -> tuple[str, str] | None:
     """A job's state and reason; None if Slurm has no record of it. Raises EnvironmentProblem."""
     try:
-        said = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
+        fields = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T|%r").split()
     except EnvironmentProblem as error:
         if "Invalid job id" in str(error):
             return None
         raise
-    state, _, reason = " ".join(said).partition("|")
+    state, _, reason = " ".join(fields).partition("|")
     return (state, reason) if state else None
 
 
@@ -98,9 +98,9 @@ def _steps_of(run: RunFolder) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def error_text(command: str, said: str) -> str:
+def error_text(command: str, output: str) -> str:
     """Slurm's error message in one line."""
-    lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in said.splitlines()]
+    lines = [line.strip().removeprefix(f"{command}: ").removeprefix("error: ") for line in output.splitlines()]
     return f"{command}: " + "; ".join(dict.fromkeys(filter(None, lines))) if any(lines) else ""
 
 
@@ -126,13 +126,13 @@ CARDS = r"GRES=.*?\b{name}(?::\w+)?:\d+\(IDX:([\d,-]+)\)"
 def allocated_cards(job: str, gres: str, node: str = "") -> list[int]:
     """Indices of a job's cards on a node ("" = its only node); empty if Slurm does not report them."""
     command = ["scontrol", "show", "job", "--details", job]
-    said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return parse_card_numbers(_lines_of_node(said, node), gres.partition(":")[0])
+    output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return parse_card_numbers(_lines_of_node(output, node), gres.partition(":")[0])
 
 
-def parse_card_numbers(said: str, name: str) -> list[int]:
+def parse_card_numbers(output: str, name: str) -> list[int]:
     """`… GRES=npu:910b:3(IDX:0-1,5)` → [0, 1, 5]."""
-    found = re.search(CARDS.format(name=re.escape(name)), said)
+    found = re.search(CARDS.format(name=re.escape(name)), output)
     numbers: list[int] = []
     for piece in found[1].split(",") if found else ():
         low, _, high = piece.partition("-")
@@ -140,7 +140,7 @@ def parse_card_numbers(said: str, name: str) -> list[int]:
     return numbers
 
 
-def _lines_of_node(said: str, node: str) -> str:
+def _lines_of_node(output: str, node: str) -> str:
     """The line about a node: `Nodes=a3 CPU_IDs=…`; equal nodes share one, `Nodes=a[3-4] …`."""
-    lines = [(found[1], line) for line in said.splitlines() if (found := NODES.search(line))]
-    return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else said
+    lines = [(found[1], line) for line in output.splitlines() if (found := NODES.search(line))]
+    return "\n".join(line for nodes, line in lines if node in hosts(nodes)) if node else output

@@ -118,8 +118,8 @@ def slurm_layout(own: Mapping[str, Any], origins: Mapping[str, str], device: str
 def _machines() -> int:
     """Number of machines of this process's step or, outside a step, of its Slurm job."""
     task = SlurmTask.from_environment(os.environ)
-    said = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
-    return task.machines if task is not None else int(said)
+    count = os.environ.get("SLURM_JOB_NUM_NODES", os.environ.get("SLURM_NNODES", "1"))
+    return task.machines if task is not None else int(count)
 
 
 def _is_set(name: str, origins: Mapping[str, str]) -> bool:
@@ -149,8 +149,8 @@ def _cards(task: SlurmTask | None, gres: str | None, device: str) -> int | None:
         if numbers := allocated_cards(str(task.job), gres or kind.gres, task.name):
             os.environ[kind.visible] = ",".join(map(str, numbers))
         return len(numbers) or None
-    said = os.environ.get("SLURM_GPUS_ON_NODE", "")
-    return int(said) if (kind.shown_by_slurm or device == "auto") and said.isdecimal() else None
+    count = os.environ.get("SLURM_GPUS_ON_NODE", "")
+    return int(count) if (kind.shown_by_slurm or device == "auto") and count.isdecimal() else None
 
 
 def exec_srun(spec: JobSpec) -> None:

@@ -62,10 +62,12 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     path = folder.slurm / "job.sh"
     command = [sys.executable, "-P", "-m", "runner.launch.slurm.srun_task", str(folder.root), *words]
     write_atomic(path, batch_script(spec, folder.slurm, "exec " + shlex.join(command)))
-    said = run_slurm("sbatch", str(path))
-    number = SUBMITTED.search(said)
+    output = run_slurm("sbatch", str(path))
+    number = SUBMITTED.search(output)
     if number is None:
-        raise EnvironmentProblem(f"sbatch: {said.strip() or 'no output'}; a line 'Submitted batch job …' was expected")
+        raise EnvironmentProblem(
+            f"sbatch: {output.strip() or 'no output'}; a line 'Submitted batch job …' was expected"
+        )
     job, log = number[1], folder.slurm / f"{number[1]}.log"
     write_json(folder.slurm / "job.json", {"job": job, "log": str(log)})
     print_text(f"slurm    job {job} submitted: {_request_text(spec)}; to cancel it: scancel {job}")
@@ -148,12 +150,12 @@ def _poll_states(job: str) -> Iterator[tuple[str, str] | None]:
     Raises EnvironmentProblem if it does not respond for SILENT_S.
     """
     found: tuple[str, str] | None = ("", "")
-    heard, is_silent = time.monotonic(), False
+    last_answer, is_silent = time.monotonic(), False
     while True:
         try:
-            found, heard, is_silent = state_of(job), time.monotonic(), False
+            found, last_answer, is_silent = state_of(job), time.monotonic(), False
         except EnvironmentProblem as error:
-            if time.monotonic() - heard > SILENT_S:
+            if time.monotonic() - last_answer > SILENT_S:
                 raise EnvironmentProblem(f"{error}, for {SILENT_S:g} s; {_unfollowed_text(job)}") from error
             if not is_silent:
                 print_text(f"slurm    {error}; retrying", flush=True)
@@ -187,6 +189,6 @@ def _exit_as_job(folder: RunFolder, job: str, found: tuple[str, str]) -> int:
         if status["state"] not in (WAITING, "running") or time.monotonic() > deadline or found[0] != "COMPLETED":
             break
         time.sleep(POLL_S / 10)
-    said = status["error"] or f"its status is {status['state']}"
-    text = f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {said}"
+    why = status["error"] or f"its status is {status['state']}"
+    text = f"Slurm job {job} ended ({found[0] or 'Slurm has no record of it'}): {why}"
     raise JobFailed(text, status["exit_code"] or LOST)
