@@ -164,8 +164,11 @@ class CheckpointWriter:
 
     def _create_staging(self, step: int, agreed: SavePlan) -> Path:
         """Make way, and a folder beside the checkpoints with files of the right sizes."""
+        if not self._root.parent.exists():
+            text = "was deleted or moved while the run was going on"
+            raise StorageError(f"checkpoint of step {step}: {self._root.parent} {text}; start the run again")
         with self._translate_errors(step, agreed.num_bytes):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(exist_ok=True)
             self._remove_leftovers()
             self._clear_target(step)
             self._require_space(step, agreed.num_bytes)

@@ -50,16 +50,13 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
     write("running")
     try:
         yield
-    except Interrupted as error:
-        write("interrupted", error.exit_code, str(error))
-        write_report(folder, is_said=True)
-        raise
-    except RunnerError as error:
-        write("failed", error.exit_code, str(error))
-        write_report(folder, is_said=True)
-        raise
     except BaseException as error:
-        write("failed", 1, f"{type(error).__name__}: {error}")
+        state = "interrupted" if isinstance(error, Interrupted) else "failed"
+        worded = (error.exit_code, str(error)) if isinstance(error, RunnerError) else None
+        try:
+            write(state, *(worded or (1, f"{type(error).__name__}: {error}")))
+        except StorageError as failure:  # the error that ended the run is the one to report
+            log.warning("%s", failure)
         write_report(folder, is_said=True)
         raise
     early = manifest.early_stop(read_mapping(folder.manifest))
@@ -173,8 +170,13 @@ class RunRecords:
     def close(self, ending: str) -> list[str]:
         """End the trackers; returns what they have to say."""
         lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
-        if self.made_of:  # again: what a tracker had to decide comes out while the run continues
-            self._write_manifest()
+        try:
+            if self.made_of:  # again: what a tracker had to decide comes out while the run continues
+                self._write_manifest()
+        except StorageError as failure:
+            if ending == "done":
+                raise
+            log.warning("%s", failure)  # the error that ended the run is the one to report
         return lines
 
 
