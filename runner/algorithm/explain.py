@@ -85,10 +85,10 @@ def policy(config: PolicyConfig, job: Any) -> Iterator[str]:
         yield f"      d = log π − log π_ref; in the {config.resolved_options.kl_in}"
         yield f"  β   {config.resolved_options.kl_coef:g}{adapted}"
     yield from _groups(config)
-    if (critic := config.critic_options) is not None:
-        clip = "" if critic.value_clip is None else f", V clipped to ±{critic.value_clip:g} around its old value"
+    if (options := config.critic_options) is not None:
+        clip = "" if options.value_clip is None else f", V clipped to ±{options.value_clip:g} around its old value"
         error = f"½(V_t − (A_t + V_t,old))²{clip}"
-        if critic.critic == "shared":
+        if options.critic == "shared":
             yield f"  E   {error}; V from the policy's own backbone   (critic=shared)"
         else:
             yield f"critic = Σ_t w_t · {error}"
@@ -98,8 +98,8 @@ def _loss_terms(config: PolicyConfig) -> str:
     parts = "c·L" if config.correction != "none" else "L"
     if config.kl_location == "loss":
         parts += " + β·KL"
-    if (critic := config.critic_options) is not None and critic.shared_value_coef is not None:
-        parts += f" + {critic.shared_value_coef:g}·E"
+    if (options := config.critic_options) is not None and options.shared_value_coef is not None:
+        parts += f" + {options.shared_value_coef:g}·E"
     return parts + (f" − {config.entropy_coef:g}·H" if config.entropy_coef else "")
 
 
@@ -121,10 +121,10 @@ def _advantage(config: PolicyConfig) -> Iterator[str]:
     penalty = " − β·KL per token" if config.kl_location == "reward" else ""
     if not config.needs_reward:
         yield "  A   log π_teacher − log π_old of the token: the negative reverse KL, estimated on what was sampled"
-    elif (critic := config.critic_options) is not None:
-        ddof = critic.whiten_ddof or 0
-        white = f", whitened over the step's tokens (ddof {ddof})" if critic.normalize_advantages else ""
-        text = f"GAE (1506.02438) with γ = {critic.gamma:g}, λ = {critic.lam:g}{white}"
+    elif (options := config.critic_options) is not None:
+        ddof = options.whiten_ddof or 0
+        white = f", whitened over the step's tokens (ddof {ddof})" if options.normalize_advantages else ""
+        text = f"GAE (1506.02438) with γ = {options.gamma:g}, λ = {options.lam:g}{white}"
         yield f"  A   {text}; the reward is on the last token{penalty}"
     else:
         yield from _registered_formula(config, "advantage", "A")

@@ -165,7 +165,7 @@ class CheckpointWriter:
     def _create_staging(self, step: int, agreed: SavePlan) -> Path:
         """Create the staging folder with files of the right sizes, after cleaning up."""
         with self._translate_errors(step, agreed.num_bytes):
-            self._root.mkdir(parents=True, exist_ok=True)
+            self._root.mkdir(exist_ok=True)
             self._remove_leftovers()
             self._clear_target(step)
             self._require_space(step, agreed.num_bytes)

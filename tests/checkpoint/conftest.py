@@ -34,6 +34,7 @@ def words() -> list[str]:
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
     return tmp_path / "run" / "checkpoints"
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,9 +218,19 @@ def test_a_failing_disk_is_said_in_words_and_harms_nothing(
 
 
 def test_a_place_where_no_folder_can_be_made_is_said_in_words(open_store: Open, state_of: StateOf, root: Path) -> None:
+    root.parent.rmdir()
     root.parent.write_text("a file where the run's folder should be")
     with pytest.raises(StorageError, match=r"checkpoint of step 1 in .*: Not a directory; needed"):
         open_store().save(1, state_of(1), {})
+
+
+def test_a_run_folder_that_was_deleted_is_not_made_again(open_store: Open, state_of: StateOf, root: Path) -> None:
+    store = open_store()
+    store.save(1, state_of(1), {})
+    shutil.rmtree(root.parent)
+    with pytest.raises(StorageError, match=r"checkpoint of step 2: .*/run was deleted or moved.*start the run again"):
+        store.save(2, state_of(2), {})
+    assert not root.parent.exists()
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,17 @@ def test_a_page_that_cannot_be_written_is_a_warning_and_the_run_is_done(
     assert json.loads(folder.status.read_text())["state"] == "done" and not folder.report.exists()
     [line] = caplog.messages
     assert line.startswith("report.html is not written: ") and "; write it again: run report " in line
+
+
+def test_the_error_that_ended_a_run_is_raised_where_its_folder_is_gone(
+    folder: RunFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    elsewhere = RunFolder(folder.root / "run")
+    elsewhere.root.mkdir()
+    with pytest.raises(RunnerError, match="too bad"), status_of(elsewhere, 1):
+        shutil.rmtree(elsewhere.root)
+        raise RunnerError("too bad")
+    assert "status.json: No such file or directory" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["e\x1b[31m\x9b", "two\nlines: ["])

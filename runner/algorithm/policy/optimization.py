@@ -156,8 +156,8 @@ class PolicyOptimization:
             needed["policy"] = {"old": "logprobs"}
         elif config.old_logprobs_source == "sampler":
             batch = with_tokens(batch, old=batch.tokens["sampled"])
-        if (critic := config.critic_options) is not None:
-            needed.setdefault(critic.critic_role, {})["values"] = "values"
+        if (options := config.critic_options) is not None:
+            needed.setdefault(options.critic_role, {})["values"] = "values"
         for role, channels in needed.items():  # one pass of each model
             found = models[role].forward(batch, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
@@ -230,11 +230,11 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
             return batch
         return with_tokens(batch, advantages=teacher_log_ratio(batch.tokens["teacher"], batch.tokens["old"]))
     given = _rewards(batch), _kl_penalty(config, batch), mask, row, beta
-    if (critic := config.critic_options) is not None:
+    if (options := config.critic_options) is not None:
         rewards, values = advantages.token_level_rewards(*given), batch.tokens["values"].double()
-        found, returns = advantages.gae(rewards, values, mask, row, gamma=critic.gamma, lam=critic.lam)
-        if critic.normalize_advantages:
-            found = whiten(found, mask, ddof=critic.whiten_ddof or 0)
+        found, returns = advantages.gae(rewards, values, mask, row, gamma=options.gamma, lam=options.lam)
+        if options.normalize_advantages:
+            found = whiten(found, mask, ddof=options.whiten_ddof or 0)
         return with_tokens(batch, returns=returns, advantages=found)
     offered = {
         "rewards": lambda: advantages.kl_penalized_rewards(*given),

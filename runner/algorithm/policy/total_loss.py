@@ -160,10 +160,10 @@ def teacher_log_ratio(teacher: Tensor, student: Tensor) -> Tensor:
 
 def losses_by_role(config: PolicyConfig, kl_coef: Callable[[], float]) -> Mapping[Role, LossFn]:
     """The losses by role; one for policy and critic together where they share their backbone."""
-    policy, critic = PolicyLoss(config, kl_coef), config.critic_options
-    if critic is None:
+    policy, options = PolicyLoss(config, kl_coef), config.critic_options
+    if options is None:
         return {"policy": policy}
-    value = ValueLoss(critic.value_clip)
-    if critic.shared_value_coef is not None:
-        return {"policy": PolicyValueLoss(policy, value, critic.shared_value_coef)}
+    value = ValueLoss(options.value_clip)
+    if options.shared_value_coef is not None:
+        return {"policy": PolicyValueLoss(policy, value, options.shared_value_coef)}
     return {"policy": policy, "critic": value}
