@@ -114,11 +114,6 @@ class AnswerParts:
     score: ScoreItems
     make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
 
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of prompt and answer together; None = no limit."""
-        return None if self.policy.length_limit is None else self.policy.length_limit[0]
-
     def evaluator(
         self, name: str, options: AnswersConfig, questions: Sequence[EvalQuestion], reward: Reward | None
     ) -> AnswerEvaluator:
