@@ -52,7 +52,7 @@ COLOURS = {"warning": "yellow", "error": "red", "critical": "red"}
 
 
 class Console:
-    """What a run says. One per process; every method may be called from any thread.
+    """Prints and logs the messages and the progress of a run. Every method may be called from any thread.
 
     A screen that goes away (a closed pipe or terminal) is noted in run.log and does not stop the run;
     a log that cannot be written raises StorageError.
@@ -78,7 +78,7 @@ class Console:
         self.show(self._panel)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a finished step; a row follows at the first, the last, each evaluation, and about every 5 s."""
+        """Add a finished step; a row follows at the first, the last, each evaluation, and about every 5 s."""
         progress, now = self._progress, time.monotonic()
         if progress is None:
             raise RunnerError("Console.start comes before Console.step")
@@ -97,7 +97,7 @@ class Console:
         self._write_log(sample_lines(line))
 
     def message(self, text: str, level: str = "info") -> None:
-        """Say something, on the screen and in run.log."""
+        """Write a message to the screen and run.log."""
         first, *more = redact(text).splitlines() or [""]
         self._write(first, level)
         for line in more:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from runner.tracker.config import NoTrackerConfig
 
 
-# Terminals obey these as they do escape sequences; JSON leaves them as they are.
+# Terminals interpret these like escape sequences, and JSON does not escape them.
 _C1 = re.compile("[\x7f-\x9f]")
 CHUNK_BYTES = 1 << 20  # read at once from a file that grows
 
@@ -55,7 +55,7 @@ class JsonlTracker:
             self._samples.write(step, [_record(step, redact_values(_finite(row))) for row in rows])
 
     def finish(self, status: str) -> list[str]:
-        """Put both files on the disk and close them; nothing needs saying."""
+        """Flush both files to the disk and close them; returns no message."""
         for file in (self._metrics, self._samples):
             file.close()
         return []
@@ -114,7 +114,7 @@ def _step_of(line: str) -> int | None:
 
 
 def _append_once(path: Path, text: str) -> None:
-    """Add `text` to what `path` holds, once: a crash between here and the cut makes us come again."""
+    """Append `text` to a file, once: after a crash before the next write, this is called again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         before = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -243,7 +243,7 @@ def last_lines(path: Path, size: int) -> list[str]:
 
 
 class NoTracker:
-    """Takes everything and keeps nothing."""
+    """Ignores everything."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
@@ -252,7 +252,7 @@ class NoTracker:
         """Nothing."""
 
     def finish(self, status: str) -> list[str]:
-        """Nothing to say."""
+        """No message."""
         return []
 
 

@@ -1,4 +1,4 @@
-"""Numbers and foreign text in one readable line of a terminal, and the panel of the live screen.
+"""Format numbers and untrusted text for a terminal, and draw the panel of the live screen.
 
 Pure functions, and print_text.
 """
@@ -151,7 +151,7 @@ class MetricCurve:
     _pending: list[float] = field(default_factory=list)
 
     def add(self, step: int, value: float) -> None:
-        """Take in the value of a step; constant time on average."""
+        """Add the value of a step; constant time on average."""
         self.last = value
         if not math.isfinite(value):
             return
@@ -185,7 +185,7 @@ class Progress:
     times: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def update(self, step: int, metrics: Mapping[str, float], now: float) -> None:
-        """Take in a finished step."""
+        """Add the values of a finished step."""
         self.step = step
         self.latest.update(metrics)
         self.now = dict(metrics)
