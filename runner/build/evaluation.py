@@ -94,7 +94,7 @@ def build_evaluation(
             "evaluation",
             f"every {spec.evaluation.every} steps",
             "none",
-            f"data={spec.data.name} has no held-out rows that can be scored; to remove this line: evaluation.every=0",
+            f"data={spec.data.name} has no held-out rows; to remove this line: evaluation.every=0",
         )
         return None
     return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)
@@ -113,11 +113,6 @@ class AnswerParts:
     extend: ExtendConversation | None
     score: ScoreItems
     make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
-
-    @property
-    def longest(self) -> int | None:
-        """Most tokens of prompt and answer together; None = no limit."""
-        return None if self.policy.length_limit is None else self.policy.length_limit[0]
 
     def evaluator(
         self, name: str, options: AnswersConfig, questions: Sequence[EvalQuestion], reward: Reward | None
@@ -161,19 +156,12 @@ class AnswerParts:
 def _own_answers(spec: JobSpec, questions: Sequence[EvalQuestion], answers: AnswerParts) -> list[Evaluation]:
     """Evaluators of the job's own held-out questions; eval/exact_match is that of greedy answers."""
     options, reward = spec.evaluation, answers.make_reward(spec, question_prompts(questions), "reward")
-    if not _can_score(questions, reward):
-        return []
     scored = answers.evaluator("", options, questions, reward)
     if not options.samples or not scored.comparable:
         return [scored.evaluate]
     greedy = answers.collector("", options.model_copy(update={"samples": 0, "temperature": 1.0}), None)
     beside = replace(scored, questions=scored.comparable, collector=greedy, loss=dict, is_greedy=True)
     return [scored.evaluate, beside.exact_match]
-
-
-def _can_score(questions: Sequence[EvalQuestion], reward: Reward | None) -> bool:
-    """Whether a reward or an expected answer is there to compare answers with."""
-    return reward is not None or any(any(question.item.weights) for question in questions)
 
 
 def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | ChoiceEvaluator:
@@ -196,8 +184,6 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
             where = (one.options.choices, f"eval/{one.name}", f"{key}.choices")
             return ChoiceEvaluator(questions, *where, tokenizer, answers.score, rows)
         reward = answers.make_reward(spec, question_prompts(questions), f"evaluation.sets.{one.name}.reward")
-        if not _can_score(questions, reward):
-            raise SpecError([Problem("reward", "no row has an expected answer (column answer), and no reward is set")])
     return answers.evaluator(one.name, one.options, questions, reward)
 
 

@@ -324,7 +324,7 @@ def _answers_side_by_side(results: Sequence[SetResult]) -> list[tuple[str, list[
 
 
 def print_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet], folder: Path) -> None:
-    """The tables, and where all of it is."""
+    """Print the tables, and the paths of the result files."""
     for one in sets:
         print_text("\n".join([*align_columns(set_rows(one.name, found)), ""]))
     print_text(labeled_line("results", display_path(folder / "results.json")))

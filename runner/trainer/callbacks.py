@@ -149,7 +149,7 @@ class RunEvaluation(BaseCallback):
 
 
 class StopWhen(BaseCallback):
-    """Makes a step the last one where a metric stops to improve, or reaches its bound."""
+    """Ends a run where a metric stops improving, or reaches its bound."""
 
     def __init__(
         self, config: StopWhenConfig, *, decide: Decisions, say: Callable[[str], None], **context: object

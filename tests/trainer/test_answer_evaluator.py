@@ -117,6 +117,8 @@ def test_rows_of_a_file_are_a_set(workdir: Path) -> None:
     given = "{data: {name: file, path: test.jsonl, cache: false}, reward: {name: numeric}, samples: 2, limit: 4}"
     steps, _ = run("algorithm=sft", "evaluation.every=2", f"evaluation.sets.plus={given}")
     assert {"eval/plus/reward/mean", "eval/plus/pass@2", "eval/plus/reward/mean_ci_high"} <= steps[-1].keys()
+    assert {"eval/plus/loss", "eval/plus/loss_ci_low", "eval/length", "eval/truncated_frac_ci_high"} <= steps[-1].keys()
+    assert "eval/mean@1" not in steps[-1], "without a reward it is eval/exact_match"
     missing = given.replace("numeric}", "numeric, column: anwser}")
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={missing}"]) == 2
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={given.replace('test.jsonl', 'gone.jsonl')}"]) == 3

@@ -126,7 +126,7 @@ def read_run_status(folder: RunFolder) -> RunStatus:
 
 
 def _running(folder: RunFolder, members: list[ProcessStatus]) -> str:
-    """Whether a run that has not noted its end does run: killed, where its launcher is gone."""
+    """The state of a run that recorded no end: running, silent, or killed where its launcher has exited."""
     launcher = next((member for member in members if member.role == "launcher"), None)
     if launcher is None or launcher.host == Host.current().host:
         return "running" if is_locked(folder) else "killed"
@@ -176,7 +176,7 @@ def _process(one: Mapping[str, Any], age: float) -> ProcessStatus:
 
 
 def _state_here(pid: int) -> str:
-    """What the kernel says of a process of this machine."""
+    """The state of a process on this machine, by the kernel."""
     try:
         status = psutil.Process(pid).status()
     except psutil.NoSuchProcess:
@@ -219,7 +219,7 @@ def _age_s(moment: float) -> float:
 
 
 def note_killed(folder: RunFolder) -> None:
-    """Print that a run was killed: one that the kernel kills for its memory cannot say it."""
+    """Print that a run was killed: a process that the kernel kills for memory cannot print it."""
     try:
         found = read_run_status(folder)
     except EnvironmentProblem:  # not a run that was killed; `run status` and `run resume` name what it is

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.tools.report import diff
 from runner.tools.report.page import write_page
 from runner.tools.report.run_facts import read_rows
 from runner.tools.report.samples_grid import evaluated_samples, samples_grid, spread
@@ -60,6 +61,22 @@ def test_the_first_and_the_last_evaluation_are_among_those_shown_and_the_rest_is
 def test_nothing_is_cut_without_a_mark_and_nothing_runs() -> None:
     [_, table] = samples_grid(evaluated_samples([{"step": 0, "prompt": NASTY, "answer": "a" * 500}]))
     assert "a" * 400 + "… (500 characters)" in table and "<script" not in table and "<img" not in table
+
+
+def test_the_page_of_two_runs_has_their_intervals_and_what_was_evaluated_afterwards(tmp_path: Path) -> None:
+    folders = [a_run(tmp_path / "a"), a_run(tmp_path / "b", seed=2)]
+    for at, folder in enumerate(folders):
+        rows = [{"step": n, "eval/x": 0.5, "eval/x_ci_low": 0.3, "eval/x_ci_high": 0.8} for n in range(3)]
+        folder.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        values = {"sort/mean@1": at / 4, "sort/mean@1_ci_low": 0.0, "sort/mean@1_ci_high": 1.0}
+        folder.evaluations.write_text(json.dumps({"step": 3, "created": "2026-11-25T10:00", "values": values}) + "\n")
+    diff.write_page(*folders, tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    seen = checked(page).seen
+    assert [attrs["data-metric"] for tag, attrs in seen if tag == "figure"] == ["eval/x"]
+    assert len([tag for tag, _ in seen if tag == "polygon"]) == 2
+    assert "<td>sort/mean@1</td><td>0 (0..1)</td><td>0.25 (0..1)</td><td>+0.25</td>" in page
+    assert not [line for line in diff.diff_lines(*folders) if "_ci_" in line]
 
 
 @pytest.mark.parametrize("steps", [1, 3])
