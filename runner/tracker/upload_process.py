@@ -212,7 +212,8 @@ class UploadProcess:
             reserve = 0.0 if self._options.offline else min(RESTART_S, 0.4 * self._deadline_s)
             if call and now > min(call[1], self._end - reserve):
                 self._restart(f"{call[0]} does not return")
-            if any(processes.process_identity(service[0]) != service for service in self._services):
+            has_ended = any(processes.process_identity(service[0]) != service for service in self._services)
+            if has_ended and self._services:  # `finish` ends them, and forgets them before
                 self._restart(f"a process of {self._library} ended early")
             if now > self._end:
                 self._fail(f"not finished {self._deadline_s:.0f} s after the end of the run")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -26,23 +26,28 @@ from runner.run_dir.folder import RunFolder
 from runner.tracker.config import UploadConfig, WandbConfig
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, NoTracker, truncate_after
+from runner.tracker.upload_process import UploadProcess, parse_options
 from runner.tracker.uploader import UploadTracker, build
 from tests.command import run
 from tests.small import UNJUDGED
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "0123456789abcdef0123456789abcdef01234567"
+# The library's calls take up to 15 s when it is stuck; a busy machine delays what does not wait for it by less.
+PROMPT_S = 5.0
 SPEC = {"name": "toy", "optimizer": {"lr": 1e-3}, "data": {"path": f"https://me:{KEY}@host/x"}}
 
 
 class Run:
     """A run that writes its two files and has an upload process, as the loop does it."""
 
+    made: ClassVar[list[Run]] = []  # by the test that runs
+
     def __init__(
         self,
         root: Path,
         mode: str = "offline",
-        deadline_s: float = 20.0,
+        deadline_s: float = 60.0,
         first: int = 0,
         strict: bool = False,
         kind: type[UploadConfig] = WandbConfig,
@@ -63,6 +68,7 @@ class Run:
             decide=self.decide,
         )
         self.slowest_s = 0.0
+        self.made.append(self)
 
     def steps(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -102,6 +108,20 @@ class Run:
         [line] = self.tracker.finish(status)
         return line
 
+    def end(self) -> None:
+        """End what a failed test has left: its upload process with all below, and open files."""
+        self.jsonl.finish("failed")
+        if isinstance(self.tracker, UploadTracker) and self.tracker._process is not None:
+            self.tracker._kill_process()
+
+
+@pytest.fixture(autouse=True)
+def ended_runs() -> Iterator[None]:
+    """Nothing of a test's runs is left to the next test, whether it failed or not."""
+    yield
+    while Run.made:
+        Run.made.pop().end()
+
 
 def records(root: Path) -> list[dict[str, Any]]:
     """Everything in the one current W&B file of a run, read by W&B's own tool."""
@@ -137,7 +157,7 @@ def survivors(root: Path) -> list[str]:
     return found
 
 
-def gone(pids: Sequence[Sequence[int]], seconds: float = 5.0) -> bool:
+def gone(pids: Sequence[Sequence[int]], seconds: float = 20.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if all(processes.process_identity(pid) != (pid, started) for pid, started in pids):
@@ -157,7 +177,7 @@ def test_all_that_was_logged_is_read_back_and_no_secret_is_on_the_disk(tmp_path:
     run.sample(40, [{"prompt": "2+2", "answer": "4", "exact": True}, {"prompt": "key?", "answer": KEY, "reward": 0.5}])
     line = run.finish()
     assert line == f"upload    wandb sync {next((tmp_path / 'run').glob('wandb/offline-run-*'))}  # offline"
-    assert run.slowest_s < 0.5
+    assert run.slowest_s < PROMPT_S
     found = records(tmp_path / "run")
     assert history(found) == expected(40)
     assert exit_code(found) == 0
@@ -214,7 +234,7 @@ def test_kill_9_of_the_run_leaves_a_whole_file_and_no_process(tmp_path: Path, mo
         children = json.loads(parent.stdout.readline()) if moment == "running" else []
         parent.kill()
     assert sink is not None
-    assert gone([sink, *children], 20.0)
+    assert gone([sink, *children])
     found = records(tmp_path / "run")
     assert history(found) == expected(25)
     assert exit_code(found) == 1
@@ -265,7 +285,7 @@ def test_online_without_a_server_or_a_key_becomes_offline(
     assert (decision.feature, decision.wanted, decision.got) == ("tracker.mode", "online", "offline")
     assert said in decision.reason
     assert line.startswith("upload    wandb sync ") and line.endswith("  # offline")
-    assert run.slowest_s < 0.5
+    assert run.slowest_s < PROMPT_S
     assert history(records(tmp_path / "run")) == expected(20)
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
 
@@ -287,22 +307,40 @@ def test_a_killed_wandb_core_is_replaced_and_everything_is_written_again(tmp_pat
     run.steps(21, 30)
     line = run.finish()
     assert "wandb sync" in line
-    assert run.slowest_s < 0.5
+    assert run.slowest_s < PROMPT_S
     assert history(records(tmp_path / "run")) == expected(30)
     assert gone(before["processes"])
 
 
+def test_a_wandb_core_that_ends_because_the_run_ends_is_not_replaced(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb/sink.json").write_text('{"deadline_s": 1.0}')
+    sink = UploadProcess(parse_options([str(tmp_path / "wandb/sink.json")]))
+    sink._services = [(7, 7)]
+
+    def finish(pid: int) -> None:
+        """While the watching thread looks at the process, the other one begins to finish, which ends it."""
+        sink._services = []
+
+    looks = iter([False])
+    monkeypatch.setattr(processes, "process_identity", finish)
+    monkeypatch.setattr(sink, "_run_has_ended", lambda: next(looks))
+    monkeypatch.setattr(sink, "_restart", pytest.fail)
+    with pytest.raises(StopIteration):  # it looks once more
+        sink._watch()
+
+
 @pytest.mark.slow
 def test_a_stopped_wandb_core_does_not_hold_up_the_end(tmp_path: Path) -> None:
-    run = Run(tmp_path / "run", deadline_s=10.0)
+    run = Run(tmp_path / "run", deadline_s=30.0)
     run.steps(1, 10)
     opened = run.opened()
     os.kill(core_of(run), signal.SIGSTOP)
     run.steps(11, 20)
     begin = time.monotonic()
     line = run.finish()
-    assert time.monotonic() - begin < 10.0 + 1.0
-    assert run.slowest_s < 0.5
+    assert time.monotonic() - begin < 30.0 + PROMPT_S
+    assert run.slowest_s < PROMPT_S
     assert "wandb sync" in line
     assert history(records(tmp_path / "run")) == expected(20)
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
@@ -330,7 +368,7 @@ def test_a_sink_that_is_stuck_is_ended_at_the_deadline_and_can_be_replayed(tmp_p
     os.kill(run.pid(), signal.SIGSTOP)
     begin = time.monotonic()
     line = run.finish()
-    assert time.monotonic() - begin < 3.0
+    assert time.monotonic() - begin < 1.0 + PROMPT_S
     assert "incomplete" in line and "metrics.jsonl has every number" in line
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []
     replay = line.partition("write it again: ")[2].split()
@@ -381,7 +419,7 @@ def test_a_package_that_cannot_be_imported_does_not_stop_the_run(tmp_path: Path,
 
 def test_a_variable_that_contradicts_the_spec_is_named(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    run = Run(tmp_path / "run", deadline_s=10.0)
+    run = Run(tmp_path / "run")
     run.steps(1, 2)
     assert "offline instead of WANDB_MODE=disabled" in str(run.decide.entries[0])
     assert "wandb sync" in run.finish()
