@@ -161,11 +161,10 @@ def load_folder(module: nn.Module, folder: str) -> None:
                         part.copy_(tensor)
                         filled[whole] += tensor.numel()
                     elif name not in HEADS:
-                        why = (
-                            f"{name} does not exist in this model "
-                            f"({file.name}){_layer_count_hint(module.config, Path(folder))}"
-                        )
-                        raise EnvironmentProblem(f"init_from={folder}: {why}")
+                        shapes = part is not None and f"has shape {list(tensor.shape)}, but {list(part.shape)}"
+                        why = f"{name} {shapes or 'does not exist'} in this model ({file.name})"
+                        hint = _layer_count_hint(module.config, Path(folder))
+                        raise EnvironmentProblem(f"init_from={folder}: {why}{hint}")
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         more = f"e.g. {missing[0]}{_layer_count_hint(module.config, Path(folder))}"
         raise EnvironmentProblem(f"init_from={folder} lacks {len(missing)} of the model's weights, {more}")

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
 from runner.spec.suggest import format_value, value_complaint
@@ -212,9 +212,12 @@ def _set_problems(one: EvaluationSet, job: Any) -> list[Found]:
 
 @contextmanager
 def prefix_set_errors(name: str) -> Iterator[None]:
-    """Gives a SpecError about a component the keys of the set that it belongs to."""
+    """Gives an error about a component the name of the set that it belongs to."""
+    key = f"evaluation.sets.{name}"
     try:
         yield
     except SpecError as error:
-        key = f"evaluation.sets.{name}"
         raise SpecError([Problem(f"{key}.{p.key}", p.message, p.origin) for p in error.problems]) from error
+    except (DataError, EnvironmentProblem) as error:
+        kind = DataError if isinstance(error, DataError) else EnvironmentProblem
+        raise kind(f"{key}: {error}") from error

@@ -111,6 +111,7 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["steps"], "no verb named 'steps'; to set the option: run steps=VALUE"),
         (["trian"], "no verb named 'trian'; did you mean 'train'? to train: run +recipe=NAME"),
         (["--hlep"], "did you mean --help?"),
+        (["algorithm=grpo", "sampler=server", "reward=exact"], "sampler.url: must be given: sampler.url=…"),
         (["foo=1"], "foo: not an option of a job; for all options: run help options"),
         (["optimizer.foo=1"], "not an option of optimizer=adamw; for all options: run explain optimizer"),
         (["seed=1,2"], "a sweep over several values, type: run -m"),
