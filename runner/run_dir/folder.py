@@ -267,7 +267,7 @@ def acquire_lock(folder: RunFolder) -> int:
         owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
         os.close(handle)
         raise EnvironmentProblem(
-            f"{folder.root}: process {owner} is running this job; wait for it or stop it"
+            f"{folder.root}: process {owner} is running this job; wait for it, or stop it: kill {owner}"
         ) from None
     except OSError as error:
         os.close(handle)
