@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
-from runner.spec.suggest import format_value, value_complaint
+from runner.spec.suggest import format_value, option_faults
 
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 COMPONENTS = ("data", "reward", "environment")  # groups of which a set may have its own component
@@ -145,7 +145,7 @@ def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Foun
     try:
         options = EvaluationSetConfig.model_validate(given)
     except ValidationError as error:
-        return list(_complaints(error, EvaluationSetConfig, given, key, "a set"))
+        return list(option_faults(error, EvaluationSetConfig, given, key, "a set", {}))
     found, components = list[Found](), dict[str, ComponentConfig]()
     for group in COMPONENTS:
         if (record := getattr(options, group)) is not None:
@@ -169,22 +169,7 @@ def _decode_component(group: str, record: Mapping[str, Any], key: str) -> Compon
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:
-        return list(_complaints(error, known[name], record, key, f"{group}={name}"))
-
-
-def _complaints(
-    error: ValidationError, cls: type[Config], given: Mapping[str, Any], key: str, owner: str
-) -> Iterator[Found]:
-    """The first fault of each option, under its key."""
-    first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
-    for field, kind in first.items():
-        if field not in cls.model_fields:
-            yield f"{key}.{field}", f"not an option of {owner}{suggest.did_you_mean(field, cls.model_fields)}"
-        elif kind == "missing":
-            yield f"{key}.{field}", f"must be given  ({cls.model_fields[field].description})"
-        else:
-            schema = cls.model_json_schema()["properties"][field]
-            yield f"{key}.{field}", value_complaint(schema, field, given[field])
+        return list(option_faults(error, known[name], record, key, f"{group}={name}", {}))
 
 
 def ks_of(samples: int) -> list[int]:
