@@ -20,7 +20,7 @@ from runner.cli.args import parse
 from runner.cli.help import first_sentence
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
-from runner.core.errors import DataError
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.package import conf_dir
 
 ROOT = Path(runner.__file__).resolve().parent.parent
@@ -100,6 +100,17 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
     (workdir / "spec.yaml").write_text(out)
     code, third, _ = in_process(["--spec", "spec.yaml", "--cfg", "job", "seed=3"], capsys)
     assert yaml.safe_load(third) == yaml.safe_load(out) | {"seed": 3}
+
+
+def test_prompts_come_from_a_file_or_a_pipe(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"one\n\ntwo\n")
+    os.close(writing)
+    assert job._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two"]
+    os.close(reading)
+    for path in (tmp_path, tmp_path / "nowhere.txt"):
+        with pytest.raises(EnvironmentProblem, match="no such file; expected one prompt per line"):
+            job._read_prompts(path)
 
 
 @pytest.mark.parametrize(
