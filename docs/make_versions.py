@@ -14,19 +14,19 @@ HEAD = f"""# Versions on an Ascend NPU
 Written by `docs/make_versions.py` from `runner/tools/doctor/versions.yaml`, which [`run doctor`](doctor.md)
 reads too; do not edit. As of {AS_OF}. What is not in a table is reported as unknown, never guessed.
 
-Three rules stand behind the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
+Three rules determine the tables. torch_npu X.Y.Z, with or without a post number, needs torch X.Y.Z. The post number
 selects the CANN it was built for, which pip cannot know. vllm-ascend X.Y.Z serves vLLM X.Y.Z.
 """
 FOOT = f"""
 *This project* needs torch {OLDEST_TORCH} or newer, and transformers 5: it spreads experts and exchanges weights by
-interfaces that 4.57 does not have, and installs beside vLLM {OLDEST_VLLM} or newer. The sets of older vLLM stand here
-because the doctor meets them, and names them; such a vLLM runs as a server of its own, in its own environment
+interfaces that 4.57 does not have, and installs beside vLLM {OLDEST_VLLM} or newer. The sets of older vLLM are listed
+because the doctor finds and names them; such a vLLM runs as a server in its own environment
 (`sampler=server`), beside a job in the set of the same CANN.
 
 vLLM's own wheel demands another torch than vllm-ascend: `VLLM_TARGET_DEVICE=empty pip install --no-binary vllm
 vllm==X`.
 
-torch's CPU build is the one for an NPU; torch has an index of its own for these builds, to name to pip with
+torch's CPU build is the one for an NPU; torch has a separate index for these builds; name it to pip with
 `--extra-index-url`. On x86_64 torch_npu {", ".join(CPU_BUILD)} demand that build by its name, which no
 other index has: `torch==2.10.0+cpu`. On aarch64 the usual torch 2.7.1, 2.9.0 and 2.10.0 are CPU builds; the usual
 2.13.0 is for CUDA, and brings gigabytes.

@@ -22,7 +22,6 @@ from pathlib import Path, PurePosixPath
 from typing import Any, ClassVar
 
 import hydra
-import yaml
 from hydra import initialize_config_dir
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_loader import ConfigLoader
@@ -120,8 +119,6 @@ class FolderSource(ConfigSource):
                 config = OmegaConf.load(file)
         except UnicodeDecodeError as error:
             raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
-        except yaml.MarkedYAMLError as error:
-            raise ConfigLoadError(f"broken YAML: {error.problem} {str(error.problem_mark).strip()}") from error
         except (OSError, ValueError) as error:
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:

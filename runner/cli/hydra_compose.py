@@ -57,6 +57,8 @@ def composition_problem(error: Exception, sources: Sequence[ConfigSource], chose
     recipes = [path for path in chosen if path.startswith(f"{GROUP}/")]
     if isinstance(error, RecursionError):
         return _in_a_circle(sources, chosen)
+    if isinstance(error, yaml.MarkedYAMLError):
+        return Problem("", f"broken YAML: {error.problem} {str(error.problem_mark).strip()}")
     text = str(error)
     prefix = re.match(r"In '([^']+)': ", text)
     origin = label(prefix.group(1), sources) if prefix else ""

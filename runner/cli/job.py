@@ -115,10 +115,10 @@ def _machine_problems(drafted: JobDraft, error: SpecError) -> list[Problem]:
     found = []
     for part, check in (("device", spec.device.preflight), ("sampler", spec.sampler.preflight_here)):
         try:
-            check()
-        except RunnerError as lack:
             if part not in wrong:
-                found.append(Problem(part, str(lack), origin_of(part, drafted.origins)))
+                check()
+        except RunnerError as lack:
+            found.append(Problem(part, str(lack), origin_of(part, drafted.origins)))
     return found
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Problem, RankLost, SpecError
+from runner.core.fsync_io import error_reason
 from runner.core.signals import StopSignal
 from runner.core.subprocess import JsonLines
 from runner.launch.exit_cause import INTERRUPTED, KILLED, LOST, WAITED, ExitCause
@@ -256,7 +257,7 @@ def _connect(spec: JobSpec) -> socket.socket:
             return socket.create_connection(spec.launch.rdzv_address, timeout=5)
         except OSError as error:
             if time.monotonic() > deadline:
-                text = f"machine 0 does not respond at {_address_text(spec)} within {limit:g} s ({error})"
+                text = f"machine 0 does not respond at {_address_text(spec)} within {limit:g} s ({error_reason(error)})"
                 raise DeadlineExceeded(f"{text}; start the same command there, with launch.node_rank=0") from error
             time.sleep(RETRY_S)
 

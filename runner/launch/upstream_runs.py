@@ -33,7 +33,7 @@ from typing import Any
 
 import yaml
 
-from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError, StorageError
+from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RankLost, RunnerError, SpecError, StorageError
 from runner.core.rank_info import without_rank_variables
 from runner.core.signals import SignalRecorder
 from runner.core.subprocess import ChildProcess
@@ -302,7 +302,8 @@ def _run(
         text = f"while running +recipe={recipe} first; this job did not start{continue_hint(recipe)}"
         raise Interrupted(code - 128, text)
     if code:
-        raise UpstreamRunFailed(f"+recipe={recipe}, which {key} needs, failed with exit code {code}", code)
+        how = f"failed with exit code {code}" if code > 0 else f"was killed ({signal.Signals(-code).name})"
+        raise UpstreamRunFailed(f"+recipe={recipe}, which {key} needs, {how}", code if code > 0 else RankLost.exit_code)
     if not _is_done(folder):
         raise EnvironmentProblem(f"+recipe={recipe} succeeded, but there is no finished run in {where}")
 

@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
-from runner.spec.suggest import format_value, value_complaint
+from runner.spec.suggest import format_value
 
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 
@@ -175,8 +175,9 @@ def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | l
     if name not in known:
         return [(f"{key}.name", _describe_unknown_name(name, known))]
     options = {field: value for field, value in given.items() if field not in ("name", "weight") and value != MISSING}
-    config, found = _validate_options(known[name], options, key, known)
-    weight, wrong = _validate_options(Weight, {k: v for k, v in given.items() if k == "weight"}, key, known)
+    owner, others = f"reward={name}", {"reward": {one: (*c.model_fields, "weight") for one, c in known.items()}}
+    config, found = _validate_options(known[name], options, key, owner, others)
+    weight, wrong = _validate_options(Weight, {k: v for k, v in given.items() if k == "weight"}, key, owner, others)
     if weight is not None and weight.weight == 0:
         wrong = [(f"{key}.weight", "a weight of 0 disables the part; remove the part")]
     if config is None or weight is None or found or wrong:
@@ -185,26 +186,12 @@ def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | l
 
 
 def _validate_options(
-    cls: type[Any], options: Mapping[str, Any], key: str, known: Mapping[str, type[RewardConfig]]
+    cls: type[Any], options: Mapping[str, Any], key: str, owner: str, others: suggest.Options
 ) -> tuple[Any, list[Found]]:
     try:
         return cls.model_validate(options), []
     except ValidationError as error:
-        first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
-    return None, [(f"{key}.{field}", _message(cls, field, kind, options, known)) for field, kind in first.items()]
-
-
-def _message(
-    cls: type[Any], field: str, kind: str, options: Mapping[str, Any], known: Mapping[str, type[RewardConfig]]
-) -> str:
-    if field not in cls.model_fields:
-        own = cls.component_name()
-        choices = {"reward": {name: (*c.model_fields, "weight") for name, c in known.items()}}
-        hint = suggest.suggest_key("reward", own, field, choices)
-        return f"not an option of reward={own}" + (f"; {hint}" if hint else "")
-    if kind == "missing":
-        return f"must be given  ({cls.model_fields[field].description})"
-    return value_complaint(cls.model_json_schema()["properties"][field], field, options[field])
+        return None, list(suggest.option_faults(error, cls, options, key, owner, others))
 
 
 def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -> str:

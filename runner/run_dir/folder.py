@@ -283,7 +283,7 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         if isinstance(error, FileNotFoundError) and not must_exist:
             return {}
-        raise EnvironmentProblem(f"{path} cannot be read: {error}") from error
+        raise EnvironmentProblem(f"{path} cannot be read: {getattr(error, 'problem', error)}") from error
 
 
 def display_path(path: Path) -> str:

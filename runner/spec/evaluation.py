@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
 from runner.spec.suggest import value_complaint
@@ -145,7 +145,7 @@ def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Foun
     try:
         options = EvaluationSetConfig.model_validate(given)
     except ValidationError as error:
-        return list(_complaints(error, EvaluationSetConfig, given, key, "a set"))
+        return list(option_faults(error, EvaluationSetConfig, given, key, "a set", {}))
     found, components = list[Found](), dict[str, ComponentConfig]()
     for group in COMPONENTS:
         if (record := getattr(options, group)) is not None:
@@ -168,22 +168,7 @@ def _decode_component(group: str, record: Mapping[str, Any], key: str) -> Compon
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:
-        return list(_complaints(error, known[name], record, key, f"{group}={name}"))
-
-
-def _complaints(
-    error: ValidationError, cls: type[Config], given: Mapping[str, Any], key: str, owner: str
-) -> Iterator[Found]:
-    """The first fault of each option, under its key."""
-    first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
-    for field, kind in first.items():
-        if field not in cls.model_fields:
-            yield f"{key}.{field}", f"not an option of {owner}{suggest.did_you_mean(field, cls.model_fields)}"
-        elif kind == "missing":
-            yield f"{key}.{field}", f"must be given  ({cls.model_fields[field].description})"
-        else:
-            schema = cls.model_json_schema()["properties"][field]
-            yield f"{key}.{field}", value_complaint(schema, field, given[field])
+        return list(option_faults(error, known[name], record, key, f"{group}={name}", {}))
 
 
 def without_bounds(metrics: Iterable[str]) -> list[str]:
@@ -216,9 +201,12 @@ def _set_problems(one: EvaluationSet, job: Any) -> list[Found]:
 
 @contextmanager
 def prefix_set_errors(name: str) -> Iterator[None]:
-    """Gives a SpecError about a component the keys of the set that it belongs to."""
+    """Gives an error about a component the name of the set that it belongs to."""
+    key = f"evaluation.sets.{name}"
     try:
         yield
     except SpecError as error:
-        key = f"evaluation.sets.{name}"
         raise SpecError([Problem(f"{key}.{p.key}", p.message, p.origin) for p in error.problems]) from error
+    except (DataError, EnvironmentProblem) as error:
+        kind = DataError if isinstance(error, DataError) else EnvironmentProblem
+        raise kind(f"{key}: {error}") from error

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel, ValidationError
 
 # (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
 Options = Mapping[str, Mapping[str, Iterable[str]]]
@@ -191,6 +194,26 @@ def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
     if wants_text and isinstance(value, int | float):
         said += f"; to set it as text: '{key}=\"{format_value(value)}\"'"
     return said
+
+
+def option_faults(
+    error: ValidationError, cls: type[BaseModel], given: Mapping[str, Any], key: str, owner: str, others: Options
+) -> Iterator[tuple[str, str]]:
+    """The first fault of each option of a component inside a section, under its key.
+
+    owner: whose options they are, e.g. reward=exact; others: the options of the components beside it
+    """
+    first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
+    for name, kind in first.items():
+        if name not in cls.model_fields:
+            group, _, member = owner.partition("=")
+            hint = suggest_key(group, member, name, others) if others else did_you_mean(name, cls.model_fields)[2:]
+            yield f"{key}.{name}", f"not an option of {owner}" + (f"; {hint}" if hint else "")
+        elif kind == "missing":
+            yield f"{key}.{name}", f"must be given  ({cls.model_fields[name].description})"
+        else:
+            schema = cls.model_json_schema()["properties"][name]
+            yield f"{key}.{name}", value_complaint(schema, name, given[name])
 
 
 def _list(schema: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from runner.cli.args import parse
 from runner.cli.help import first_sentence
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
-from runner.core.errors import DataError
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.package import conf_dir
 
 ROOT = Path(runner.__file__).resolve().parent.parent
@@ -103,6 +103,17 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
     assert yaml.safe_load(third) == yaml.safe_load(out) | {"seed": 3}
 
 
+def test_prompts_come_from_a_file_or_a_pipe(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"one\n\ntwo\n")
+    os.close(writing)
+    assert job._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two"]
+    os.close(reading)
+    for path in (tmp_path, tmp_path / "nowhere.txt"):
+        with pytest.raises(EnvironmentProblem, match="no such file; expected one prompt per line"):
+            job._read_prompts(path)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -112,6 +123,7 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
         (["steps"], "no verb named 'steps'; to set the option: run steps=VALUE"),
         (["trian"], "no verb named 'trian'; did you mean 'train'? to train: run +recipe=NAME"),
         (["--hlep"], "did you mean --help?"),
+        (["algorithm=grpo", "sampler=server", "reward=exact"], "sampler.url: must be given: sampler.url=…"),
         (["foo=1"], "foo: not an option of a job; for all options: run help options"),
         (["optimizer.foo=1"], "not an option of optimizer=adamw; for all options: run explain optimizer"),
         (["seed=1,2"], "a sweep over several values, type: run -m"),

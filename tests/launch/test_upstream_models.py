@@ -129,7 +129,11 @@ def test_an_adapter_needs_the_model_that_it_belongs_to(tmp_path: Path, monkeypat
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     save_file({"model.embed_tokens.weight": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
     said = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}", code=2)
-    assert "model.embed_tokens.weight does not exist in this model" in said
+    assert "model.embed_tokens.weight has shape [3, 3], but [" in said and "] in this model (model.safetensors)" in said
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"model.nowhere": torch.zeros(3, 3)}, tmp_path / "model.safetensors")
+    said = run(tmp_path, "+recipe=sft_demo", *SMALL, f"init_from={tmp_path}", code=2)
+    assert "model.nowhere does not exist in this model" in said
 
 
 def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +144,16 @@ def test_a_recipe_that_fails_ends_this_job_with_its_exit_code(tmp_path: Path, mo
     with pytest.raises(UpstreamRunFailed, match="failed with exit code 2") as caught:
         resolve_init_from(spec)
     assert caught.value.exit_code == 2 and not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.slow
+def test_a_recipe_that_is_killed_ends_this_job_as_worth_a_retry(stages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(stages)
+    monkeypatch.setenv("RUNNER_FAILPOINT", "checkpoint.before_rename:kill")
+    spec = compose_job(["+recipe=sft_demo", *SMALL, "init_from=recipe:quick"]).spec
+    with pytest.raises(UpstreamRunFailed, match=r"\+recipe=quick, .* was killed \(SIGKILL\)") as caught:
+        resolve_init_from(spec)
+    assert caught.value.exit_code == 75
 
 
 def test_recipes_that_are_nowhere_are_named_before_any_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_metric_that_the_job_has_chooses_the_best_checkpoint(metric: str, work
     assert compose_job(["algorithm=sft", *words, f"checkpoint.best={metric}"]).spec.checkpoint.best == metric
 
 
-def test_rows_of_a_file_are_a_set(workdir: Path) -> None:
+def test_rows_of_a_file_are_a_set(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "level": n % 2} for n in range(6)]
     Path("test.jsonl").write_text("\n".join(map(json.dumps, rows)))
     given = "{data: {name: file, path: test.jsonl, cache: false}, reward: {name: numeric}, samples: 2, limit: 4}"
@@ -122,3 +122,4 @@ def test_rows_of_a_file_are_a_set(workdir: Path) -> None:
     missing = given.replace("numeric}", "numeric, column: anwser}")
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={missing}"]) == 2
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={given.replace('test.jsonl', 'gone.jsonl')}"]) == 3
+    assert "error: evaluation.sets.plus: data.path=gone.jsonl: no such file or folder" in capsys.readouterr().err

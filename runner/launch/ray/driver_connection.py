@@ -193,7 +193,7 @@ def check_reachable(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         advice = "`ray start --head` prints the address of a cluster; without launch.address the job starts its own"
-        raise EnvironmentProblem(f"{what}: no server listens there ({error}); {advice}") from error
+        raise EnvironmentProblem(f"{what}: no server listens there ({error.strerror or error}); {advice}") from error
 
 
 def _recorded_address() -> tuple[str, str]:
