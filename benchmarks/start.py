@@ -1,9 +1,10 @@
-"""What the command `run` costs before the training: the first step, and the answer to a typo.
+"""What the command `run` costs beside the training: the first step, the answer to a typo, and a sweep.
 
     python benchmarks/start.py [--rounds 7] [--out FILE]
 
 first step   a whole process that reads a JSONL file, tokenizes it and takes one step: `run` ÷ a loop written by hand
 typo         a whole process that names a misspelt option: `run` ÷ Hydra's compose of the same config
+sweep        four short jobs as a sweep, one after another ÷ the same four jobs typed one by one
 
 Processor seconds of the process and of all that it started and awaited, one thread, A B A B …; a ratio is taken within
 a round. Exits with 1 if an arm fails, or if the two first steps have different losses.
@@ -20,6 +21,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import measure
 import report
@@ -29,26 +31,38 @@ ROWS = 16
 CONF = measure.HERE.parent / "conf"
 RECIPES = measure.HERE.parent / "recipes"
 RECIPE = "sft_demo"
+SEEDS = 4
 Pair = tuple[list[float], list[float]]  # processor seconds of `run` and of its base, one per round
 
 
-def processor_s(argv: Sequence[str], folder: Path, expected: int = 0) -> float:
-    """Processor seconds of a command and of the processes that it awaited. Raises ArmFailed."""
+class Arm(NamedTuple):
+    """Commands that run one after another, and the exit code of each."""
+
+    commands: Sequence[Sequence[str]]
+    code: int = 0
+
+
+def processor_s(arm: Arm, folder: Path) -> float:
+    """Processor seconds of the commands and of the processes that they awaited. Raises ArmFailed."""
     before = os.times()
-    measure.command(argv, 1, folder, expected)
+    for argv in arm.commands:
+        measure.command(argv, 1, folder, arm.code)
     after = os.times()
     return sum(after[2:4]) - sum(before[2:4])
 
 
-def commands(folder: Path) -> dict[str, tuple[tuple[Sequence[str], int], tuple[Sequence[str], int]]]:
-    """What is compared: (`run`, its base), each with its exit code."""
+def commands(folder: Path) -> dict[str, tuple[Arm, Arm]]:
+    """What is compared: (`run`, its base)."""
     python = (sys.executable, "-m")
     options = [*runner_cli.common(1, ROWS, 1e-3), f"data.path={folder}/batch.jsonl", f"model.path={folder}/model"]
     first = (*python, "runner", "algorithm=sft", "adapter=none", *options)
     typo = (*python, "runner", f"+recipe={RECIPE}", "optimzer.lr=1")
+    job = (f"+recipe={RECIPE}", "model.hidden_size=16", "model.layers=1", "steps=30", "tracker=none")
+    sweep = (*python, "runner", "-m", *job, f"seed=range({SEEDS})", "sweep.parallel=1")
     return {
-        "first step": ((first, 0), ((*python, "arms.first_step", str(folder)), 0)),
-        "typo": ((typo, 2), ((*python, "arms.hydra_compose", str(folder / "conf"), f"+recipe={RECIPE}"), 0)),
+        "first step": (Arm([first]), Arm([(*python, "arms.first_step", str(folder))])),
+        "typo": (Arm([typo], 2), Arm([(*python, "arms.hydra_compose", str(folder / "conf"), f"+recipe={RECIPE}")])),
+        "sweep": (Arm([sweep]), Arm([(*python, "runner", *job, f"seed={seed}") for seed in range(SEEDS)])),
     }
 
 
@@ -71,7 +85,7 @@ def compare(folder: Path, rounds: int, only: str | None) -> dict[str, Pair]:
     for name, arms in commands(folder).items():
         if only not in (None, name):
             continue
-        taken = [[processor_s(argv, folder, code) for argv, code in arms] for _ in range(rounds + 1)][1:]
+        taken = [[processor_s(arm, folder) for arm in arms] for _ in range(rounds + 1)][1:]
         found[name] = ([a for a, _ in taken], [b for _, b in taken])
         print(f"  {name}", file=sys.stderr, flush=True)
     return found
@@ -89,7 +103,7 @@ def table(found: dict[str, Pair]) -> str:
 
 def losses(folder: Path) -> tuple[float, float]:
     """The loss of the first step by `run`, and by hand."""
-    (ours, _), (base, _) = commands(folder)["first step"]
+    ours, base = (arm.commands[0] for arm in commands(folder)["first step"])
     measure.command(ours, 1, folder)
     record = json.loads((folder / "outputs" / "latest" / "metrics.jsonl").read_text().splitlines()[0])
     return record["train/loss"], float(measure.output(base, 1, folder))
@@ -99,7 +113,7 @@ def main() -> int:
     """Exit code 0, or 1 if an arm failed or the first steps are not the same."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="rounds of both arms")
-    parser.add_argument("--only", choices=("first step", "typo"), help="one of the two")
+    parser.add_argument("--only", choices=("first step", "typo", "sweep"), help="one of the three")
     parser.add_argument("--out", type=Path, help="write the seconds of every round to this JSON file")
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"  # as the arms have it, and as `run` is told by device.threads

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import resource
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -130,27 +128,3 @@ def test_twelve_real_jobs_of_which_four_misbehave(tmp_path: Path) -> None:
     for word in ("no such reward", "killed by SIGKILL", "not finished after 90 s", "--only 9"):
         assert word in out
     assert run(tmp_path, "sweep", "status", "latest").count(" done ") == 8
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-def test_a_job_of_a_sweep_costs_what_it_costs_alone(tmp_path: Path) -> None:
-    """In CPU time: the wall clock of a shared machine proves nothing. Medians: the least of few is luck, too."""
-
-    def cpu_s(*commands: tuple[str, ...]) -> float:
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        for words in commands:
-            run(tmp_path, *words)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-
-    words = (*(w for w in JUDGED if not w.startswith("steps=")), "steps=30")
-    rounds = [
-        (
-            cpu_s(*((*words, f"seed={seed}") for seed in range(1, 5))),
-            cpu_s(("-m", *words, "seed=range(1,5)", "sweep.parallel=1")),
-        )
-        for _ in range(3)
-    ]
-    alone, together = (statistics.median(column) for column in zip(*rounds, strict=True))
-    assert together < 1.05 * alone, rounds

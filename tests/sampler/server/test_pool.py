@@ -479,9 +479,13 @@ def test_a_byte_that_changes_on_its_way_is_noticed_and_all_of_it_is_sent_again(
 def test_samplers_killed_and_stopped_at_random_moments_draw_the_same(tmp_path: Path, shelf: WeightStore) -> None:
     moment, over = random.Random(0), threading.Event()
     wanted = {version: drawn(version, 2) for version in (1, 2)}
+    steps = 0
 
     def trouble() -> None:
-        for turn in range(30):
+        for turn in range(12):
+            begin = steps
+            while steps == begin and not over.is_set():  # both servers have answered since the last kill
+                over.wait(0.01)
             over.wait(moment.uniform(0, 0.4))
             at = turn % 2
             if moment.random() < 0.3:
@@ -494,7 +498,6 @@ def test_samplers_killed_and_stopped_at_random_moments_draw_the_same(tmp_path: P
     with samplers(tmp_path, 2) as started, client(tmp_path, 2, silence_s=1.5) as pool:
         thread, _ = in_background(trouble)
         try:
-            steps = 0
             while thread.is_alive() or steps % 2:
                 version = 1 + steps % 2
                 pool.load_weights(shelf.get(version), version)
