@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, TrainOn
+from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import Segment, common_length, join_anchor
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
@@ -130,6 +130,8 @@ class ExampleTokenizer:
         for example in examples:
             try:
                 plans.append(self._plan(example))
+            except RenderTimeout as error:
+                raise _timeout_error(example.place, error) from error
             except RenderError as error:
                 plans.append([])
                 failed.setdefault(example.place, error)
@@ -151,6 +153,8 @@ class ExampleTokenizer:
         for ask in asks:
             try:
                 plans.append(self._prompt_plan(ask))
+            except RenderTimeout as error:
+                raise _timeout_error(ask.place, error) from error
             except RenderError as error:
                 plans.append(None)
                 problems.add_fault(ask.place, str(error), error.hint)
@@ -248,6 +252,11 @@ def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | No
     starts = [i for i in range(len(whole) - len(bare) + 1) if whole[i : i + len(bare)] == bare]
     eos = tokenizer.eos_token_id
     return (whole[: starts[0]] if starts else []), (eos if isinstance(eos, int) else None)
+
+
+def _timeout_error(place: SourceLocation, error: RenderTimeout) -> DataError:
+    """Of the first row: a deadline for each row would be hours for all."""
+    return DataError(f"{place}: {error}; set chat.template=FILE to a template that ends")
 
 
 def _continuation_flags(segments: Sequence[Segment]) -> list[tuple[str, bool, bool]]:
