@@ -180,12 +180,14 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
 
 
 def refuse_used_folder(where: Path) -> None:
-    """Raise EnvironmentProblem for a folder that has content or no UTF-8 name; nothing is changed."""
+    """Raise EnvironmentProblem for a file, a folder with content, or a name that is no UTF-8 text."""
     try:
         str(where.absolute()).encode()
     except UnicodeEncodeError as error:
         text = "no UTF-8 text, so libraries cannot write there"
         raise EnvironmentProblem(f"the path of {where} is {text}; choose another --folder") from error
+    if where.is_file():
+        raise EnvironmentProblem(f"{where} is a file, but a run needs a folder; choose another --folder")
     if RunFolder(where).spec.exists():
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
