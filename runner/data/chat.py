@@ -58,6 +58,10 @@ class RenderError(Exception):
         self.hint = hint
 
 
+class RenderTimeout(RenderError):
+    """The template did not end in time, which it would not for other conversations either."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Chat:
     """A conversation as templates take it. trained: the indices of the turns that are trained on."""
@@ -184,7 +188,7 @@ class Renderer:
         try:
             return render(source, {"messages": messages, **variables})
         except TemplateTimeout as error:
-            raise RenderError(f"the chat template ran for more than {DEADLINE_S:g} s", OTHER_TEMPLATE) from error
+            raise RenderTimeout(f"the chat template ran for more than {DEADLINE_S:g} s") from error
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
             roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
             reason = f"{type(error).__name__}: {error}; roles: {roles}"

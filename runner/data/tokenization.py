@@ -20,7 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, TrainOn
+from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
@@ -130,6 +130,9 @@ class ExampleTokenizer:
         for example in examples:
             try:
                 plans.append(self._plan(example))
+            except RenderTimeout as error:  # at the first row: a deadline for each one would be hours for all
+                text = f"{example.place}: {error}; set chat.template=FILE to a template that ends"
+                raise DataError(text) from error
             except RenderError as error:
                 plans.append([])
                 failed.setdefault(example.place, error)

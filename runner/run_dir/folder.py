@@ -119,17 +119,19 @@ def make_unique(parent: Path, name: str, what: str, inside: str = ".") -> Path:
                 (root / inside).mkdir(exist_ok=True)
                 return root.absolute()
     except OSError as error:
-        text = f"cannot make the {what} {root}: {error.strerror}"
+        text = f"cannot create the {what} {root}: {error.strerror}"
         raise StorageError(f"{text}; run in a folder that you can write to") from error
 
 
 def refuse_used_folder(where: Path) -> None:
-    """Raise EnvironmentProblem for a folder that has content or no UTF-8 name; nothing is changed."""
+    """Raise EnvironmentProblem for a file, a folder with content, or a name that is no UTF-8 text."""
     try:
         str(where.absolute()).encode()
     except UnicodeEncodeError as error:
         text = "no UTF-8 text, so libraries cannot write there"
         raise EnvironmentProblem(f"the path of {where} is {text}; choose another --folder") from error
+    if where.is_file():
+        raise EnvironmentProblem(f"{where} is a file, but a run needs a folder; choose another --folder")
     if RunFolder(where).spec.exists():
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
@@ -148,7 +150,7 @@ def claim_folder(where: Path) -> RunFolder:
     try:
         where.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(f"cannot make the run folder {where}: {error.strerror}") from error
+        raise StorageError(f"cannot create the run folder {where}: {error.strerror}") from error
     return RunFolder(where.absolute())
 
 

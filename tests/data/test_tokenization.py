@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from runner.core.errors import DataError
+from runner.data import jinja_sandbox
 from runner.data.chat import TrainOn
-from runner.data.examples import ChatExample, TextExample
+from runner.data.examples import ChatExample, PromptExample, TextExample
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import VERSION, EncodedExample, EncodedRows, ExampleTokenizer, share_prefix
 from tests.data.conftest import CHATML, byte_tokenizer, chat
@@ -250,3 +252,17 @@ def test_golden_tokens(tokenizer: Any) -> None:
     ]
     found = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
     assert (VERSION, found) == (3, "44a2e48f5a269405")
+
+
+def test_a_template_that_does_not_end_is_an_error_of_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deadline for each of a million rows would be weeks."""
+    monkeypatch.setattr(jinja_sandbox.render, "__defaults__", (0.05,))
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    tokenizer, problems = ExampleTokenizer(byte_tokenizer(template=endless)), Problems("data.path", "a.jsonl")
+    talk = chat("a", "b")
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template ran for more than .*chat\.template=FILE"):
+        tokenizer.encode_examples([ChatExample(HERE, tuple(talk))] * 1000, problems)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template ran for more than"):
+        tokenizer.encode_prompts([PromptExample(HERE, tuple(talk[:1]))] * 1000, problems)
+    assert time.monotonic() - begin < 5

@@ -269,5 +269,7 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
         claim_folder(Path("papers"))
     assert [path.name for path in (workdir / "papers").iterdir()] == ["thesis.tex"]
     (workdir / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="file is a file, but a run needs a folder"):
+        claim_folder(Path("file"))
     with pytest.raises(StorageError, match="cannot create the run folder"):
         claim_folder(Path("file/run"))
