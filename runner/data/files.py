@@ -77,7 +77,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
         [f for f in rows if f not in training and HELD_OUT_SPLIT.search(str(f.relative_to(root)))] if training else []
     )
     ignored = [f.name for f in found if f not in rows]
-    ignored += [f"{f.name} of another split than train ({key}={f} reads it)" for f in other]
+    ignored += [f"{f.name} of another split than train (data.eval_path={f} evaluates on it)" for f in other]
     return FileList(tuple(f for f in rows if f not in other), tuple(ignored))
 
 
