@@ -318,7 +318,7 @@ class FileConfig(SourceConfig):
 class RemoteConfig(SourceConfig):
     """What hub and modelscope have in common."""
 
-    factory: ClassVar[str] = "runner.data.hub:build"
+    factory: ClassVar[str] = "runner.data.prepare:build"
     path: str | Annotated[Names, Field(min_length=1)] = Field(
         description="A data set, OWNER/NAME, e.g. openai/gsm8k, or a list of them (a mixture)."
     )

@@ -78,7 +78,7 @@ def find_files(path: str, key: str = "data.path") -> FileList:
         [f for f in rows if f not in training and HELD_OUT_SPLIT.search(str(f.relative_to(root)))] if training else []
     )
     ignored = [f.name for f in found if f not in rows]
-    ignored += [f"{f.name} of another split than train ({key}={f} reads it)" for f in other]
+    ignored += [f"{f.name} of another split than train (data.eval_path={f} evaluates on it)" for f in other]
     return FileList(tuple(f for f in rows if f not in other), tuple(ignored))
 
 
@@ -236,10 +236,7 @@ TEXT_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
     ".tsv": partial(read_csv, delimiter="\t"),
     ".txt": read_text,
 }
-ARROW_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {
-    ".parquet": _read_parquet,
-    ".arrow": _read_arrow,
-}
+ARROW_READERS: dict[str, Callable[[Path, Problems], Iterator[Row]]] = {".parquet": _read_parquet, ".arrow": _read_arrow}
 
 
 MOST_HASHED_BYTES = 2**30  # of a stream: seconds of hashing at each start
@@ -287,9 +284,11 @@ class FileSource:
             yield from islice(read_file(file, problems), most)
 
 
-def find_sources(paths: Sequence[str], eval_path: str | None) -> tuple[list[FileSource], FileSource | None]:
+def find_sources(
+    paths: Sequence[str], eval_path: str | None, streamed: bool = False
+) -> tuple[list[FileSource], FileSource | None]:
     """(training sources, held-out source). Raises DataError for a path where no data file is."""
-    training = [FileSource(path, find_files(path)) for path in paths]
+    training = [FileSource(path, find_files(path), streamed=streamed) for path in paths]
     if eval_path is None:
         return training, None
     return training, FileSource(eval_path, find_files(eval_path, "data.eval_path"), "data.eval_path")

@@ -8,25 +8,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.fsync_io import sha256
 from runner.core.http_client import site_fault
-from runner.data.config import ChatConfig, HubConfig, ModelScopeConfig, RemoteConfig
+from runner.data.config import HubConfig, ModelScopeConfig, RemoteConfig
 from runner.data.files import without_nulls
-from runner.data.prepare import SourcePreparation, build_data
 from runner.data.readers import Problems, Row, SourceLocation
-from runner.spec.base import ItemKind
 
 ANSWER_S = 5.0  # for ModelScope to answer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from runner.interfaces import Data, Decide
 
 
 @dataclass(frozen=True)
@@ -119,21 +111,9 @@ def fetch_modelscope(path: str, revision: str | None, key: str) -> str:
         raise EnvironmentProblem(f"{key}={path} cannot be downloaded from {site}: {error}\n  {way_out}") from error
 
 
-def build(
-    config: RemoteConfig,
-    *,
-    tokenizer: PreTrainedTokenizerBase,
-    seed: int,
-    decide: Decide,
-    cache_dir: Path,
-    kind: ItemKind,
-    chat: ChatConfig | None = None,
-    length_limit: tuple[int, str] | None = None,
-) -> Data:
-    """The data of the hub's data sets. Raises DataError, EnvironmentProblem, StorageError."""
+def load_sources(config: RemoteConfig) -> tuple[list[HubSource], HubSource | None]:
+    """(training sources, held-out source). Raises DataError, EnvironmentProblem."""
     training = [load_split(config, path, config.split, streaming=config.streaming) for path in config.sources()]
-    held_out = None
-    if config.eval_split is not None:
-        held_out = load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")
-    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
-    return build_data(prepare, training, held_out, seed)
+    if config.eval_split is None:
+        return training, None
+    return training, load_split(config, config.sources()[0], config.eval_split, "data.eval_split of data.path")

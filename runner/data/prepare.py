@@ -1,4 +1,4 @@
-"""Sources of rows to the data of a job; data=file, whose sources are the user's own files.
+"""Sources of rows to the data of a job.
 
 Source.rows ──FormatCheck──▶ Example ──ExampleTokenizer──▶ Encoded… ──LengthLimit──▶ TokenizedTable ──▶ TokenizedData
                  └────────────────────── Problems ─────────────────────────┘   one DataError for a source's faults
@@ -9,7 +9,7 @@ What the rows are read as (`Reading`) follows from the kind of items that the al
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,7 +20,7 @@ import transformers
 
 from runner.core.errors import DataError
 from runner.data.chat import TrainOn
-from runner.data.config import ChatConfig, FileConfig, SourceConfig
+from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -34,7 +34,7 @@ from runner.data.dataset import (
     load_or_build,
 )
 from runner.data.examples import Example, Reading, held_out_reading
-from runner.data.files import find_sources
+from runner.data.files import FileSource, find_sources
 from runner.data.formats import Format, FormatCheck
 from runner.data.holdout import Holdout, row_key
 from runner.data.items import LengthLimit, TruncationCounts
@@ -216,10 +216,7 @@ class SourcePreparation:
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
             self.decide(
-                "data.rename_columns",
-                f"given to {seen_by}",
-                ignored,
-                f"{where}: some values have no JSON form",
+                "data.rename_columns", f"given to {seen_by}", ignored, f"{where}: some values have no JSON form"
             )
         elif summary["ignored"]:
             self.decide.record_fact(
@@ -328,7 +325,7 @@ def order_of_tables(config: SourceConfig, sizes: Sequence[int], seed: int) -> Re
 
 
 def build(
-    config: FileConfig,
+    config: FileConfig | RemoteConfig,
     *,
     tokenizer: PreTrainedTokenizerBase,
     seed: int,
@@ -338,17 +335,30 @@ def build(
     chat: ChatConfig | None = None,
     length_limit: tuple[int, str] | None = None,
 ) -> Data:
-    """The data of the user's files. Raises DataError, StorageError."""
-    training, held_out = find_sources(config.sources(), config.eval_path)
-    if config.streaming:
-        training = [replace(source, streamed=True) for source in training]
-        if training[0].is_sampled:
-            text = "names, sizes, times of change, first and last MiB of each file"
-            why = "the stream is above 1 GiB; a run resumes with the same data only"
-            decide.record_fact("data.fingerprint", text, why)
+    """The data of the user's files, or of a hub's data sets.
+
+    Raises DataError, EnvironmentProblem or StorageError.
+    """
+    training: Sequence[RowSource]
+    held_out: RowSource | None
+    if isinstance(config, RemoteConfig):
+        from runner.data.hub import load_sources  # `datasets` is imported for these alone
+
+        training, held_out = load_sources(config)
+    else:
+        training, held_out = _file_sources(config, decide)
+    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
+    return build_data(prepare, training, held_out, seed)
+
+
+def _file_sources(config: FileConfig, decide: Decide) -> tuple[list[FileSource], FileSource | None]:
+    """(training sources, held-out source); says which files beside them are not read. Raises DataError."""
+    training, held_out = find_sources(config.sources(), config.eval_path, streamed=config.streaming)
+    if training[0].is_sampled:
+        text = "names, sizes, times of change, first and last MiB of each file"
+        decide.record_fact("data.fingerprint", text, "the stream is above 1 GiB; a run resumes with the same data only")
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:
             names = f"not read: {', '.join(source.file_list.ignored)}"
             decide.record_fact("data.files", names, f"{source.key}={source.name}")
-    prepare = SourcePreparation(config, tokenizer, decide, cache_dir, kind, chat or ChatConfig(), length_limit)
-    return build_data(prepare, training, held_out, seed)
+    return training, held_out

@@ -153,10 +153,7 @@ class SmallConfig(ModelConfig):
             found.append(("model.heads", f"{self.heads} does not divide model.hidden_size={self.hidden_size}"))
         elif (self.hidden_size // self.heads) % 2:
             found.append(
-                (
-                    "model.heads",
-                    "rotary embeddings need an even head size; change model.heads or model.hidden_size",
-                )
+                ("model.heads", "rotary embeddings need an even head size; change model.heads or model.hidden_size")
             )
         if self.heads % self.kv_heads:
             found.append(("model.kv_heads", f"{self.kv_heads} does not divide model.heads={self.heads}"))

@@ -15,7 +15,8 @@ import pytest
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import HubConfig, ModelScopeConfig
-from runner.data.hub import HubSource, build, load_split
+from runner.data.hub import HubSource, load_split
+from runner.data.prepare import build
 from runner.data.readers import Problems
 from tests.data.conftest import chat
 

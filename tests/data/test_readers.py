@@ -185,7 +185,8 @@ def test_a_folder_with_a_split_train_leaves_out_the_other_splits_and_says_so(tmp
         (tmp_path / name).write_bytes(GOOD)
     found = find_files(str(tmp_path))
     assert [file.name for file in found.files] == ["train-00000.jsonl", "latest.jsonl"]
-    test = f"test-00000.jsonl of another split than train (data.path={tmp_path}/data/test-00000.jsonl reads it)"
+    option = f"data.eval_path={tmp_path}/data/test-00000.jsonl"
+    test = f"test-00000.jsonl of another split than train ({option} evaluates on it)"
     assert found.ignored[0] == "dataset_info.json" and found.ignored[1] == test and len(found.ignored) == 3
     (tmp_path / "data/train-00000.jsonl").unlink()
     assert len(find_files(str(tmp_path)).files) == 3
