@@ -60,7 +60,7 @@ def chat(args: Namespace) -> int:
     if more:
         raise UsageError(f"'{more[0]}' is not supported: run chat takes one model; type messages in the chat")
     loaded, engine, params = _start_engine(args, source, settings)
-    if loaded.chat_template is None:
+    if loaded.tokenizer.chat_template is None:
         text = f"{source.text} has no chat template; use plain prompts: run infer {source.text} PROMPT"
         raise EnvironmentProblem(text)
     from runner.data.chat import Renderer

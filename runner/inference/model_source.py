@@ -76,14 +76,12 @@ class LoadedModel:
     """A model in evaluation mode, ready for requests.
 
     adapters: the name that a request chooses one by → its name in the peft model, where the first one is active.
-    chat_template: None = the tokenizer has
-    none. prompt_style: `text` where the model was trained on plain text, so that prompts are not rendered as chats.
+    prompt_style: `text` where the model was trained on plain text, so that prompts are not rendered as chats.
     """
 
     name: str
     model: GenerativeModel
     tokenizer: Any
-    chat_template: str | None
     prompt_style: PromptStyle
     adapters: Mapping[str, str] = field(default_factory=dict)
     step: int | None = None  # of a run's checkpoint
@@ -237,7 +235,6 @@ def load_source(
         source.name,
         generative,
         model.tokenizer,
-        model.tokenizer.chat_template,
         style,
         names,
         step,

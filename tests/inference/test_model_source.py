@@ -63,7 +63,7 @@ def test_a_folder_is_what_transformers_loads(folders: Path) -> None:
     loaded = load_source(source, device="cpu")
     with loaded.model._generation_mode():  # type: ignore[attr-defined]
         torch.testing.assert_close(logits(loaded.model.inner), reference(folders / "base"))
-    assert loaded.chat_template and loaded.prompt_style == "chat" and loaded.step is None
+    assert loaded.tokenizer.chat_template and loaded.prompt_style == "chat" and loaded.step is None
 
 
 def test_an_adapter_is_found_with_its_base(folders: Path) -> None:
