@@ -22,7 +22,9 @@ from runner.core.fsync_io import error_reason
 from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
 from runner.run_dir.folder import display_path
 from runner.run_dir.manifest import PromptStyle
+from runner.spec.evaluation import without_bounds
 from runner.spec.job import JobSpec
+from runner.tracker.console import interval_text
 
 if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
@@ -106,14 +108,14 @@ def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = No
         **({"base_model": base} if base and is_hub_id(base) else {}),
         **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
-    shown = sorted(name for name in facts.values if name.startswith(("eval/", "train/loss")))
+    shown = sorted(name for name in without_bounds(facts.values) if name.startswith(("eval/", "train/loss")))
     rows = [
         ("base model", _public_name(base) if base else f"{spec.model.name}, from random weights"),
         ("data", ", ".join(map(_public_name, _sources(spec)))),
         ("algorithm", spec.algorithm.name),
         ("adapter", spec.adapter.name),
         ("step", f"{facts.step} of {spec.steps}"),
-        *((name, f"{facts.values[name]:.4g}") for name in shown),
+        *((name, interval_text(name, facts.values)) for name in shown),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     parts = [f"# {spec.name}", f"| | |\n| --- | --- |\n{table}", "## How to load it", _loading_code(export)]

@@ -48,6 +48,7 @@ def test_result_files_are_read_with_the_versions_of_their_tasks(tmp_path: Path) 
     found = _lm_eval_results(tmp_path)
     assert found["tasks"] == {"sort": 1.0, "gsm": 3.0}
     assert found["values"]["sort/exact_match"] == 0.25 and found["values"]["gsm/exact_match/strict-match"] == 0.5
+    assert "sort/sample_len" not in found["values"], "it is no metric"
     assert _with_error("sort/exact_match", found["values"]) == "0.25 ± 0.09"
     (tmp_path / "log.json").write_text(json.dumps(LOG))
     assert _inspect_results(tmp_path)["values"] == {"sort/exact/mean": 0.25, "sort/exact/stderr": 0.13}

@@ -111,6 +111,14 @@ def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
         assert word in page, word
 
 
+def test_the_numbers_of_a_harness_have_its_name(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    row = {"step": None, "suite": "lm_eval", "created": "2026-11-25T10:00:00", "values": {"gsm8k/exact_match": 0.5}}
+    folder.evaluations.write_text(json.dumps(row) + "\n")
+    write_page(folder, tmp_path / "r.html")
+    assert "<th>lm_eval, 2026-11-25 10:00</th>" in (tmp_path / "r.html").read_text()
+
+
 def test_a_report_of_a_run_that_has_hardly_begun(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     folder = RunFolder(tmp_path / "a")
