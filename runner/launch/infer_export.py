@@ -33,7 +33,7 @@ def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig
     """
     content = ({"role": "user", "content": prompt},) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
-    asked = PromptExample(SourceLocation("prompt", 1), said)
+    asked = PromptExample(SourceLocation("prompt", 1), content)
     rows = ExampleTokenizer(tokenizer, chat).encode([asked], problems)
     problems.raise_if_any()
     assert isinstance(rows[0], EncodedAnswers)

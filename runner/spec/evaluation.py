@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
-from runner.spec.suggest import value_complaint
 
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 COMPONENTS = ("data", "reward", "environment")  # groups of which a set may have its own component
@@ -145,7 +144,7 @@ def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Foun
     try:
         options = EvaluationSetConfig.model_validate(given)
     except ValidationError as error:
-        return list(option_faults(error, EvaluationSetConfig, given, key, "a set", {}))
+        return list(suggest.option_faults(error, EvaluationSetConfig, given, key, "a set", {}))
     found, components = list[Found](), dict[str, ComponentConfig]()
     for group in COMPONENTS:
         if (record := getattr(options, group)) is not None:
@@ -168,7 +167,7 @@ def _decode_component(group: str, record: Mapping[str, Any], key: str) -> Compon
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:
-        return list(option_faults(error, known[name], record, key, f"{group}={name}", {}))
+        return list(suggest.option_faults(error, known[name], record, key, f"{group}={name}", {}))
 
 
 def without_bounds(metrics: Iterable[str]) -> list[str]:
