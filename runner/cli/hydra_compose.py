@@ -47,7 +47,6 @@ from runner.cli.overrides import TypedOverride, instead_of_hydras
 from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.base import iter_leaves
-from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION
 
@@ -74,8 +73,8 @@ def composition_problem(error: Exception, sources: Sequence[ConfigSource], chose
         if unknown.group(1).startswith(f"{GROUP}/"):  # `override device: npu`, without the slash
             return _without_override(_within(unknown.group(1).partition("@")[0], prefix), "NAME", origin)
         groups = sorted({group for source in sources for group in source.list("", None) if source.is_group(group)})
-        meant = suggest.nearest_word(unknown.group(1), [g for g in groups if g != "hydra"])
-        return Problem(unknown.group(1), "no such group" + (f"; did you mean '{meant}'?" if meant else ""), origin)
+        hint = suggest.did_you_mean(unknown.group(1), [g for g in groups if g != "hydra"])
+        return Problem(unknown.group(1), f"no such group{hint}", origin)
     lines = [line.strip() for line in text.splitlines() if line.strip() and "To append" not in line]
     return Problem("", " ".join(lines).removeprefix(prefix.group() if prefix else ""), origin)
 
@@ -93,7 +92,9 @@ def _missing(group: str, name: str, who: str, sources: Sequence[ConfigSource], r
     found = (_chooser(recipe, group, name, sources) for recipe in recipes)
     chooser = next((who for who in found if who), None)
     return Problem(
-        group, unknown_name(group, name, group_options(sources, group)), label(chooser, sources) if chooser else origin
+        group,
+        suggest.unknown_name(group, name, group_options(sources, group)),
+        label(chooser, sources) if chooser else origin,
     )
 
 

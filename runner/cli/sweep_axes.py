@@ -117,8 +117,7 @@ def _validate_options(
 def _wrong_value(name: str, value: Any) -> str:
     if name in SweepConfig.model_fields:
         return value_complaint(model_schema(SweepConfig)[name], f"{SWEEP}.{name}", value)
-    meant = suggest.nearest_word(name, SweepConfig.model_fields)
-    return "not an option of a sweep" + (f"; did you mean '{meant}'?" if meant else "")
+    return "not an option of a sweep" + suggest.did_you_mean(name, SweepConfig.model_fields)
 
 
 @dataclass(frozen=True, slots=True)

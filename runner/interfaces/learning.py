@@ -152,7 +152,7 @@ class LogitsLossFn(LinearLossFn, Protocol):
 
 
 class Model(Protocol):
-    """Anything that scores a ragged batch without gradient."""
+    """Anything that scores a packed batch without gradient."""
 
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
@@ -255,9 +255,8 @@ class Tracker(Protocol):
 class HeadedModel(Model, Protocol):
     """A frozen model, and its head by itself."""
 
-    def forward_local(
-        self, batch: Batch, needs: frozenset[str]
-    ) -> Outputs: ...  # of a micro-batch, which is one rank's own
+    # of a micro-batch, which is one rank's own
+    def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
     def lm_head(self) -> Callable[[Tensor], Tensor]: ...  # output `hidden` [S, H] → logits [S, V]; or UnfitModel
 

@@ -87,17 +87,15 @@ class Device(Protocol):
     # what matrix products of `dtype` are computed in: a data type, or tf32
     def matmul_precision(self, dtype: torch.dtype) -> str: ...
 
-    def unsupported_reason(
-        self, dtype: torch.dtype
-    ) -> str | None: ...  # why it cannot compute with it; None where it can
+    # why it cannot compute with a data type; None where it can
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None: ...
 
     def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
 
     def dense_attention(self) -> DenseAttention | None: ...  # None: the model's own, through transformers
 
-    def apply_fused_ops(
-        self, module: torch.nn.Module
-    ) -> None: ...  # exchange what of a transformers model has fused operators
+    # replace the parts of a transformers model that the device has fused operators for
+    def apply_fused_ops(self, module: torch.nn.Module) -> None: ...
 
 
 class Decide(Protocol):
@@ -210,10 +208,8 @@ class TrainableModel(ScoringModel, Protocol):
     flops: Any  # runner.model.flops.ModelFlops
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
-    @property
-    def base_fingerprint(
-        self,
-    ) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
+    @property  # what must be equal for a checkpoint to fit, beside its parameters
+    def base_fingerprint(self) -> dict[str, str]: ...
 
     @property
     def compute_dtype(self) -> torch.dtype: ...  # of matrix products

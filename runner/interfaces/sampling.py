@@ -164,9 +164,8 @@ class Sampler(Protocol):
     @property
     def max_model_len(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
 
-    def load_weights(
-        self, tensors: Mapping[str, Tensor] | None, version: int
-    ) -> None: ...  # None: shares the trainer's own
+    # None: shares the trainer's own
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
 

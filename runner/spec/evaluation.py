@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError
 from runner.core.errors import Problem, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config
-from runner.spec.suggest import format_value, value_complaint
+from runner.spec.suggest import value_complaint
 
 SET_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,39}")
 COMPONENTS = ("data", "reward", "environment")  # groups of which a set may have its own component
@@ -163,9 +163,7 @@ def _decode_component(group: str, record: Mapping[str, Any], key: str) -> Compon
     known = default_registry().classes(group)
     name = record.get("name")
     if name not in known:
-        meant = suggest.suggest_name(group, str(name), known) if name is not None else None
-        hint = f"; did you mean '{meant}'?" if meant else ""
-        return [(f"{key}.name", f"no {group} named {format_value(name)}{hint} ({', '.join(sorted(known))})")]
+        return [(f"{key}.name", suggest.unknown_name(group, name, known))]
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:
@@ -179,8 +177,7 @@ def _complaints(
     first = {str(e["loc"][0]): e["type"] for e in reversed(error.errors(include_url=False))}
     for field, kind in first.items():
         if field not in cls.model_fields:
-            close = suggest.nearest_word(field, cls.model_fields)
-            yield f"{key}.{field}", f"not an option of {owner}" + (f"; did you mean '{close}'?" if close else "")
+            yield f"{key}.{field}", f"not an option of {owner}{suggest.did_you_mean(field, cls.model_fields)}"
         elif kind == "missing":
             yield f"{key}.{field}", f"must be given  ({cls.model_fields[field].description})"
         else:

@@ -176,8 +176,7 @@ def _unused_options(
     """What is set of the model and means nothing where it only scores."""
     for name, value in model.items():
         if name not in cls.model_fields:
-            close = suggest.nearest_word(name, cls.model_fields)
-            hint = f"; did you mean '{close}'?" if close else ""
+            hint = suggest.did_you_mean(name, cls.model_fields)
             yield f"{key}.{name}", f"not an option of {MODEL}={cls.component_name()}{hint}"
         elif name != "name" and name not in own and value != cls.model_fields[name].default:
             names = ", ".join(f"{key}.{name}" for name in own)

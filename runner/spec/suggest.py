@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from runner.core.package import COMPONENTS_GROUP, LEFT_OUT
+
 # (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
 Options = Mapping[str, Mapping[str, Iterable[str]]]
 
@@ -44,6 +46,12 @@ def nearest_word(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | 
     return by_lower[found[0]] if found else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'cuda'?`, to be put behind a message; empty if no known word is close."""
+    meant = nearest_word(word, known)
+    return f"; did you mean '{meant}'?" if meant else ""
+
+
 def absence_reason(group: str, wrong: str) -> str | None:
     """Why there is no such member of `group`, and what to type instead, if that is known."""
     from runner.spec import migrate
@@ -62,6 +70,18 @@ def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     known = list(known)
     other = migrate.table().choices.get(group, {}).get(wrong.lower())
     return other if other in known else nearest_word(wrong, known)
+
+
+def unknown_name(group: str, name: Any, members: Iterable[str]) -> str:
+    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
+    known = ", ".join(sorted(members))
+    said = f"no {group} named {format_value(name)}"
+    if (lost := LEFT_OUT.get((COMPONENTS_GROUP, name))) is not None:
+        return f"{said}; {lost}"
+    if (why := absence_reason(group, str(name))) is not None:
+        return f"{said} ({known}): {why}"
+    meant = suggest_name(group, str(name), members)
+    return said + (f"; did you mean '{meant}'?" if meant else "") + f" ({known})"
 
 
 def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:
@@ -178,8 +198,8 @@ def value_complaint(schema: Mapping[str, Any], key: str, value: Any) -> str:
         said += f"; did you mean '{meant}'?"
     elif isinstance(value, str) and few and (why := migrate.table().absent.get(value.lower())) is not None:
         said += f"; {why}"
-    elif isinstance(value, str) and (close := nearest_word(value, few)):
-        said += f"; did you mean '{close}'?"
+    elif isinstance(value, str):
+        said += did_you_mean(value, few)
     kinds = schema.get("anyOf", [schema])
     wants_text = any(s.get("type") == "string" and not {"enum", "const"} & s.keys() for s in kinds)
     if wants_text and isinstance(value, int | float):
