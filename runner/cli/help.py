@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
 
-from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of
+from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of, verb_hint
 from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.config_sources import GROUP, file_of, hydra_session, label, sources_with
 from runner.cli.hydra_compose import group_options
@@ -126,9 +126,7 @@ def first_sentence(lines: Sequence[str]) -> str:
 def _group(word: str, known: Sequence[str]) -> str:
     word = {"recipes": GROUP}.get(word, word)
     if word not in known:
-        meant = suggest.nearest_word(word, known)
-        hint = f"; did you mean '{meant}'?" if meant else ""
-        raise UsageError(f"no group named '{word}'{hint} ({', '.join(known)})")
+        raise UsageError(f"no group named '{word}'{suggest.did_you_mean(word, known)} ({', '.join(known)})")
     return word
 
 
@@ -185,10 +183,8 @@ def show(args: Namespace) -> int:
     elif topic in TOPICS:
         _recipes(args) if topic == "recipes" else _options(args)
     else:
-        from runner.cli.verb_hints import hint
-
         known = EXAMPLES | {name: f"run help {name}" for name in TOPICS}
-        instead = hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
+        instead = verb_hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
         raise UsageError(f"no help topic '{topic}'; {instead}")
     return 0
 
