@@ -61,7 +61,8 @@ def show(args: Namespace) -> int:
     if key == "loss":
         return _loss(now, registry)
     if key == "chat" and any(is_override(word) for word in args.words):
-        return _chat(now, registry)
+        print_text("\n".join(explain_chat(decode_draft(now, registry).spec)))
+        return 0
     if key in (*groups_of(registry), *_parts(), CALLBACKS):
         with hydra_session(registry, args.config_dir) as loader:
             names = group_options(loader.get_sources(), key)
@@ -102,15 +103,6 @@ def _loss(now: JobDraft, registry: Registry) -> int:
         raise UsageError(f"algorithm={spec.algorithm.name} has no description of its loss; ask its author")
     print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
-    return 0
-
-
-def _chat(now: JobDraft, registry: Registry) -> int:
-    """The first row of the job's data, token by token."""
-    spec = decode_draft(now, registry).spec
-
-    for line in explain_chat(spec):
-        print_text(line)
     return 0
 
 

@@ -12,7 +12,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,9 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
+from runner.cli.job_builder import ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode, spec_file
 from runner.cli.overrides import TRUST
-from runner.core.errors import EnvironmentProblem, NotReady, Problem, RunnerError, SpecError
+from runner.core.errors import NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
 from runner.spec.base import origin_of
 from runner.spec.decode import decode_unchecked
@@ -143,7 +142,7 @@ def _slurm_overrides(drafted: JobDraft) -> list[str]:
 def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
     """The job of a command line; prints what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
-    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    spec = args.spec and spec_file(args.spec)
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
         print_text(note, file=sys.stderr)
@@ -185,59 +184,6 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
     ):
         srun_task.exec_srun(after.spec)
         return local.resume(folder, before.spec, after.spec, after.overrides)
-
-
-def infer(args: Namespace) -> int:
-    """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
-    check_sampling(args)
-    source, prompts, settings = resolve_source(args)
-    from runner.inference.model_source import load_source
-    from runner.tracker.text import escape_controls
-
-    if args.file:
-        prompts += _read_prompts(args.file)
-    if len(source.adapters) > 1:
-        raise UsageError("run chat takes one adapter; run serve supports several by name")
-    loaded = load_source(source, **settings)
-    from runner.core.auto_choices import Decisions
-    from runner.inference.engine import SamplingParams
-    from runner.inference.generate import never_stopped, stream_answer
-    from runner.inference.torch_engine import TorchEngine
-    from runner.launch.infer_export import prompt_ids
-
-    style, asked = loaded.prompt_style, "prompts are plain text"
-    if style == "chat":
-        context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
-        asked = f"prompts go through the chat template: {context!r}"
-    at = "" if loaded.step is None else f", step {loaded.step}"
-    about = (f"{describe_source(source)}{at}, {asked}", loaded.stop_text())
-    print_text("\n".join(filter(None, about)), file=sys.stderr)
-    several = args.file is not None or len(prompts) > 1
-    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
-    longest = engine.limits.length_limit
-    shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
-    for prompt in prompts or _typed_prompts():
-        if several:
-            print(shown_as(f"> {prompt}"))
-        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
-        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
-        sampling = partial(SamplingParams, args.temperature, args.top_p or 1.0, seed=args.seed or 0, stop=loaded.stop)
-        params = sampling(max_new_tokens=room, stop_token_ids=loaded.stop_token_ids)
-        length = 0
-        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
-            length += len(piece)
-            print(shown_as(piece), end="", flush=True)
-        print()
-        if not length:
-            print("(an empty completion)", file=sys.stderr)
-    return 0
-
-
-def _read_prompts(path: Path) -> list[str]:
-    """One prompt per line of a text file; empty lines are left out."""
-    if not path.is_file():
-        raise EnvironmentProblem(f"{path}: no such file; expected one prompt per line")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def describe_source(source: ModelSource) -> str:
@@ -370,28 +316,3 @@ def _is_setting(word: str) -> bool:
 
 def _trust(words: Sequence[str]) -> list[str]:
     return [w for w in words if w.startswith(TRUST)]
-
-
-def check_sampling(args: Namespace) -> None:
-    for name, value, good in (
-        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
-        ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
-        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1),
-        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63),
-    ):
-        if not good:
-            raise UsageError(f"{name} {value} is out of range")
-    if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
-        raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
-
-
-def _typed_prompts() -> Iterator[str]:
-    """Lines of standard input, with a prompt sign at a terminal, until it ends."""
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True, file=sys.stderr)
-        line = sys.stdin.readline()
-        if not line:
-            return
-        if line.strip():
-            yield line.rstrip("\r\n")

@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from runner.cli.args import UsageError
-from runner.run_dir.folder import display_path, find_run
+from runner.run_dir.folder import RunFolder, display_path, find_run
 from runner.sweep.plan import SweepFolder
 from runner.tools.report import diff as differ
 from runner.tools.report.page import write_page
@@ -19,12 +19,7 @@ from runner.tracker.text import print_text
 
 def report(args: Namespace) -> int:
     """Write report.html of a run."""
-    if len(args.words) > 1:
-        raise UsageError("run report: expected one run, latest or a folder; for a sweep: run sweep report latest")
-    where = args.words[0] if args.words else "latest"
-    if SweepFolder(Path(where)).plan.is_file():
-        raise UsageError(f"{where} is a sweep: run sweep report {where}; a job of it: run report {where}/000")
-    folder = find_run(where)
+    folder = _find_run(args)
     path = args.out or folder.report
     write_page(folder, path)
     print_text(display_path(path))
@@ -45,11 +40,16 @@ def diff(args: Namespace) -> int:
 
 def show(args: Namespace) -> int:
     """Print it; with --json, for programs. Changes nothing."""
-    if len(args.words) > 1:
-        raise UsageError("run status: expected one run, latest or a folder; for a sweep: run sweep status latest")
-    where = args.words[0] if args.words else "latest"
-    if SweepFolder(Path(where)).plan.is_file():
-        raise UsageError(f"{where} is a sweep: run sweep status {where}; a job of it: run status {where}/000")
-    found = read_run_status(find_run(where))
+    found = read_run_status(_find_run(args))
     print_text(json.dumps(found.plain(), indent=1) if args.json else "\n".join(status_lines(found)))
     return 0
+
+
+def _find_run(args: Namespace) -> RunFolder:
+    """The run that the only word names. Raises UsageError for a sweep."""
+    verb, where = args.verb, args.words[0] if args.words else "latest"
+    if len(args.words) > 1:
+        raise UsageError(f"run {verb}: expected one run, latest or a folder; for a sweep: run sweep {verb} latest")
+    if SweepFolder(Path(where)).plan.is_file():
+        raise UsageError(f"{where} is a sweep: run sweep {verb} {where}; a job of it: run {verb} {where}/000")
+    return find_run(where)

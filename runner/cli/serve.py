@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from argparse import Namespace
-from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field, TypeAdapter, ValidationError
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.overrides import TRUST
-from runner.spec.suggest import nearest_word
+from runner.spec.suggest import expected_type, nearest_word
 
-ENGINES = ("auto", "torch", "vllm")
-LOGPROBS_MODES = ("raw", "processed")
+Text = Annotated[str, Field(min_length=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+SETTINGS: dict[str, Any] = {
+    "engine": Literal["auto", "torch", "vllm"],
+    "host": Text,
+    "port": Annotated[int, Field(ge=0, le=65535)],
+    "device": Text,
+    "max_num_seqs": Annotated[int, Field(ge=1, le=4096)],
+    "grace_s": Seconds,
+    "start_timeout_s": Seconds,
+    "logprobs_mode": Literal["raw", "processed"],
+    "weight_updates": bool,
+}
 
 
 def run(args: Namespace) -> int:
@@ -33,69 +45,18 @@ def run(args: Namespace) -> int:
     return serve(model, ServeSettings(**typed, vllm_options=tuple(args.literal)), args.api_key_file)
 
 
-def _one_of(*words: str) -> Callable[[str], str]:
-    def read(value: str) -> str:
-        if value not in words:
-            raise ValueError(f"one of {', '.join(words)}")
-        return value
-
-    return read
-
-
-def _whole(low: int, high: int) -> Callable[[str], int]:
-    def read(value: str) -> int:
-        if not value.isdecimal() or not low <= int(value) <= high:
-            raise ValueError(f"an integer from {low} to {high}")
-        return int(value)
-
-    return read
-
-
-def _seconds(value: str) -> float:
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise ValueError("seconds above 0")
-    return seconds
-
-
-def _switch(value: str) -> bool:
-    if value not in ("true", "false"):
-        raise ValueError("true or false")
-    return value == "true"
-
-
-def _text(value: str) -> str:
-    if not value:
-        raise ValueError("a text")
-    return value
-
-
-SETTINGS: dict[str, Callable[[str], Any]] = {
-    "engine": _one_of(*ENGINES),
-    "host": _text,
-    "port": _whole(0, 65535),
-    "device": _text,
-    "max_num_seqs": _whole(1, 4096),
-    "grace_s": _seconds,
-    "start_timeout_s": _seconds,
-    "logprobs_mode": _one_of(*LOGPROBS_MODES),
-    "weight_updates": _switch,
-}
-
-
 def _read_setting(word: str) -> tuple[str, Any]:
     """Name and value of a word such as port=8001. Raises UsageError."""
     name, _, value = word.lstrip("+").partition("=")
     if word.startswith(TRUST):
         return "trust_remote_code", value.lower() == "true"
-    if (read := SETTINGS.get(name)) is None:
+    if name not in SETTINGS:
         near = nearest_word(name, SETTINGS)
         known = f"did you mean {near}=?" if near else f"settings: {', '.join(SETTINGS)}"
         raise UsageError(f"run serve: no setting named '{name}'; {known}")
+    kind = TypeAdapter(SETTINGS[name])
     try:
-        return name, read(value)
-    except ValueError as error:
-        raise UsageError(f"run serve: {name}={value}: expected {error}") from None
+        return name, kind.validate_python(yaml.safe_load(value), strict=True)
+    except (ValidationError, yaml.YAMLError):
+        expected = expected_type(kind.json_schema())
+        raise UsageError(f"run serve: {name}={value}: expected {expected}") from None

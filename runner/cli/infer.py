@@ -1,0 +1,148 @@
+"""`run infer` and `run chat`: answers of a model, to prompts or in a conversation in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runner.cli.args import UsageError
+from runner.cli.job import describe_source, resolve_source
+from runner.core.errors import EnvironmentProblem
+from runner.tracker.text import print_text
+
+if TYPE_CHECKING:
+    from runner.inference.engine import SamplingParams
+    from runner.inference.model_source import LoadedModel, ModelSource
+
+
+def infer(args: Namespace) -> int:
+    """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
+    _check_sampling(args)
+    source, prompts, settings = resolve_source(args)
+    if args.file:
+        prompts += _read_prompts(args.file)
+    loaded = _load(args, source, settings)
+    from runner.core.auto_choices import Decisions
+    from runner.inference.generate import never_stopped, stream_answer
+    from runner.inference.torch_engine import TorchEngine
+    from runner.launch.infer_export import prompt_ids
+    from runner.tracker.text import escape_controls
+
+    style, asked = loaded.prompt_style, "prompts are plain text"
+    if style == "chat":
+        context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
+        asked = f"prompts go through the chat template: {context!r}"
+    about = (f"{_title(source, loaded)}, {asked}", loaded.stop_text())
+    print_text("\n".join(filter(None, about)), file=sys.stderr)
+    several = args.file is not None or len(prompts) > 1
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
+    longest = engine.limits.length_limit
+    shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
+    for prompt in prompts or _typed_prompts():
+        if several:
+            print(shown_as(f"> {prompt}"))
+        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
+        room = args.max_new_tokens if longest is None else min(args.max_new_tokens, longest[0] - len(ids))
+        length = 0
+        params = _sampling_params(args, loaded, room)
+        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
+            length += len(piece)
+            print(shown_as(piece), end="", flush=True)
+        print()
+        if not length:
+            print("(an empty completion)", file=sys.stderr)
+    return 0
+
+
+def chat(args: Namespace) -> int:
+    """Answer lines of the terminal until Ctrl-D. Raises UsageError."""
+    _check_sampling(args)
+    source, more, settings = resolve_source(args)
+    if more:
+        raise UsageError(f"'{more[0]}' is not supported: run chat takes one model; type messages in the chat")
+    loaded = _load(args, source, settings)
+    if loaded.chat_template is None:
+        text = f"{source.text} has no chat template; use plain prompts: run infer {source.text} PROMPT"
+        raise EnvironmentProblem(text)
+    from runner.core.auto_choices import Decisions
+    from runner.data.chat import Renderer
+    from runner.data.config import ChatConfig
+    from runner.inference.generate import Conversation
+    from runner.inference.terminal_chat import run_chat
+    from runner.inference.torch_engine import TorchEngine
+
+    print_text(f"{_title(source, loaded)}; /help lists the commands", file=sys.stderr)
+    if loaded.prompt_style == "text":
+        print("it was trained on plain text, not on conversations", file=sys.stderr)
+    if stops := loaded.stop_text():
+        print_text(stops, file=sys.stderr)
+    params = _sampling_params(args, loaded, args.max_new_tokens)
+    renderer = Renderer(loaded.tokenizer, ChatConfig(kwargs=loaded.chat.kwargs))
+    engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=1)
+    try:
+        run_chat(Conversation(engine, renderer, params, system=args.system or ""))
+    finally:
+        engine.close()
+    return 0
+
+
+def _load(args: Namespace, source: ModelSource, settings: dict[str, Any]) -> LoadedModel:
+    """The model with its adapter, if it has one. Raises UsageError for several."""
+    if len(source.adapters) > 1:
+        raise UsageError(f"run {args.verb} takes one adapter; run serve supports several by name")
+    from runner.inference.model_source import load_source
+
+    return load_source(source, **settings)
+
+
+def _title(source: ModelSource, loaded: LoadedModel) -> str:
+    return describe_source(source) + ("" if loaded.step is None else f", step {loaded.step}")
+
+
+def _sampling_params(args: Namespace, loaded: LoadedModel, max_new_tokens: int) -> SamplingParams:
+    from runner.inference.engine import SamplingParams
+
+    return SamplingParams(
+        args.temperature,
+        args.top_p or 1.0,
+        max_new_tokens=max_new_tokens,
+        seed=args.seed or 0,
+        stop=loaded.stop,
+        stop_token_ids=loaded.stop_token_ids,
+    )
+
+
+def _read_prompts(path: Path) -> list[str]:
+    """One prompt per line of a text file; empty lines are left out."""
+    if not path.is_file():
+        raise EnvironmentProblem(f"{path}: no such file; expected one prompt per line")
+    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _check_sampling(args: Namespace) -> None:
+    """Raise UsageError for a sampling option that is out of range, or has no effect."""
+    for name, value, good in (
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
+        ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
+        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1),
+        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63),
+    ):
+        if not good:
+            raise UsageError(f"{name} {value} is out of range")
+    if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
+        raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
+
+
+def _typed_prompts() -> Iterator[str]:
+    """Lines of standard input, with a prompt sign at a terminal, until it ends."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", flush=True, file=sys.stderr)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\r\n")
