@@ -155,7 +155,6 @@ def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Compariso
         if series in a and series in b
     )
     before, now = recorded.of_kind("output"), here.of_kind("output")
-    ended = here.ended
     return Comparison(
         series,
         steps,
@@ -163,7 +162,7 @@ def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Compariso
         tuple(_outputs(recorded, here)),
         tuple(_gradients(recorded.of_kind("gradient"), here.of_kind("gradient"), list(before))),
         len(before.keys() ^ now.keys()),
-        ended,
+        here.ended,
     )
 
 
