@@ -59,7 +59,7 @@ FORMS = "type run parity --record FILE device=cpu …, or run parity --compare F
 
 
 def run(args: Namespace) -> int:
-    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises Disagreement."""
+    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises ParityError."""
     if (args.record is None) == (args.compare is None):
         raise UsageError(f"run parity: expected --record or --compare; {FORMS}")
     return _record(args) if args.compare is None else _compare(args)

@@ -9,8 +9,8 @@ keyword-only parameter with a pydantic `Field` in its annotation is an option: i
 description become the option `algorithm.<name>`, which is null unless it is set; then the function gets its default.
 A keyword-only parameter without a `Field` is a constant.
 
-The value of `algorithm.policy_loss`, `advantage`, `kl`, `aggregation`, `correction`, `loss` or `divergence` is the
-registered name. A package lists the modules of its functions as entry points:
+The value of `algorithm.policy_loss`, `advantage`, `kl_estimator`, `loss_aggregation`, `correction`, `loss` or
+`divergence` is the registered name. A package lists the modules of its functions as entry points:
 
     [project.entry-points."runner.losses"]
     mine = "mine.losses"

@@ -101,7 +101,7 @@ class Device(Protocol):
 class Decide(Protocol):
     """Records an automatic decision: printed, in the manifest, an error under strict=true.
 
-    Where `got` is what was wanted it is a fact, which strict=true allows; `state` says one.
+    Where `got` is what was wanted it is a fact, which strict=true allows; `record_fact` records one.
     """
 
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None: ...
@@ -254,7 +254,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def summon_full_params(self) -> AbstractContextManager[None]: ...  # with all parameters on this rank
 
-    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None: ...  # context parallel
+    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None: ...
 
     def export_probe(self) -> dict[str, Any]: ...  # what was found out by computing, in plain values …
 

@@ -266,7 +266,7 @@ class InterruptibleSampler(Protocol):
 
 
 class SamplerWrapper:
-    """To be narrowed; see `Sampler`."""
+    """Forwards every call to another sampler; a subclass overrides what changes."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -307,7 +307,7 @@ class SamplerWrapper:
         return self._sampler.pop_metrics()
 
     def release_memory(self) -> None:
-        """Do without what can be done without."""
+        """Release the memory that is not needed until the next request."""
         self._sampler.release_memory()
 
     def close(self) -> None:

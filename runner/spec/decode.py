@@ -32,8 +32,8 @@ Found = tuple[str, str]  # key, message
 def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec:
     """The job that `data` describes.
 
-    `origins` says who set each dotted key. Raises SpecError with every problem, and SecurityRefusal for data
-    that asks to run code.
+    `origins` says who set each dotted key. Raises SpecError with every problem, and SecurityError for data that
+    names code to run.
     """
     known = registry or default_registry()
     refuse_code(data, origins)

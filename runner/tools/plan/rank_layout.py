@@ -160,9 +160,9 @@ class RankLayout:
 
 
 def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> RankLayout:
-    """The layout of a job with this section over `world` ranks. Raises SpecError.
+    """The layout of a job with this section over `world` ranks.
 
-    For sizes that do not fit a transformers config, and for DeepSpeed.
+    Raises SpecError for sizes that do not fit the model, and for DeepSpeed.
     """
     if config.deepspeed:
         text = f"run plan does not support {config.name}; type parallelism=fsdp or parallelism=ddp"
