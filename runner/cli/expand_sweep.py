@@ -184,7 +184,7 @@ class _ProblemCollector:
         return SweepMember(composed, varied)
 
     def options(self, own: Sequence[str], *, varies: bool) -> tuple[SweepConfig, list[Problem]]:
-        """The sweep's options, by the recipes and its `own` words; and every problem of the jobs and the options."""
+        """The options by the recipes and the sweep's `own` words, and every problem of jobs and options."""
         typed, wrong = read_overrides(own, ())
         options, mistakes = decode_sweep_options(self._drafts.values(), typed)
         problems = [*self._problems(), *wrong, *mistakes]

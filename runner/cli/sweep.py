@@ -181,13 +181,10 @@ def _with_sweep_tracker(member: SweepMember, folder: SweepFolder) -> dict[str, A
     data = dict(member.composed.data)
     own = member.composed.spec.tracker.of_sweep(folder.root.name, JobPlan(0, member.varied).label)
     # with --spec they may be those of the sweep that the spec comes from
-    said = {k: v for k in own if (v := data["tracker"][k]) and _origin(member, f"tracker.{k}") != SPEC}
+    origins = member.composed.origins
+    said = {k: v for k in own if (v := data["tracker"][k]) and origins.get(f"tracker.{k}") != SPEC}
     data["tracker"] = data["tracker"] | own | said
     return data
-
-
-def _origin(member: SweepMember, key: str) -> str:
-    return member.composed.origins.get(key, "")
 
 
 def _name(specs: Sequence[JobSpec]) -> str:

@@ -47,7 +47,7 @@ def import_frozen(name: str) -> ModuleType:
 
 
 def lazy_exports(namespace: dict[str, Any]) -> None:
-    """Set a module's `__getattr__` and `__all__` by the imports under its `if TYPE_CHECKING`, done at first use.
+    """Make the imports under a module's `if TYPE_CHECKING` available, each done when it is first used.
 
     namespace: the module's `globals()`
     """
