@@ -1,4 +1,4 @@
-"""From a job spec to a job: the only room that knows both the configs and what they configure."""
+"""From a job spec to a job: the only package that knows both the configs and what they configure."""
 
 from runner.build.components import build_device as build_device
 from runner.build.components import build_model as build_model

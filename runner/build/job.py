@@ -202,7 +202,7 @@ def build(
         peers=world.world_peers,
         algorithm=algorithm,
         feed=_experience_queue(spec, algorithm, publisher, device.torch_device),
-        publish=_publish_nothing if publisher is None else publisher.publish,
+        publish=_discard if publisher is None else publisher.publish,
         learners=models.learners,
         models=models.by_role,
         callbacks=callbacks,
@@ -211,7 +211,8 @@ def build(
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
         closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
     )
-    built = BuiltJob(job, model, store, _sections(job), _identity(given, data, models, world), data, world, given, own)
+    sections = {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
+    built = BuiltJob(job, model, store, sections, _identity(given, data, models, world), data, world, given, own)
     callbacks.append(_checkpoint_callback(spec, built))
     return built
 
@@ -300,23 +301,12 @@ def _precompute_references(
         precompute_references(spec, models.frozen.values(), algorithm, data, decide, say)
 
 
-def _sections(job: TrainingJob) -> dict[str, Any]:
-    """What a checkpoint holds the state of."""
-    return {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
-
-
 def _checkpoint_callback(spec: JobSpec, built: BuiltJob) -> SaveCheckpoints:
     """What saves all of it, and with whom."""
     store, world = built.store, built.world
     store.peers, store.background = world.world_peers, world.checkpoint_peers
     start = built.start_saving if spec.checkpoint.asynchronous else built.save
     return SaveCheckpoints(built.save, start, store.check, every=spec.checkpoint.every)
-
-
-def _report_no_evaluation(spec: JobSpec, decide: Decisions) -> None:
-    """Report that checkpoint.best has no effect, because there is no evaluation."""
-    if (best := spec.checkpoint.best) and best.startswith("eval/"):
-        decide("checkpoint.best", best, "none", "no evaluation")
 
 
 def _experience_queue(
@@ -331,10 +321,6 @@ def _experience_queue(
         return due(step)
 
     return ExperienceQueue(collect, spec.steps, algorithm.lag, encode=algorithm.encode, decode=algorithm.decode)
-
-
-def _publish_nothing(version: int) -> None:
-    """Do nothing: there is no sampler."""
 
 
 def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
@@ -370,8 +356,8 @@ def _callbacks(
     own: Iterable[Callback],
 ) -> list[Callback]:
     """All callbacks except saving. own: those of plug-ins, whose metrics are recorded too."""
-    if evaluate is None:
-        _report_no_evaluation(spec, decide)
+    if evaluate is None and (best := spec.checkpoint.best) and best.startswith("eval/"):
+        decide("checkpoint.best", best, "none", "no evaluation")
     return [
         *([] if evaluate is None else [_evaluation(spec, evaluate, outlets)]),
         *([activity] if spec.watch.device_stats_interval_s else []),

@@ -33,6 +33,7 @@ from runner.sampler.rollout_journal import RolloutJournal
 from runner.sampler.server.job_token import job_token
 from runner.sampler.server.pool import SamplerPool
 from runner.sampler.sync_probe import SyncProbe
+from runner.spec.base import Head
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import DeviceStats
@@ -53,36 +54,28 @@ def build_sampler(
     store: CheckpointStore,
 ) -> Sampler:
     """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
-    sampler = _sampler(spec, policy, tokenizer, device, world, decide, folder)
+    peers = world.rollout_peers
+    if spec.launch.samplers:
+        sampler: Sampler = Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), peers)
+    elif spec.sampler.served:
+        sampler = Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), peers)
+    elif spec.sampler.engine:
+        sampler = PartitionedSampler(make_local_sampler(spec, policy, decide, folder), peers, nullcontext)
+    else:
+        head = _policy_head(spec)
+        ahead = spec.algorithm.steps_ahead() > 0
+        model = build_model(spec, tokenizer, device, decide, head, world.as_ddp()) if ahead else policy
+        own = make_local_sampler(spec, model, decide, folder)
+        sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model))
     _report_episode_limit(spec, sampler, decide)
     if spec.sampler.engine or spec.sampler.is_interruptible:
-        sampler = RolloutJournal(sampler, folder.journal, world.rollout_peers, lambda: min(store.steps(), default=0))
+        sampler = RolloutJournal(sampler, folder.journal, peers, lambda: min(store.steps(), default=0))
     return sampler
 
 
-def _sampler(
-    spec: JobSpec,
-    policy: GenerativeModel,
-    tokenizer: Any,
-    device: Device,
-    world: ParallelContext,
-    decide: Decisions,
-    folder: RunFolder,
-) -> Sampler:
-    if spec.launch.samplers:
-        return Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), world.rollout_peers)
-    if spec.sampler.served:
-        return Rank0Sampler(lambda: make_local_sampler(spec, policy, decide, folder), world.rollout_peers)
-    if spec.sampler.engine:
-        return PartitionedSampler(make_local_sampler(spec, policy, decide, folder), world.rollout_peers, nullcontext)
-    head = next(
-        iter(spec.algorithm.trained_models().values())
-    )  # the copy has the heads of the policy, whose weights it gets
-    ahead = spec.algorithm.steps_ahead() > 0
-    model = build_model(spec, tokenizer, device, decide, head, world.as_ddp()) if ahead else policy
-    return PartitionedSampler(
-        make_local_sampler(spec, model, decide, folder), world.rollout_peers, partial(world.summon_full_params, model)
-    )
+def _policy_head(spec: JobSpec) -> Head:
+    """The head of the policy, which its copy needs for the weights that it gets."""
+    return next(iter(spec.algorithm.trained_models().values()))
 
 
 def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
@@ -120,7 +113,7 @@ def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) ->
     The torch sampler starts with the job's initial weights, an engine without any.
     """
     device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
-    head = next(iter(spec.algorithm.trained_models().values()))  # it has the heads of the policy, whose weights it gets
+    head = _policy_head(spec)
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
         model = build_blank_model(spec, tokenizer, decide, head)
     else:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from runner.cli.arg_types import (
     parse_checkpoint,
@@ -23,7 +23,7 @@ from runner.cli.arg_types import (
     parse_share,
 )
 from runner.core.errors import RunnerError
-from runner.core.package import LEFT_OUT, conf_dir, load_plugins
+from runner.core.package import LEFT_OUT, conf_dir, load_plugins, recipes_dir
 
 VERBS = {
     "run": "train (the default verb)",
@@ -111,8 +111,6 @@ class UsageError(RunnerError):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        from runner.cli.verb_hints import flag_hint
-
         hint = flag_hint(message, self) if "unrecognized" in message else _about_value(message)
         hint = hint or self._missing_value(message)
         raise UsageError(f"{self.prog}: {message}{hint}\n  see: run --help")
@@ -134,6 +132,20 @@ def _about_value(message: str) -> str:
     return f"; {said}" if said else ""
 
 
+def near_flag(word: str, parser: argparse.ArgumentParser) -> str | None:
+    """The option with two dashes that an unknown word probably means."""
+    from runner.spec.suggest import nearest_word
+
+    known = [flag for flag in parser._option_string_actions if flag.startswith("--")]
+    return nearest_word(word.replace("_", "-").partition("=")[0], known, cutoff=0.8)
+
+
+def flag_hint(message: str, parser: argparse.ArgumentParser) -> str:
+    """What to type instead of the first unknown word with dashes that argparse names."""
+    near = next(filter(None, (near_flag(word, parser) for word in message.split())), None)
+    return f"; did you mean {near}?" if near else "; options of a job are written without dashes: key=value"
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """`verb`, `words`, `literal` (the words after `--`) and the options of that verb. Raises UsageError."""
     end = list(argv).index("--") if "--" in argv else len(argv)
@@ -151,8 +163,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def parser_of(verb: str) -> argparse.ArgumentParser:
     """What a verb takes."""
     parser = _Parser(prog=f"run {verb}" if verb != "run" else "run", add_help=False, allow_abbrev=False)
-    _common(parser)
-    _OPTIONS.get(verb, _no_options)(parser)
+    for flags, settings in (*COMMON, *OPTIONS.get(verb, ())):
+        parser.add_argument(*flags, **settings)
     parser.add_argument("words", nargs="*", help=RESOURCE_NAMES.get(verb, argparse.SUPPRESS))
     return parser
 
@@ -214,9 +226,7 @@ def is_override(word: str) -> bool:
 
 
 def _unknown_verb(word: str) -> str:
-    from runner.cli.verb_hints import hint, recipe_hint
-
-    if as_recipe := recipe_hint(word):
+    if as_recipe := _recipe_hint(word):
         return f"no verb named '{word}'; {as_recipe}"
     from runner.spec.job import JobSpec
 
@@ -225,168 +235,156 @@ def _unknown_verb(word: str) -> str:
     if (why := LEFT_OUT.get((VERBS_GROUP, word))) is not None:
         return f"no verb named '{word}'; {why}"
     verbs = all_verbs()
-    if instead := hint(word, {verb: EXAMPLES.get(verb, f"run {verb}") for verb in verbs}):
+    if instead := verb_hint(word, {verb: EXAMPLES.get(verb, f"run {verb}") for verb in verbs}):
         return f"no verb named '{word}'; {instead}\n  see: run --help"
     width = max(map(len, verbs))
     return "\n".join([f"no verb named '{word}'", *(f"  {v.ljust(width)}  {about}" for v, about in verbs.items())])
 
 
-def _common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--help", "-h", action="store_true", help="show this help")
-    parser.add_argument("--version", action="store_true", help="print the version")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    parser.add_argument("--shell-completion", "-sc", action="store_true", help=argparse.SUPPRESS)
+def verb_hint(word: str, verbs: Mapping[str, str]) -> str:
+    """What to type instead of `word`; empty where nothing is near. verbs: name → example."""
+    from runner.spec.migrate import table
+    from runner.spec.suggest import nearest_word
+
+    of_other_tools = table().verbs
+    if (known := of_other_tools.get(word.lower().replace("_", "-"))) is not None:
+        return known
+    if (conf_dir() / word).is_dir():
+        return f"'{word}' is a group; its options: run list {word}; to choose one: run {word}=NAME"
+    if of_component := component_hint(word):
+        return of_component
+    meant = nearest_word(word, [*verbs, *of_other_tools])
+    if meant is None:
+        return ""
+    return f"did you mean '{meant}'? {'e.g. ' + verbs[meant] if meant in verbs else of_other_tools[meant]}"
 
 
-def _no_options(parser: argparse.ArgumentParser) -> None:
-    """No option of its own."""
+def component_hint(word: str) -> str:
+    """How to choose a component by its name; empty where it is none."""
+    groups = sorted(path.parent.name for path in conf_dir().glob("*/*.yaml") if path.stem == word.lower())
+    demo = f"; a demo: run +recipe={word}_demo" if (recipes_dir() / f"{word}_demo.yaml").is_file() else ""
+    return f"to choose it: run {' or '.join(f'{g}={word.lower()}' for g in groups)} …{demo}" if groups else ""
 
 
-def _run(parser: argparse.ArgumentParser) -> None:
-    _resume(parser)
-    _config_dir(parser)
-    parser.add_argument("--spec", type=Path, help="a run's folder or its spec.yaml: that job again")
-    parser.add_argument("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)")
-    about = "print the files of a job (defaults), or the config folders (searchpath); run nothing"
-    parser.add_argument("--info", "-i", metavar="defaults|searchpath", help=about)
-    about = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
-    parser.add_argument("--multirun", "-m", action="store_true", help=about)
+def _recipe_hint(word: str) -> str:
+    """How to run a recipe that was typed as a verb; empty where it is none."""
+    by_name = any((place / f"{word}.yaml").is_file() for place in (Path("recipes"), recipes_dir()))
+    if by_name or Path(word).suffix in (".yaml", ".yml"):
+        return f"to run a recipe (a name, or the path of a file): run +recipe={word}"
+    return ""
 
 
-def _resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cfg", "-c", choices=["job"], help="print the job, run nothing")
+Option = tuple[tuple[str, ...], dict[str, Any]]  # what `add_argument` takes
 
 
-def _config_dir(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--config-dir", "-cd", type=Path, help="a further folder with config groups and recipes/")
+def _option(*flags: str, **settings: Any) -> Option:
+    return flags, settings
 
 
-def _source(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint", type=parse_checkpoint, default="last", help="checkpoint of a run: a step, best or last (last)"
-    )
-    parser.add_argument("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
-    about = "a PEFT adapter for the model, by name; may be repeated"
-    parser.add_argument("--adapter", action="append", metavar="[NAME=]FOLDER", help=about)
+def _switch(*flags: str, help: str) -> Option:
+    return _option(*flags, action="store_true", help=help)
 
 
-def _infer(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--file", type=Path, help="a text file with one prompt per line")
-    _sampling(parser)
-
-
-def _chat(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="the system prompt (none)")
-    _sampling(parser)
-
-
-def _sampling(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="maximum tokens of a completion (256)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 = greedy decoding (0)")
-    parser.add_argument("--top-p", type=float, help="nucleus sampling (1)")
-    parser.add_argument("--seed", type=int, help="seed of the sampling (0)")
-    _source(parser)
-
-
-def _eval(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--samples", type=parse_count, help="sampled answers to each question (the set's own number)")
-    parser.add_argument("--limit", type=parse_count, help="maximum number of questions of each set (all)")
-    parser.add_argument(
-        "--checkpoint", type=parse_checkpoint, default="last", help="of runs: a step, best or last (last)"
-    )
-    parser.add_argument("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
-    about = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
-    parser.add_argument("--suite-python", type=parse_path, metavar="PYTHON", help=about)
-
-
-def _serve(parser: argparse.ArgumentParser) -> None:
-    _source(parser)
-    parser.add_argument("--api-key-file", type=parse_path, metavar="FILE", help="the API key that clients must send")
-
-
-def _export(parser: argparse.ArgumentParser) -> None:
-    _source(parser)
-    parser.add_argument("--merge", action="store_true", help="merge the adapter into its base, in float32")
-    parser.add_argument("--out", type=Path, help="a new folder (default: in the run's folder)")
-    about = "compare the folder with the model, loaded by transformers (default below 2 GB)"
-    parser.add_argument("--check", action=argparse.BooleanOptionalAction, help=about)
-    about = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
-    parser.add_argument("--combine", metavar="HOW", choices=COMBINATIONS, help=about)
-    parser.add_argument(
-        "--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"
-    )
-    parser.add_argument("--density", type=parse_share, help="fraction that ties and dare keep (0.5)")
-    parser.add_argument("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private")
-
-
-def _doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--no-trial", action="store_true", help="skip the test run on each device")
-    parser.add_argument("--prepare", metavar="DEVICE", help="only download and build what a device needs")
-    parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
-    _config_dir(parser)
-
-
-def _plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--card", metavar="NAME", help="910B, H100, … (default: the usual card of the job's device)")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    parser.add_argument("--spec", type=Path, help="the job of a run's folder or spec.yaml")
-    _config_dir(parser)
-
-
-def _bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON file (bench-<date>-<time>.json)")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="print ratios to an earlier JSON file")
-    parser.add_argument(
-        "--min-mfu", type=parse_share, metavar="SHARE", help="exit with code 5 if an SFT case is below, e.g. 20%%"
-    )
-
-
-def _parity(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--record", metavar="FILE", help="record the first steps of a job to a file; or a device")
-    parser.add_argument("--compare", type=Path, metavar="FILE", help="run the recorded steps here and compare")
-    parser.add_argument("--steps", type=parse_count, help="number of steps to record (5)")
-    parser.add_argument("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)")
-    parser.add_argument("--spec", type=Path, help="record the job of a run's folder or spec.yaml")
-    _config_dir(parser)
-
-
-def _status(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
-
-
-def _sweep(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--retry-failed", action="store_true", help="resume: also run failed jobs")
-    parser.add_argument(
-        "--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: only these jobs, e.g. 3,7"
-    )
-
-
-def _report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="a file (report.html in the run's folder)")
-
-
-def _diff(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, help="also an HTML page, with the curves of both in one chart")
-
-
-_OPTIONS = {
-    "run": _run,
-    "resume": _resume,
-    "status": _status,
-    "list": _config_dir,
-    "explain": _config_dir,
-    "help": _config_dir,
-    "infer": _infer,
-    "chat": _chat,
-    "serve": _serve,
-    "eval": _eval,
-    "export": _export,
-    "sweep": _sweep,
-    "report": _report,
-    "diff": _diff,
-    "doctor": _doctor,
-    "plan": _plan,
-    "bench": _bench,
-    "parity": _parity,
+COMMON = (
+    _switch("--help", "-h", help="show this help"),
+    _switch("--version", help="print the version"),
+    _switch("--debug", help="show the traceback of an error"),
+    _switch("--shell-completion", "-sc", help=argparse.SUPPRESS),
+)
+CFG = _option("--cfg", "-c", choices=["job"], help="print the job, run nothing")
+CONFIG_DIR = _option("--config-dir", "-cd", type=Path, help="a further folder with config groups and recipes/")
+SPEC = _option("--spec", type=Path, help="a run's folder or its spec.yaml: the job of that run")
+JSON = _switch("--json", help="print the same as JSON")
+CHECKPOINT = _option(
+    "--checkpoint", type=parse_checkpoint, default="last", help="checkpoint of a run: a step, best or last (last)"
+)
+BASE = _option("--base", metavar="FOLDER", help="the base model of an adapter or a run, if it was moved")
+SOURCE = (
+    CHECKPOINT,
+    BASE,
+    _option(
+        "--adapter",
+        action="append",
+        metavar="[NAME=]FOLDER",
+        help="a PEFT adapter for the model, by name; may be repeated",
+    ),
+)
+SAMPLING = (
+    _option("--max-new-tokens", type=int, default=256, help="maximum tokens of a completion (256)"),
+    _option("--temperature", type=float, default=0.0, help="0 = greedy decoding (0)"),
+    _option("--top-p", type=float, help="nucleus sampling (1)"),
+    _option("--seed", type=int, help="seed of the sampling (0)"),
+    *SOURCE,
+)
+MULTIRUN = "a sweep: a job for each combination of values, e.g. -m seed=1,2,3; see run sweep --help"
+INFO = "print the files of a job (defaults), or the config folders (searchpath); run nothing"
+SUITE = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
+COMBINE = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
+CHECK = "compare the folder with the model, loaded by transformers (default below 2 GB)"
+CARD = "910B, H100, … (default: the usual card of the job's device)"
+LEAST_MFU = "exit with code 5 if an SFT case is below, e.g. 20%%"
+OPTIONS: dict[str, tuple[Option, ...]] = {
+    "run": (
+        CFG,
+        CONFIG_DIR,
+        SPEC,
+        _option("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)"),
+        _option("--info", "-i", metavar="defaults|searchpath", help=INFO),
+        _switch("--multirun", "-m", help=MULTIRUN),
+    ),
+    "resume": (CFG,),
+    "status": (JSON,),
+    "list": (CONFIG_DIR,),
+    "explain": (CONFIG_DIR,),
+    "help": (CONFIG_DIR,),
+    "infer": (_option("--file", type=Path, help="a text file with one prompt per line"), *SAMPLING),
+    "chat": (_option("--system", metavar="TEXT", help="the system prompt (none)"), *SAMPLING),
+    "serve": (
+        *SOURCE,
+        _option("--api-key-file", type=parse_path, metavar="FILE", help="the API key that clients must send"),
+    ),
+    "eval": (
+        _option("--samples", type=parse_count, help="sampled answers to each question (the set's own number)"),
+        _option("--limit", type=parse_count, help="maximum number of questions of each set (all)"),
+        CHECKPOINT,
+        BASE,
+        _option("--suite-python", type=parse_path, metavar="PYTHON", help=SUITE),
+    ),
+    "export": (
+        *SOURCE,
+        _switch("--merge", help="merge the adapter into its base, in float32"),
+        _option("--out", type=Path, help="a new folder (default: in the run's folder)"),
+        _option("--check", action=argparse.BooleanOptionalAction, help=CHECK),
+        _option("--combine", metavar="HOW", choices=COMBINATIONS, help=COMBINE),
+        _option("--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"),
+        _option("--density", type=parse_share, help="fraction that ties and dare keep (0.5)"),
+        _option("--push", metavar="hub:ID|modelscope:ID", help="upload the folder afterwards, as private"),
+    ),
+    "sweep": (
+        _switch("--retry-failed", help="resume: also run failed jobs"),
+        _option("--only", type=parse_job_numbers, default=(), metavar="JOBS", help="resume: only these jobs, e.g. 3,7"),
+    ),
+    "report": (_option("--out", type=Path, help="a file (report.html in the run's folder)"),),
+    "diff": (_option("--out", type=Path, help="also an HTML page, with the curves of both in one chart"),),
+    "doctor": (
+        JSON,
+        _switch("--no-trial", help="skip the test run on each device"),
+        _option("--prepare", metavar="DEVICE", help="only download and build what a device needs"),
+        SPEC,
+        CONFIG_DIR,
+    ),
+    "plan": (_option("--card", metavar="NAME", help=CARD), JSON, SPEC, CONFIG_DIR),
+    "bench": (
+        _option("--out", type=Path, metavar="FILE", help="the JSON file (bench-<date>-<time>.json)"),
+        _option("--compare", type=Path, metavar="FILE", help="print ratios to an earlier JSON file"),
+        _option("--min-mfu", type=parse_share, metavar="SHARE", help=LEAST_MFU),
+    ),
+    "parity": (
+        _option("--record", metavar="FILE", help="record the first steps of a job to a file; or a device"),
+        _option("--compare", type=Path, metavar="FILE", help="run the recorded steps here and compare"),
+        _option("--steps", type=parse_count, help="number of steps to record (5)"),
+        _option("--tolerance", type=parse_share, help="largest mean relative error of the loss (0.5%%)"),
+        SPEC,
+        CONFIG_DIR,
+    ),
 }

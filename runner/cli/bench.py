@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(args: Namespace) -> int:
-    """Measure, print the table, write the JSON; returns 0. Raises Disagreement below --min-mfu."""
+    """Measure, print the table, write the JSON; returns 0. Raises ParityError below --min-mfu."""
     device = compose_job([word for word in args.words if word.startswith("device")]).spec.device
     toy = device.kind is CPU or device.simulator(1) is not None
     out = args.out or Path(f"bench-{datetime.now():%Y%m%d-%H%M%S}.json")

@@ -29,16 +29,8 @@ from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, groups_of, model_sc
 from runner.tracker.text import print_text
 
 COMMANDS = ("install", "uninstall", "query")
-NAMING = (
-    "resume",
-    "status",
-    "infer",
-    "serve",
-    "export",
-    "report",
-    "diff",
-    "sweep",
-)  # verbs that name a run, or a sweep
+# Verbs that name a run, or a sweep
+NAMING = ("resume", "status", "infer", "chat", "serve", "eval", "export", "report", "diff", "sweep")
 
 
 def answer(args: Namespace) -> int:
@@ -53,12 +45,9 @@ def answer(args: Namespace) -> int:
             getattr(plugin, command)()
             return 0
         line = os.environ.get("COMP_LINE", "run ")
-        values = _values(line.split(" ")[-1])
-        sources = loader.get_sources()
-        found = values or query(plugin, line) + _recipes(line, group_options(sources, GROUP))
-        found += _second_model_options(line.split(" ")[-1], group_options(sources, MODEL)) + _plugin_loss_options(
-            line.split(" ")[-1]
-        )
+        word, sources = line.split(" ")[-1], loader.get_sources()
+        found = _values(word) or query(plugin, line) + _recipes(word, group_options(sources, GROUP))
+        found += _second_model_options(word, group_options(sources, MODEL)) + _plugin_loss_options(word)
     print_text(("\n" if shell == "fish" else " ").join(sorted(set(found))))
     return 0
 
@@ -133,9 +122,8 @@ def _choice_values(schema: Mapping[str, Any]) -> list[str]:
     return [value for kind in kinds for value in kind.get("enum", switch.get(str(kind.get("type")), []))]
 
 
-def _recipes(line: str, names: Sequence[str]) -> list[str]:
+def _recipes(word: str, names: Sequence[str]) -> list[str]:
     """`recipe=x` and `+recipe=x`, those in folders included, and files."""
-    word = line.split(" ")[-1]
     key, equals, start = word.partition("=")
     if not equals or key.lstrip("+") != GROUP:
         return []

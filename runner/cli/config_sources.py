@@ -237,7 +237,7 @@ def _folder_contents(folder: Path, name: str) -> str:
     except OSError as error:
         return f"; {display_path(folder)} cannot be read: {error.strerror}"
     found = [entry for entry in entries if entry.endswith(("/", *SUFFIXES))]
-    hint = suggest.did_you_mean(name, [entry for entry in found if entry[-1] != "/"]) if name else ""
+    hint = suggest.did_you_mean(name, [entry for entry in found if entry[-1] != "/"])
     more = f", and {len(found) - MOST_NAMED} more" if len(found) > MOST_NAMED else ""
     return f"{hint} (in {display_path(folder)}: {', '.join(found[:MOST_NAMED]) or 'neither recipes nor folders'}{more})"
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from runner.cli.args import UsageError
 from runner.core.errors import EnvironmentProblem, RunnerError
-from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
+from runner.spec.suggest import unknown_name
 from runner.tools.doctor import report
 from runner.tools.doctor.run_checks import checked_devices, run_checks
 from runner.tools.doctor.system_info import SystemInfo, current_system, device_config, trial_simulator

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ def run(args: Namespace) -> int:
             f"run eval: {'words after --' if args.literal else '--suite-python'} are for suite=NAME tasks=TASK"
         )
     for word in words:
-        if word.lstrip("+").partition("=")[0].partition(".")[0] not in SECTIONS and not _is_of_model(word):
+        key = word.lstrip("+")
+        if re.split("[.=]", key)[0] not in SECTIONS and not key.startswith(("model.dtype=", TRUST)):
             raise UsageError(f"run eval: {word}: there are +evaluation=[…], evaluation.…, device=, seed=, model.dtype=")
     from runner.inference.model_source import parse_source, resolve_model_path
 
@@ -121,10 +123,6 @@ def _with_options(one: EvaluationSet, args: Namespace) -> EvaluationSet:
         raise UsageError(f"run eval: {text}; leave it out, or evaluate this set alone")
     typed = {name: value for name in ("samples", "limit") if (value := getattr(args, name)) is not None}
     return replace(one, options=one.options.model_copy(update=typed))
-
-
-def _is_of_model(word: str) -> bool:
-    return word.lstrip("+").startswith(("model.dtype=", TRUST))
 
 
 def _settings(words: Sequence[str], spec: JobSpec) -> dict[str, Any]:

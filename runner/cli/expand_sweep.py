@@ -80,15 +80,9 @@ def expand(words: Sequence[str], config_dir: Path | None = None, spec: Path | No
         judged = _ProblemCollector(problems)
         cases = list(_cases(axes, fixed, draft, loader, judged)) if not problems else []
         members = [m for words, varied in cases if (m := judged.member(words, varied, draft))]
-    typed, wrong = read_overrides(own, ())
-    options, mistakes = decode_sweep_options(judged.first_drafts(), typed)
-    problems = [*judged.problems(), *wrong, *mistakes]
-    if not problems and not any(m.varied for m in members):
-        problems.append(Problem("", NOTHING_VARIES))
-    if problems:
-        raise SpecError([*problems, *_duplicate_jobs(members)])
-    if same := _duplicate_jobs(members):
-        raise SpecError(same)
+    options, problems = judged.options(own, varies=any(m.varied for m in members))
+    if problems := [*problems, *_duplicate_jobs(members)]:
+        raise SpecError(problems)
     return Expansion(tuple(members), options, judged.notes())
 
 
@@ -127,11 +121,7 @@ def _expand_search(own: Sequence[str], rest: Sequence[str], draft: MakeDraft, lo
             judged.add({}, wrong)
     search = SearchSpace(tuple(space), tuple(fixed))
     members = [m for words, varied in search.corners() if (m := judged.member(words, varied, draft))]
-    typed, wrong = read_overrides(own, ())
-    options, mistakes = decode_sweep_options(judged.first_drafts(), typed)
-    problems = [*judged.problems(), *wrong, *mistakes]
-    if not problems and not space:
-        problems.append(Problem("", NOTHING_VARIES))
+    options, problems = judged.options(own, varies=bool(space))
     if problems:
         raise SpecError(problems)
     return Expansion(tuple(members), options, judged.notes(), search.space, search.fixed)
@@ -172,7 +162,7 @@ class _ProblemCollector:
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._jobs: list[Mapping[str, str]] = []
         self._found: dict[Problem, list[Mapping[str, str]]] = {p: [] for p in problems}
-        self._drafts: dict[str, JobDraft] = {}
+        self._drafts: dict[str, JobDraft] = {}  # one for each section `sweep` that the recipes have
         self._notes: dict[str, None] = {}
 
     def add(self, varied: Mapping[str, str], problems: Sequence[Problem]) -> None:
@@ -193,15 +183,18 @@ class _ProblemCollector:
         self._notes |= dict.fromkeys(composed.notes)
         return SweepMember(composed, varied)
 
-    def first_drafts(self) -> list[JobDraft]:
-        """A draft for each section `sweep` that the recipes have."""
-        return list(self._drafts.values())
+    def options(self, own: Sequence[str], *, varies: bool) -> tuple[SweepConfig, list[Problem]]:
+        """The options by the recipes and the sweep's `own` words, and every problem of jobs and options."""
+        typed, wrong = read_overrides(own, ())
+        options, mistakes = decode_sweep_options(self._drafts.values(), typed)
+        problems = [*self._problems(), *wrong, *mistakes]
+        return options, problems if problems or varies else [Problem("", NOTHING_VARIES)]
 
     def notes(self) -> tuple[str, ...]:
         """The lines that the jobs have for the user, each once."""
         return tuple(self._notes)
 
-    def problems(self) -> list[Problem]:
+    def _problems(self) -> list[Problem]:
         """Every problem, with its jobs where not all of them have it."""
         return [Problem(p.key, p.message + self._whose(jobs), p.origin) for p, jobs in self._found.items()]
 

@@ -17,12 +17,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from runner.algorithm.loss_registry import choices, functions
-from runner.cli.args import UsageError, is_override
+from runner.cli.args import UsageError, component_hint, is_override
 from runner.cli.conf import BESIDE, scalar
 from runner.cli.config_sources import GROUP, hydra_session, plain_default
 from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import JobDraft, decode_draft, draft
-from runner.cli.verb_hints import component_hint
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt, TokenizedExample
@@ -62,7 +61,8 @@ def show(args: Namespace) -> int:
     if key == "loss":
         return _loss(now, registry)
     if key == "chat" and any(is_override(word) for word in args.words):
-        return _chat(now, registry)
+        print_text("\n".join(explain_chat(decode_draft(now, registry).spec)))
+        return 0
     if key in (*groups_of(registry), *_parts(), CALLBACKS):
         with hydra_session(registry, args.config_dir) as loader:
             names = group_options(loader.get_sources(), key)
@@ -103,15 +103,6 @@ def _loss(now: JobDraft, registry: Registry) -> int:
         raise UsageError(f"algorithm={spec.algorithm.name} has no description of its loss (no explain_fn)")
     print_text("\n".join(resolve(spec.algorithm.explain_fn)(spec.algorithm, spec)))
     _notes(now, registry)
-    return 0
-
-
-def _chat(now: JobDraft, registry: Registry) -> int:
-    """The first row of the job's data, token by token."""
-    spec = decode_draft(now, registry).spec
-
-    for line in explain_chat(spec):
-        print_text(line)
     return 0
 
 

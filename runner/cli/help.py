@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
 
-from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of
+from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of, verb_hint
 from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.config_sources import GROUP, file_of, hydra_session, label, sources_with
 from runner.cli.hydra_compose import group_options
@@ -183,10 +183,8 @@ def show(args: Namespace) -> int:
     elif topic in TOPICS:
         _recipes(args) if topic == "recipes" else _options(args)
     else:
-        from runner.cli.verb_hints import hint
-
         known = EXAMPLES | {name: f"run help {name}" for name in TOPICS}
-        instead = hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
+        instead = verb_hint(topic, known) or f"there are {', '.join(TOPICS)}, and the verbs: {', '.join(all_verbs())}"
         raise UsageError(f"no help topic '{topic}'; {instead}")
     return 0
 

@@ -47,7 +47,6 @@ from runner.cli.overrides import TypedOverride, instead_of_hydras
 from runner.core.errors import Problem
 from runner.spec import suggest
 from runner.spec.base import iter_leaves
-from runner.spec.decode import unknown_name
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION
 
@@ -95,7 +94,9 @@ def _missing(group: str, name: str, who: str, sources: Sequence[ConfigSource], r
     found = (_chooser(recipe, group, name, sources) for recipe in recipes)
     chooser = next((who for who in found if who), None)
     return Problem(
-        group, unknown_name(group, name, group_options(sources, group)), label(chooser, sources) if chooser else origin
+        group,
+        suggest.unknown_name(group, name, group_options(sources, group)),
+        label(chooser, sources) if chooser else origin,
     )
 
 

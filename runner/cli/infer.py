@@ -114,14 +114,15 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _check_sampling(args: Namespace) -> None:
-    for name, value, good in (
-        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1),
-        ("--temperature", args.temperature, 0 <= args.temperature < float("inf")),
-        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1),
-        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63),
+    """Raise UsageError for a sampling option that is out of range, or has no effect."""
+    for name, value, good, wanted in (
+        ("--max-new-tokens", args.max_new_tokens, args.max_new_tokens >= 1, "1 or more"),
+        ("--temperature", args.temperature, 0 <= args.temperature < float("inf"), "0 or more"),
+        ("--top-p", args.top_p, args.top_p is None or 0 < args.top_p <= 1, "above 0, at most 1"),
+        ("--seed", args.seed, args.seed is None or 0 <= args.seed < 2**63, "0 to 2^63 - 1"),
     ):
         if not good:
-            raise UsageError(f"{name} {value} is out of range")
+            raise UsageError(f"{name} {value}: expected {wanted}")
     if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
         raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
 

@@ -19,7 +19,7 @@ import yaml
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.config_sources import GROUP
-from runner.cli.job_builder import SPEC, ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode
+from runner.cli.job_builder import ComposedJob, ExtraWords, JobDraft, compose_job, no_extra_words, re_decode, spec_file
 from runner.cli.overrides import TRUST
 from runner.core.errors import NotReady, Problem, RunnerError, SpecError
 from runner.core.rank_info import VARIABLES
@@ -142,7 +142,7 @@ def _slurm_overrides(drafted: JobDraft) -> list[str]:
 def compose_from_args(args: Namespace, words: Sequence[str], more: ExtraWords = no_extra_words) -> ComposedJob:
     """The job of a command line; prints what was chosen for the user. Raises as `compose_job` does."""
     where = (words, args.config_dir, more)
-    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
+    spec = args.spec and spec_file(args.spec)
     job = re_decode(spec, *where) if spec else compose_job(*where)
     for note in job.notes:
         print_text(note, file=sys.stderr)

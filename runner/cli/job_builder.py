@@ -45,10 +45,11 @@ from runner.cli.overrides import (
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.untrusted_text import check_yaml
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
-from runner.spec.decode import decode, unknown_name, with_origins
+from runner.spec.decode import decode, with_origins
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import groups_of, with_second_models
+from runner.spec.suggest import unknown_name
 
 
 def unknown_recipes(spec: JobSpec, origins: Mapping[str, str]) -> list[Problem]:
@@ -136,6 +137,11 @@ def re_decode(
     if others := more(drafted):
         drafted = re_draft(spec_yaml, [*overrides, *others], config_dir)
     return decode_draft(drafted, default_registry())
+
+
+def spec_file(path: Path) -> Path:
+    """The spec.yaml of a run's folder; any other path is one itself."""
+    return path / SPEC if path.is_dir() else path
 
 
 def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None = None) -> JobDraft:

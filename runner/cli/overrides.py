@@ -24,7 +24,7 @@ from runner.cli.config_sources import GROUP, is_file_name, recipe_file_problem, 
 from runner.core.errors import Problem, SecurityError
 from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
-from runner.spec.decode import MISSING, unknown_name
+from runner.spec.decode import MISSING
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, second_model_keys
 
@@ -132,9 +132,9 @@ def _second_model(override: Override, word: str) -> TypedOverride | Problem:
     group, package, value = override.key_or_group, str(override.package), override.value()
     known = second_model_keys(default_registry())
     if group != MODEL or package not in known:
-        hint = suggest.did_you_mean(f"{group}@{package}", [f"{MODEL}@{one}" for one in known])
-        there = ", ".join(f"{MODEL}@{one}" for one in known)
-        return problem(word, f"no option {group}@{package}{hint} (to set a second model, type {there})")
+        there = [f"{MODEL}@{one}" for one in known]
+        hint = suggest.did_you_mean(f"{group}@{package}", there)
+        return problem(word, f"no option {group}@{package}{hint} (to set a second model, type {', '.join(there)})")
     if not isinstance(value, str):
         return problem(f"{group}@{package}", "takes one choice")
     return TypedOverride(word, f"{group}@{package}", value, True)
@@ -165,7 +165,7 @@ def check_choice(choice: TypedOverride, known: Collection[str]) -> tuple[TypedOv
         group = choice.key.partition("@")[0]
         meant = suggest.suggest_name(group, name, known)
         kept += [meant] if meant else []
-        problems.append(problem(choice.key, unknown_name(group, name, known) + _as_path(choice.key, name)))
+        problems.append(problem(choice.key, suggest.unknown_name(group, name, known) + _as_path(choice.key, name)))
     value = kept if choice.key in SEVERAL else kept[0] if kept else None
     return (TypedOverride(choice.line, choice.key, value, True) if kept or not choice.names else None), problems
 

@@ -7,29 +7,23 @@ from __future__ import annotations
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from runner.cli.args import UsageError
-from runner.cli.job_builder import SPEC, ComposedJob, compose_job, re_decode
+from runner.cli.job import compose_from_args
+from runner.cli.job_builder import SPEC, re_decode
 from runner.core.errors import EnvironmentProblem
 from runner.device.cards import CARDS, DEFAULT_CARDS, Card
 from runner.run_dir.folder import display_path
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
-from runner.tracker.text import print_text
+from runner.tracker.text import count_noun, print_text
 
 
 def show(args: Namespace) -> int:
     """Print the plan of a job; returns 0, whether it fits or not."""
-    spec_file = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
-    composed = (
-        re_decode(spec_file, args.words, args.config_dir) if spec_file else compose_job(args.words, args.config_dir)
-    )
-    for note in composed.notes:
-        print_text(note, file=sys.stderr)
-    spec = composed.spec
+    spec = compose_from_args(args, args.words).spec
     card = _card(args.card, spec)
     from runner.tools.plan import plan_text
     from runner.tools.plan.estimate import estimate
@@ -65,7 +59,7 @@ FORMS = "type run parity --record FILE device=cpu …, or run parity --compare F
 
 
 def run(args: Namespace) -> int:
-    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises Disagreement."""
+    """Record the first steps of a job, or compare them; returns 0 where they agree. Raises ParityError."""
     if (args.record is None) == (args.compare is None):
         raise UsageError(f"run parity: expected --record or --compare; {FORMS}")
     return _record(args) if args.compare is None else _compare(args)
@@ -77,13 +71,10 @@ def _record(args: Namespace) -> int:
     from runner.tools.parity import run_parity
 
     path, words = _target(args.record, args.words)
-    spec = args.spec / SPEC if args.spec and args.spec.is_dir() else args.spec
-    composed = re_decode(spec, words, args.config_dir) if spec else compose_job(words, args.config_dir)
-    for note in composed.notes:
-        print_text(note, file=sys.stderr)
-    recording = run_parity.record_steps(composed.spec, min(args.steps or STEPS, composed.spec.steps), path)
-    steps = "1 step" if len(recording.steps) == 1 else f"{len(recording.steps)} steps"
-    print_text(f"recorded {steps} of {composed.spec.name} on {recording.made['device']['name']}")
+    spec = compose_from_args(args, words).spec
+    recording = run_parity.record_steps(spec, min(args.steps or STEPS, spec.steps), path)
+    steps = count_noun(len(recording.steps), "step")
+    print_text(f"recorded {steps} of {spec.name} on {recording.made['device']['name']}")
     if recording.no_gradient_note:
         print_text(f"note: {recording.no_gradient_note}", file=sys.stderr)
     print_text(f"compare  run parity --compare {display_path(path)} device=npu")
@@ -109,16 +100,11 @@ def _compare(args: Namespace) -> int:
     from runner.tools.parity import recording, run_parity
 
     recorded = recording.read(args.compare)
-    spec = _compose_recorded(recorded.spec, args.words).spec
+    with TemporaryDirectory(prefix="run-parity-") as folder:
+        path = Path(folder) / SPEC
+        path.write_text(json.dumps(recorded.spec), encoding="utf-8")  # JSON is YAML
+        spec = re_decode(path, args.words).spec
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     run_parity.compare_with(recorded, spec, tolerance, lambda lines: print_text("\n".join(lines)))
     print("\nthey agree")
     return 0
-
-
-def _compose_recorded(spec: Mapping[str, object], words: list[str]) -> ComposedJob:
-    """The recorded job, with what is said on the command line on top."""
-    with TemporaryDirectory(prefix="run-parity-") as folder:
-        path = Path(folder) / SPEC
-        path.write_text(json.dumps(spec), encoding="utf-8")  # JSON is YAML
-        return re_decode(path, words)

@@ -19,7 +19,7 @@ from runner.tracker.text import print_text
 
 def report(args: Namespace) -> int:
     """Write report.html of a run."""
-    folder = _run_folder(args, "report")
+    folder = _find_run(args)
     path = args.out or folder.report
     write_page(folder, path)
     print_text(display_path(path))
@@ -40,16 +40,16 @@ def diff(args: Namespace) -> int:
 
 def show(args: Namespace) -> int:
     """Print it; with --json, for programs. Changes nothing."""
-    found = read_run_status(_run_folder(args, "status"))
+    found = read_run_status(_find_run(args))
     print_text(json.dumps(found.plain(), indent=1) if args.json else "\n".join(status_lines(found)))
     return 0
 
 
-def _run_folder(args: Namespace, verb: str) -> RunFolder:
-    """The run that was typed after `run VERB`, or the latest. Raises UsageError for several, and for a sweep."""
+def _find_run(args: Namespace) -> RunFolder:
+    """The run that the only word names. Raises UsageError for a sweep."""
+    verb, where = args.verb, args.words[0] if args.words else "latest"
     if len(args.words) > 1:
         raise UsageError(f"run {verb}: expected one run, latest or a folder; for a sweep: run sweep {verb} latest")
-    where = args.words[0] if args.words else "latest"
     if SweepFolder(Path(where)).plan.is_file():
         raise UsageError(f"{where} is a sweep: run sweep {verb} {where}; a job of it: run {verb} {where}/000")
     return find_run(where)

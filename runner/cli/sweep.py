@@ -15,7 +15,7 @@ from runner.checkpoint.config import direction
 from runner.cli.args import ACTIONS, UsageError, is_override
 from runner.cli.expand_sweep import Expansion, SweepMember, expand
 from runner.cli.hydra_compose import SWEEP
-from runner.cli.job_builder import SPEC, compose_job, re_decode
+from runner.cli.job_builder import SPEC, compose_job, re_decode, spec_file
 from runner.cli.overrides import TRUST, read_overrides
 from runner.cli.sweep_axes import decode_sweep_options, metric_directions
 from runner.core.errors import Problem, SpecError
@@ -38,7 +38,7 @@ def start_sweep(args: Namespace) -> int:
     """Compose all jobs of a sweep, and run them; with --cfg job, print them."""
     if args.folder:
         raise UsageError("--folder is for one run; a sweep makes its own folder below outputs/sweeps/")
-    expansion = expand(args.words, args.config_dir, args.spec and _spec_file(args.spec))
+    expansion = expand(args.words, args.config_dir, args.spec and spec_file(args.spec))
     for note in expansion.notes:
         print_text(note, file=sys.stderr)
     if args.cfg:
@@ -114,7 +114,7 @@ def proposer(folder: SweepFolder, begun: Plan, cards: Cards) -> Propose | None:
     place = Path(search.config_dir) if search.config_dir else None
 
     def propose(index: int, words: Sequence[str], varied: Mapping[str, str]) -> JobPlan:
-        composed = re_decode(_spec_file(Path(search.spec)), words, place) if search.spec else compose_job(words, place)
+        composed = re_decode(spec_file(Path(search.spec)), words, place) if search.spec else compose_job(words, place)
         return _job(index, SweepMember(composed, dict(varied)), begun.base, folder, search.prefix, cards)
 
     return propose
@@ -144,10 +144,6 @@ def _mask_secrets(expansion: Expansion) -> Expansion:
         composed = replace(member.composed, spec=spec, data=spec.model_dump(mode="json"), overrides=words)
         members.append(SweepMember(composed, {key: redact(value) for key, value in member.varied.items()}))
     return replace(expansion, members=tuple(members), fixed=tuple(map(redact, expansion.fixed)))
-
-
-def _spec_file(path: Path) -> Path:
-    return path / SPEC if path.is_dir() else path
 
 
 def _refuse_search(expansion: Expansion, options: SweepConfig) -> None:
@@ -185,13 +181,10 @@ def _with_sweep_tracker(member: SweepMember, folder: SweepFolder) -> dict[str, A
     data = dict(member.composed.data)
     own = member.composed.spec.tracker.of_sweep(folder.root.name, JobPlan(0, member.varied).label)
     # with --spec they may be those of the sweep that the spec comes from
-    said = {k: v for k in own if (v := data["tracker"][k]) and _origin(member, f"tracker.{k}") != SPEC}
+    origins = member.composed.origins
+    said = {k: v for k in own if (v := data["tracker"][k]) and origins.get(f"tracker.{k}") != SPEC}
     data["tracker"] = data["tracker"] | own | said
     return data
-
-
-def _origin(member: SweepMember, key: str) -> str:
-    return member.composed.origins.get(key, "")
 
 
 def _name(specs: Sequence[JobSpec]) -> str:

@@ -5,11 +5,12 @@ An entry point that fails is left out, with one warning on the command line.
 
 from __future__ import annotations
 
+import ast
 import gc
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ import yaml
 
 from runner.core.errors import RunnerError
 
+COMPONENTS_GROUP = "runner.components"  # the entry points of components
 LEFT_OUT: dict[tuple[str, str], str] = {}  # group and name of an entry point that was left out → why
 _FAILED: dict[str, dict[str, list[str]]] = {}  # package → why → names of its entry points
 
@@ -43,12 +45,15 @@ def import_frozen(name: str) -> ModuleType:
             gc.enable()
 
 
-def lazy_exports(namespace: dict[str, Any], homes: Mapping[str, str]) -> None:
-    """Set a module's `__getattr__` and `__all__`; type checkers read its names under TYPE_CHECKING.
+def lazy_exports(namespace: dict[str, Any]) -> None:
+    """Make the imports under a module's `if TYPE_CHECKING` available, each done when it is first used.
 
-    namespace: the module's `globals()`; homes: module → the names that it defines, separated by blanks
+    namespace: the module's `globals()`
     """
-    modules = {name: module for module, names in homes.items() for name in names.split()}
+    body = ast.parse(Path(namespace["__file__"]).read_text(encoding="utf-8")).body
+    imports = [node for block in body if isinstance(block, ast.If) for node in block.body]
+    found = [node for node in imports if isinstance(node, ast.ImportFrom)]
+    modules = {alias.name: str(node.module) for node in found for alias in node.names}
     namespace["__all__"] = tuple(modules)
 
     def find(name: str) -> Any:

@@ -87,26 +87,4 @@ if TYPE_CHECKING:
     from runner.spec.registry import resolve as resolve
     from runner.trainer.callbacks import BaseCallback as BaseCallback
 
-lazy_exports(
-    globals(),
-    {
-        "runner.core.batch": "Batch pack",
-        "runner.core.errors": "DataError EnvironmentProblem Problem RunnerError SpecError",
-        "runner.core.metrics": "Metrics",
-        "runner.core.rng": "derive_seed",
-        "runner.interfaces.learning": "Algorithm AlgorithmInputs Callback Experience GradientReducer Learner "
-        "LinearLossFn LogitsLossFn LogitTermsFn LOGPROBS Loss LossFn Model OfflineAlgorithm Outputs "
-        "PipelineOp PipelineStage RankCollectives Role Sample State StepResult Tracker",
-        "runner.interfaces.model": "as_generative BatchDecoder ContextParallelStyle Decide DenseAttention Device "
-        "GenerativeModel ScoringModel TrainableModel VarlenAttention WeightSubset",
-        "runner.interfaces.sampling": "Completion Data Environment EnvironmentBatch EnvironmentFactory EvalQuestion "
-        "ExtendConversation LabeledCompletion ModelLimits Observation PreferencePair Prompt Request "
-        "Reward Rollout Sampler SamplerWrapper TokenizedExample",
-        "runner.reward.group_scorer": "GroupScorer GroupScores require_column score_each ScoringFailure "
-        "ScoringFailures UnscorableError unscored_group",
-        "runner.run_dir.folder": "RunFolder",
-        "runner.run_dir.manifest": "redact_values",
-        "runner.spec.registry": "resolve",
-        "runner.trainer.callbacks": "BaseCallback",
-    },
-)
+lazy_exports(globals())

@@ -121,8 +121,10 @@ class LossFn(Protocol):
 
 @runtime_checkable
 class LinearLossFn(Protocol):
-    """A loss linear in the logprobs: total = Σ coefficients · logprobs, so that the LM head's gradient
-    is made in the chunk that made the logits."""
+    """A loss linear in the logprobs: total = Σ grad_weights · logprobs.
+
+    The LM head's gradient is therefore computed chunk by chunk, like the logits.
+    """
 
     @property
     def needs(self) -> frozenset[str]: ...
@@ -138,12 +140,12 @@ LogitTermsFn = Callable[["Tensor", Mapping[str, "Tensor"]], Mapping[str, "Tensor
 
 @runtime_checkable
 class LogitsLossFn(LinearLossFn, Protocol):
-    """A loss of whole distributions: total = Σ coefficients · terms["loss"], terms computed from logits.
+    """A loss of whole distributions: total = Σ grad_weights · terms["loss"], terms computed from logits.
 
-    Terms and their gradient are computed in the chunk that made the logits: [T, vocab] never exists at once.
+    Terms and their gradient are computed chunk by chunk, like the logits: [T, vocab] never exists at once.
 
-    needs   the names of terms, which stand where other losses have the model's outputs
-    beside  what `terms` reads beside the channels of a micro-batch that is on the device: [T, …], made for it alone
+    needs           the names of terms, which take the place of the model's outputs
+    extra_channels  what `logit_terms` reads beside the channels of a micro-batch on the device: [T, …]
     """
 
     def logit_terms(self, logits: Tensor, tokens: Mapping[str, Tensor]) -> Mapping[str, Tensor]: ...  # see LogitTermsFn
@@ -152,7 +154,7 @@ class LogitsLossFn(LinearLossFn, Protocol):
 
 
 class Model(Protocol):
-    """Anything that scores a ragged batch without gradient."""
+    """Anything that scores a packed batch without gradient."""
 
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
@@ -255,9 +257,8 @@ class Tracker(Protocol):
 class HeadedModel(Model, Protocol):
     """A frozen model, and its head by itself."""
 
-    def forward_local(
-        self, batch: Batch, needs: frozenset[str]
-    ) -> Outputs: ...  # of a micro-batch, which is one rank's own
+    # of a micro-batch, which is one rank's own
+    def forward_local(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
     def lm_head(
         self,

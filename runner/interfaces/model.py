@@ -87,23 +87,21 @@ class Device(Protocol):
     # what matrix products of `dtype` are computed in: a data type, or tf32
     def matmul_precision(self, dtype: torch.dtype) -> str: ...
 
-    def unsupported_reason(
-        self, dtype: torch.dtype
-    ) -> str | None: ...  # why it cannot compute with it; None where it can
+    # why it cannot compute with a data type; None where it can
+    def unsupported_reason(self, dtype: torch.dtype) -> str | None: ...
 
     def varlen_attention(self, dtype: torch.dtype) -> VarlenAttention | None: ...  # None: torch's own, row by row
 
     def dense_attention(self) -> DenseAttention | None: ...  # None: the model's own, through transformers
 
-    def apply_fused_ops(
-        self, module: torch.nn.Module
-    ) -> None: ...  # exchange what of a transformers model has fused operators
+    # replace the parts of a transformers model that the device has fused operators for
+    def apply_fused_ops(self, module: torch.nn.Module) -> None: ...
 
 
 class Decide(Protocol):
     """Records an automatic decision: printed, in the manifest, an error under strict=true.
 
-    Where `got` is what was wanted it is a fact, which strict=true allows; `state` says one.
+    Where `got` is what was wanted it is a fact, which strict=true allows; `record_fact` records one.
     """
 
     def __call__(self, feature: str, wanted: str, got: str, reason: str) -> None: ...
@@ -210,10 +208,8 @@ class TrainableModel(ScoringModel, Protocol):
     flops: Any  # runner.model.flops.ModelFlops
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
-    @property
-    def base_fingerprint(
-        self,
-    ) -> dict[str, str]: ...  # what must be equal for a checkpoint to fit, beside its parameters
+    @property  # what must be equal for a checkpoint to fit, beside its parameters
+    def base_fingerprint(self) -> dict[str, str]: ...
 
     @property
     def compute_dtype(self) -> torch.dtype: ...  # of matrix products
@@ -258,7 +254,7 @@ class TrainableModel(ScoringModel, Protocol):
 
     def summon_full_params(self) -> AbstractContextManager[None]: ...  # with all parameters on this rank
 
-    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None: ...  # context parallel
+    def enable_context_parallel(self, group: Any, style: ContextParallelStyle) -> None: ...
 
     def export_probe(self) -> dict[str, Any]: ...  # what was found out by computing, in plain values …
 

@@ -164,9 +164,8 @@ class Sampler(Protocol):
     @property
     def max_model_len(self) -> int | None: ...  # tokens of prompt and answer together; None = no limit
 
-    def load_weights(
-        self, tensors: Mapping[str, Tensor] | None, version: int
-    ) -> None: ...  # None: shares the trainer's own
+    # None: shares the trainer's own
+    def load_weights(self, tensors: Mapping[str, Tensor] | None, version: int) -> None: ...
 
     def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...  # in the order of the requests
 
@@ -267,7 +266,7 @@ class InterruptibleSampler(Protocol):
 
 
 class SamplerWrapper:
-    """To be narrowed; see `Sampler`."""
+    """Forwards every call to another sampler; a subclass overrides what changes."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
@@ -308,7 +307,7 @@ class SamplerWrapper:
         return self._sampler.pop_metrics()
 
     def release_memory(self) -> None:
-        """Do without what can be done without."""
+        """Release the memory that is not needed until the next request."""
         self._sampler.release_memory()
 
     def close(self) -> None:

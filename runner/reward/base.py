@@ -18,7 +18,6 @@ from pydantic import Field, ValidationError
 from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerError, SecurityError, SpecError
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
-from runner.spec.suggest import format_value
 
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 
@@ -200,8 +199,7 @@ def _describe_unknown_name(name: Any, known: Mapping[str, type[RewardConfig]]) -
         return f"each part needs the name of a reward: {{name: …}} ({names})"
     if name in (cls.component_name() for cls in _named_configs() if not cls.summable):
         return f"{name} cannot be a part of a sum ({names})"
-    meant = suggest.suggest_name("reward", str(name), known)
-    return f"no reward named {format_value(name)}" + (f"; did you mean '{meant}'?" if meant else "") + f" ({names})"
+    return suggest.unknown_name("reward", name, known)
 
 
 def _named_configs(base: type[RewardConfig] = RewardConfig) -> Iterator[type[RewardConfig]]:

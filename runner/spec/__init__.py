@@ -43,26 +43,4 @@ if TYPE_CHECKING:
     from runner.spec.job import JobSpec as JobSpec
     from runner.tracker.config import TrackerConfig as TrackerConfig
 
-lazy_exports(
-    globals(),
-    {
-        "runner.adapter.config": "AdapterConfig",
-        "runner.algorithm.base": "AlgorithmConfig",
-        "runner.algorithm.policy.config": "PolicyConfig",
-        "runner.checkpoint.config": "CheckpointConfig",
-        "runner.data.config": "DataConfig SourceConfig",
-        "runner.device.config": "DeviceConfig",
-        "runner.environment.config": "EnvironmentConfig",
-        "runner.launch.config": "LaunchConfig",
-        "runner.model.config": "ModelConfig",
-        "runner.optimizer.config": "OptimizerConfig",
-        "runner.parallelism.config": "ParallelismConfig",
-        "runner.reward.base": "PooledConfig RewardConfig",
-        "runner.sampler.base": "SamplerConfig SamplingConfig",
-        "runner.sampler.config": "TorchSamplerConfig",
-        "runner.schedule.config": "ScheduleConfig",
-        "runner.spec.base": "CallbackConfig ComponentConfig Config Dtype FloatPair Head ItemKind Names Numbers",
-        "runner.spec.job": "JobSpec",
-        "runner.tracker.config": "TrackerConfig",
-    },
-)
+lazy_exports(globals())

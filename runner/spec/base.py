@@ -48,6 +48,13 @@ class ComponentConfig(Config):
     name: str = Field(description="Which registered component of this group to use.")
 
     @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        """Raise TypeError for an option with the name of a method or class attribute of the base class."""
+        known = {*dir(cls.__base__), *getattr(cls.__base__, "__class_vars__", ())}
+        if hidden := [option for option in cls.model_fields if option in known]:
+            raise TypeError(f"the option {hidden[0]} of {cls.__name__} hides an attribute of its base class; rename it")
+
+    @classmethod
     def component_name(cls) -> str:
         """The one name that selects this component."""
         return str(cls.model_fields["name"].default)

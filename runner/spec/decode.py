@@ -17,13 +17,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError, create_model
 
 from runner.core.errors import Problem, SecurityError, SpecError
-from runner.core.package import LEFT_OUT
 from runner.spec import suggest
 from runner.spec.base import COMMAND_LINE, ComponentConfig, Config, iter_leaves, origin_of, value_at
 from runner.spec.job import AUTO_NAME, CallbacksConfig, JobSpec
-from runner.spec.registry import ENTRY_POINT_GROUP, Registry, default_registry
+from runner.spec.registry import Registry, default_registry
 from runner.spec.schema import CALLBACKS, OptionIndex, groups_of, model_schema
-from runner.spec.suggest import NO_JOB, Job, format_value, value_complaint
+from runner.spec.suggest import NO_JOB, Job, format_value, unknown_name, value_complaint
 
 MISSING = "???"
 Path = tuple[str, ...]
@@ -33,8 +32,8 @@ Found = tuple[str, str]  # key, message
 def decode(data: Mapping[str, Any], origins: Mapping[str, str], registry: Registry | None = None) -> JobSpec:
     """The job that `data` describes.
 
-    `origins` says who set each dotted key. Raises SpecError with every problem, and SecurityRefusal for data
-    that asks to run code.
+    `origins` says who set each dotted key. Raises SpecError with every problem, and SecurityError for data that
+    names code to run.
     """
     known = registry or default_registry()
     refuse_code(data, origins)
@@ -149,18 +148,6 @@ def _choose(data: Mapping[str, Any], registry: Registry) -> tuple[Classes, list[
         elif chosen[group] is None:
             found.append((group, unknown_name(group, str(name), members)))
     return chosen, found
-
-
-def unknown_name(group: str, name: str, members: Iterable[str]) -> str:
-    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
-    members = sorted(members)
-    if (lost := LEFT_OUT.get((ENTRY_POINT_GROUP, name))) is not None:
-        return f"no {group} named '{name}'; {lost}"
-    if (why := suggest.absence_reason(group, name)) is not None:
-        return f"no {group} named '{name}' ({', '.join(members)}): {why}"
-    meant = suggest.suggest_name(group, name, members)
-    hint = f"; did you mean '{meant}'?" if meant else ""
-    return f"no {'callback' if group == CALLBACKS else group} named '{name}'{hint} ({', '.join(members)})"
 
 
 def _missing(data: Mapping[str, Any], chosen: Classes) -> tuple[dict[str, Any], list[Found]]:

@@ -157,13 +157,12 @@ def decode_set(name: str, given: Mapping[str, Any]) -> EvaluationSet | list[Foun
 
 
 def _decode_component(group: str, record: Mapping[str, Any], key: str) -> ComponentConfig | list[Found]:
-    from runner.spec.decode import unknown_name
     from runner.spec.registry import default_registry
 
     known = default_registry().classes(group)
     name = record.get("name")
     if name not in known:
-        return [(f"{key}.name", unknown_name(group, str(name or "null"), known))]
+        return [(f"{key}.name", suggest.unknown_name(group, name or "null", known))]
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})
     except ValidationError as error:

@@ -73,6 +73,7 @@ class MigrationTable:
         self.metrics: dict[str, str] = content["metrics"]
         self.flags = {name: say for names, say in content["flags"].items() for name in _spellings(names)}
         self.commands: dict[str, str] = content["commands"]
+        self.verbs: dict[str, str] = {word: hint for words, hint in content["verbs"].items() for word in words.split()}
         for name, page in content["pages"].items():
             entries = tuple(_entry(*item) for item in (page.get("keys") or {}).items())
             self.pages[name] = (page["about"], entries)

@@ -13,10 +13,9 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from runner.core.errors import RunnerError
-from runner.core.package import load_plugins
+from runner.core.package import COMPONENTS_GROUP, load_plugins
 from runner.spec.base import ComponentConfig
 
-ENTRY_POINT_GROUP = "runner.components"
 BUILT_IN = (
     "device",
     "parallelism",
@@ -102,6 +101,6 @@ def built_in_registry() -> Registry:
 def default_registry() -> Registry:
     """All built-in components and those of installed plug-ins; a broken plug-in is left out and named."""
     registry = Registry(cls.with_plugin_options() for cls in _built_in())
-    for _ in load_plugins(ENTRY_POINT_GROUP, lambda point: registry.register(_load(point).with_plugin_options())):
+    for _ in load_plugins(COMPONENTS_GROUP, lambda point: registry.register(_load(point).with_plugin_options())):
         pass
     return registry

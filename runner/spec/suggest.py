@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pydantic import BaseModel, ValidationError
 
+from runner.core.package import COMPONENTS_GROUP, LEFT_OUT
+
 # (group, member) → its option names; a group "" holds the top level, and sections that are no group have one member "".
 Options = Mapping[str, Mapping[str, Iterable[str]]]
 
@@ -71,6 +73,18 @@ def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
     known = list(known)
     other = migrate.table().choices.get(group, {}).get(wrong.lower())
     return other if other in known else nearest_word(wrong, known)
+
+
+def unknown_name(group: str, name: Any, members: Iterable[str]) -> str:
+    """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
+    known = ", ".join(sorted(members))
+    said = f"no {group} named {format_value(name)}"
+    if (lost := LEFT_OUT.get((COMPONENTS_GROUP, name))) is not None:
+        return f"{said}; {lost}"
+    if (why := absence_reason(group, str(name))) is not None:
+        return f"{said} ({known}): {why}"
+    meant = suggest_name(group, str(name), members)
+    return said + (f"; did you mean '{meant}'?" if meant else "") + f" ({known})"
 
 
 def suggest_key(section: str, chosen: str, wrong: str, options: Options, value: Any = None, job: Job = NO_JOB) -> str:

@@ -116,7 +116,11 @@ def check_callback(config: CallbackConfig, *, steps: int = 4, values: Mapping[st
         given = dict(values or {"train/loss": 1.0})
         _run(whole, 0, steps, steps, given)
         _run(before, 0, steps // 2, steps, given)
-        after.load_state_dict(_through_checkpoint(before.state_dict()))
+        state = before.state_dict()
+        again = as_checkpointed(state, allow_nan=False)
+        changed = [name for name in again if name != "tensors" and again[name] != state[name]]
+        require(not changed, f"state_dict() is another one after JSON: {changed} of {state} became {again}")
+        after.load_state_dict(again)
         _run(after, steps // 2, steps, steps, given)
         one, other = whole.state_dict(), after.state_dict()
         require(repr(one) == repr(other), f"after a resume the state is {other!r}, and without one {one!r}")
@@ -145,16 +149,18 @@ def _run(callback: Callback, first: int, last: int, steps: int, values: Mapping[
         callback.on_end()
 
 
-def _through_checkpoint(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state as a checkpoint gives it back: tensors as they are, all else through JSON."""
-    tensors = {"tensors": state["tensors"]} if "tensors" in state else {}
+def as_checkpointed(state: Mapping[str, Any], *, allow_nan: bool = True) -> dict[str, Any]:
+    """The state as a checkpoint gives it back: copies of its tensors, all else through JSON.
+
+    Raises AssertionError for what a checkpoint cannot hold.
+    """
     plain = {name: value for name, value in state.items() if name != "tensors"}
     try:
-        again: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+        again: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=allow_nan))
     except (TypeError, ValueError) as error:
         raise AssertionError(f"state_dict() holds JSON values, and tensors under 'tensors' only: {error}") from error
-    require(again == plain, f"state_dict() is another one after JSON: {plain} became {again}")
-    return again | tensors
+    tensors = {name: tensor.clone() for name, tensor in state.get("tensors", {}).items()}
+    return again | ({"tensors": tensors} if tensors else {})
 
 
 def check_tracker(config: TrackerConfig) -> list[str]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +18,18 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import CheckpointError, RunnerError
 from runner.core.signals import StopSignal
-from runner.interfaces import BaseCallback, StepResult, TrainableModel
+from runner.interfaces import LOGPROBS, BaseCallback, StepResult, TrainableModel
 from runner.optimizer.config import OptimizerConfig
 from runner.run_dir.folder import RunFolder
 from runner.schedule.config import ScheduleConfig
-from runner.testing.components import build_component, build_tiny_model, check_config, require
+from runner.testing.components import as_checkpointed, build_component, build_tiny_model, check_config, require
 from runner.tracker.text import MACHINE_METRICS
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
-LOGPROBS = frozenset({"logprobs"})
+SMALL_JOB = (
+    *("model=tiny", "model.hidden_size=32", "model.layers=2", "algorithm.batch_size=4"),
+    *("evaluation.every=0", "schedule=constant", "tracker=none", "init_from=null"),
+)
 Parameters = dict[str, nn.Parameter]
 
 
@@ -113,10 +115,7 @@ def _check_resume(config: OptimizerConfig, parameters: Parameters, optimizer: to
     fresh = _parameters()
     twin = _optimizer(config, fresh)
     try:
-        state = learner_state(parameters, optimizer)
-        plain = json.loads(json.dumps(state["optimizer"]))
-        tensors = {name: tensor.clone() for name, tensor in state["tensors"].items()}
-        restore_learner_state(fresh, twin, {"tensors": tensors, "optimizer": plain})
+        restore_learner_state(fresh, twin, as_checkpointed(learner_state(parameters, optimizer)))
     except (RunnerError, TypeError, ValueError) as error:
         raise AssertionError(f"its state cannot be kept in a checkpoint: {error}") from error
     _step(optimizer, parameters, config.learning_rate)
@@ -156,23 +155,11 @@ def check_algorithm(*words: str, steps: int = 3) -> list[dict[str, float]]:
     words: as after `run`, e.g. "+recipe=grpo_demo", "algorithm=mine"; the model is tiny, the batch small unless set
     """
     given = {word.lstrip("+").partition("=")[0] for word in words}
-    small = {
-        "model": "tiny",
-        "model.hidden_size": "32",
-        "model.layers": "2",
-        "algorithm.batch_size": "4",
-        "data.items": "64",
-        "data.held_out": "8",
-        "evaluation.every": "0",
-        "schedule": "constant",
-        "tracker": "none",
-        "init_from": "null",
-    }
-    if given & {"data"}:
-        small = {key: value for key, value in small.items() if not key.startswith("data.")}
-    own = [f"{key}={value}" for key, value in small.items() if key not in given]
-    whole, states = _run_job([*words, *own, f"steps={steps}"], None)
-    rest, _ = _run_job([*words, *own, f"steps={steps}"], states[0])
+    small = SMALL_JOB if "data" in given else (*SMALL_JOB, "data.items=64", "data.held_out=8")
+    own = [word for word in small if word.partition("=")[0] not in given]
+    words = (*words, *own, f"steps={steps}")
+    whole, states = _run_job(words, None)
+    rest, _ = _run_job(words, states[0])
     for step, (one, other) in enumerate(zip(whole[1:], rest, strict=True), 2):
         names = [n for n in sorted(one.keys() | other.keys()) if not n.startswith(MACHINE_METRICS)]
         differing = {n: (one.get(n), other.get(n)) for n in names if repr(one.get(n)) != repr(other.get(n))}  # NaN
@@ -190,23 +177,14 @@ class _StateRecorder(BaseCallback):
 
     def on_step(self, end: StepResult) -> None:
         self.values.append(dict(end.values))
-        self.states.append({name: _as_checkpointed(section) for name, section in self._state().items()})
+        self.states.append({name: as_checkpointed(section) for name, section in self._state().items()})
 
 
-def _as_checkpointed(section: Mapping[str, Any]) -> dict[str, Any]:
-    """A section as a checkpoint keeps it. Raises AssertionError for what it cannot."""
-    try:
-        plain: dict[str, Any] = json.loads(json.dumps({k: v for k, v in section.items() if k != "tensors"}))
-    except (TypeError, ValueError) as error:
-        raise AssertionError(f"state_dict() holds JSON values, and tensors under 'tensors' only: {error}") from error
-    tensors = {name: tensor.clone() for name, tensor in section.get("tensors", {}).items()}
-    return plain | ({"tensors": tensors} if tensors else {})
-
-
-def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+def _run_job(
+    words: Sequence[str], state: Mapping[str, Any] | None
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
     """Run a job, from `state` after its first step where given; returns metrics and states of its steps."""
-    from runner.build import build, build_store
-    from runner.build.job import OutputSinks
+    from runner.build import OutputSinks, build, build_store
     from runner.cli.job_builder import compose_job
     from runner.trainer.loop import run_loop
 
@@ -214,8 +192,7 @@ def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[di
     with tempfile.TemporaryDirectory() as root, chdir(root):
         folder, decide = RunFolder(Path(root) / "outputs" / "run"), Decisions()
         folder.root.mkdir(parents=True)
-        outlets = OutputSinks(step=(), samples=_ignore, rollouts=_ignore, say=_ignore)
-        made = build(spec, folder, build_store(spec, folder), decide, StopSignal(), outlets)
+        made = build(spec, folder, build_store(spec, folder), decide, StopSignal(), OutputSinks())
         keep = _StateRecorder(made.state)
         if state is not None:
             try:
@@ -226,7 +203,3 @@ def _run_job(words: list[str], state: Mapping[str, Any] | None) -> tuple[list[di
         run_loop(replace(made.job, callbacks=callbacks), 0 if state is None else 1)
         made.world.close()
     return keep.values, keep.states
-
-
-def _ignore(*what: object) -> None:
-    """Do nothing."""

@@ -160,7 +160,7 @@ def _check_correction(one: Registration) -> None:
     inputs: Inputs = {"log_ratio": torch.where(MASK, 0.3 * _normal(10), 0), "mask": MASK, "row": ROW}
     made = _call_registered(one, inputs)
     fits = isinstance(made, tuple) and len(made) == 2 and all(_is_tensor(part, 10) for part in made)
-    require(fits, f"{one.name} returns Correction(weights, affected), [T] each; got {made!r}")
+    require(fits, f"{one.name} returns ImportanceWeights(weights, affected), [T] each; got {made!r}")
     kept = made[0][MASK]
     require(bool((kept.isfinite() & (kept >= 0)).all()), f"{one.name}: a weight is finite and at least 0; got {kept}")
     same = _call_registered(one, inputs | {"log_ratio": torch.zeros(10)})[0]

@@ -56,7 +56,7 @@ def check_reward(
     """
     check_config(config)
     unknown = [name for _, name in config.required_columns() if name not in columns]
-    require(not unknown, f"columns() has {', '.join(unknown)}, which the data of this check lack")
+    require(not unknown, f"required_columns() has {', '.join(unknown)}, which the `columns` of this check lack")
     group = [completion(text, prompt=prompt, columns=columns) for text in scores]
     wanted = list(scores.values())
     with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +108,8 @@ def check_environment(
     """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
     made = build_component(config, decide=Decisions())
-    require(isinstance(made, EnvironmentFactory), f"the factory returns Environments(make, max_turns), not {made!r}")
+    text = f"the factory returns EnvironmentFactory(make, max_turns), not {made!r}"
+    require(isinstance(made, EnvironmentFactory), text)
     most = f"most_turns() is {config.most_turns()}, and the factory has max_turns={made.max_turns}"
     require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
@@ -189,6 +190,6 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         require(all(isinstance(q, EvalQuestion) for q in questions), "held_out_questions() gives EvalQuestions")
         for prompt in first if kind == "prompts" else ():
             unknown = set(prompt.columns) - set(data.columns)
-            require(not unknown, f"data.rename_columns leaves out {sorted(unknown)}")
+            require(not unknown, f"the property `columns` of the data leaves out {sorted(unknown)}")
             json.dumps(dict(prompt.columns), allow_nan=False)
     return data  # type: ignore[no-any-return]

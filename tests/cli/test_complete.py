@@ -39,6 +39,8 @@ def completed(
         ("run list devi", ["device"]),
         ("run res", ["resume"]),
         ("run resume la", ["latest"]),
+        ("run chat la", ["latest"]),
+        ("run eval la", ["latest"]),
         ("run resume latest step", ["steps="]),
         ("run model.dtype=", ["model.dtype=bfloat16", "model.dtype=float32", "model.dtype=null"]),
         ("run checkpoint.best_mode=m", ["checkpoint.best_mode=max", "checkpoint.best_mode=min"]),

@@ -10,7 +10,8 @@ import yaml
 from runner.cli.main import main
 from runner.spec.migrate import Job, MigrationTable
 
-HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\npages:\n  ours:\n    about: x\n    keys:\n"
+HEAD = "choices: {}\nabsent: {}\nmetrics: {}\nflags: {}\ncommands: {}\nverbs: {}\n"
+HEAD += "pages:\n  ours:\n    about: x\n    keys:\n"
 
 
 def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:

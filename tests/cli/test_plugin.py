@@ -186,3 +186,10 @@ def test_a_name_that_is_taken_is_said(workdir: Path) -> None:
         "  not loaded: taken (there is no package 'nowhere' to take conf/ from)",
         "  not loaded: word (it is not a ComponentConfig)",
     ]
+
+
+@pytest.mark.filterwarnings("ignore:Field name:UserWarning")  # pydantic's own, which lets the option be
+@pytest.mark.parametrize("option", ["group", "factory", "problems"])
+def test_an_option_that_hides_an_attribute_of_its_base_class_is_refused(option: str) -> None:
+    with pytest.raises(TypeError, match=f"the option {option} of Mine hides an attribute of its base class; rename"):
+        type("Mine", (RewardConfig,), {"__module__": __name__, "__annotations__": {option: str}, option: "x"})

@@ -171,3 +171,10 @@ def test_infer_answers_with_a_folder_and_an_adapter(folders: Path, capsys: pytes
         wanted = model.generate(input_ids=torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :]
         code, out, err = in_process(["infer", str(where), "--max-new-tokens", "8", "device=cpu", "hi"], capsys)
         assert (code, out) == (0, tokenizer.decode(wanted, skip_special_tokens=True) + "\n"), err
+
+
+@pytest.mark.parametrize("verb", ["infer", "chat"])
+def test_a_verb_of_one_adapter_refuses_several(verb: str, folders: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapters = [f"--adapter={folders / name}" for name in ("a", "b")]
+    assert main([verb, str(folders / "base"), *adapters]) == 2
+    assert f"run {verb} takes one adapter; run serve supports several by name" in capsys.readouterr().err

@@ -226,13 +226,13 @@ def measure_case(name: str, spec: JobSpec, folder: Path, device: Device, decide:
     if (shortage := _shortage(planned, device)) is not None:
         return replace(found, skip_reason=shortage)
     _release_memory()
-    _reset_peak(device)
+    is_reset = _reset_peak(device)
     before = device.peak_memory_bytes()
     try:
         found, batches = _job(found, spec, folder, decide)
     except torch.OutOfMemoryError:
         return replace(found, skip_reason="out of memory")
-    found = replace(found, peak_bytes=device.peak_memory_bytes() - before if _can_reset_peak(device) else None)
+    found = replace(found, peak_bytes=device.peak_memory_bytes() - before if is_reset else None)
     _release_memory()
     try:
         return replace(found, baseline_s=_measure_baseline(spec, batches, device))
@@ -298,13 +298,12 @@ def _release_memory() -> None:
         torch.accelerator.empty_cache()
 
 
-def _can_reset_peak(device: Device) -> bool:
-    return device.torch_device.type != "cpu" or RESET_PEAK.exists()
-
-
-def _reset_peak(device: Device) -> None:
-    """Let the largest number of bytes held begin again."""
+def _reset_peak(device: Device) -> bool:
+    """Let the largest number of bytes held begin again; returns whether that is possible here."""
     if device.torch_device.type != "cpu":
         torch.get_device_module(device.torch_device).reset_peak_memory_stats(device.torch_device)
     elif RESET_PEAK.exists():
         RESET_PEAK.write_text("5")
+    else:
+        return False
+    return True

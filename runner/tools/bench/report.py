@@ -79,7 +79,7 @@ def format_comparison(result: BenchResult, earlier: Mapping[str, Any]) -> Iterat
 
 
 def check_min_mfu(result: BenchResult, least: float) -> None:
-    """Raise Disagreement where an SFT case has a smaller MFU, or none was measured."""
+    """Raise ParityError where an SFT case has a smaller MFU, or none was measured."""
     sft = [one for one in result.cases if one.name.startswith("sft")]
     low = [f"{one.name} {one.mfu:.1%}" for one in sft if one.mfu is not None and one.mfu < least]
     if low or all(one.mfu is None for one in sft):

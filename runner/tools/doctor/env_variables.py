@@ -85,31 +85,27 @@ def visible(machine: SystemInfo, kind: Kind, count: Callable[[SystemInfo], int])
 
     CANN silently drops a number that does not exist, CUDA everything after a wrong entry.
     """
-    return _visible(machine, kind, count(machine))
-
-
-def _visible(machine: SystemInfo, kind: Kind, count: int) -> CheckResult:
-    variable = str(kind.visible)
+    variable, there = str(kind.visible), count(machine)
     text = machine.environment.get(variable)
     if fault := unread_variable_problem(kind, machine.environment):
         return problem(*fault)
     if text is None:
-        return ok(f"{variable} is not set: all {count}" if count else f"{variable} is not set")
+        return ok(f"{variable} is not set: all {there}" if there else f"{variable} is not set")
     asked = parse_visible(text, kind.names)
     if asked.faults:
         return problem(f"{variable}={text}: {'; '.join(asked.faults)}", f"export {variable}=0")
     if not asked.ids:
         return problem(f"{variable} is set but empty: no device is visible", f"unset {variable}")
-    if not count:
+    if not there:
         return skip(f"{variable}={text}, but no device was found")
-    if beyond := asked.out_of_range(count):
+    if beyond := asked.out_of_range(there):
         rest = [str(number) for number in asked.ids if number not in beyond]
         return problem(
-            f"{variable}={text}: the devices here are 0 to {count - 1}, so {', '.join(map(str, beyond))} "
+            f"{variable}={text}: the devices here are 0 to {there - 1}, so {', '.join(map(str, beyond))} "
             f"{'is' if len(beyond) == 1 else 'are'} silently ignored",
             f"export {variable}={','.join(rest) or '0'}",
         )
-    return ok(f"{variable}={text}: {len(asked.ids)} of {count}")
+    return ok(f"{variable}={text}: {len(asked.ids)} of {there}")
 
 
 def timeouts(machine: SystemInfo) -> CheckResult:

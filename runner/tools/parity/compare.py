@@ -155,15 +155,14 @@ def compare(recorded: Recording, here: Recording, *, sampled: bool) -> Compariso
         if series in a and series in b
     )
     before, now = recorded.of_kind("output"), here.of_kind("output")
-    ended = here.ended
     return Comparison(
         series,
         steps,
-        _bounds(recorded, here),
+        tolerance_of(*(one.made["device"]["matmul_precision"] for one in (recorded, here))),  # docs/parity.md
         tuple(_outputs(recorded, here)),
         tuple(_gradients(recorded.of_kind("gradient"), here.of_kind("gradient"), list(before))),
         len(before.keys() ^ now.keys()),
-        ended,
+        here.ended,
     )
 
 
@@ -210,11 +209,6 @@ def _distance(one: TensorSketch, other: TensorSketch) -> float:
     return apart / one.norm if one.norm else apart
 
 
-def _bounds(*recordings: Recording) -> Tolerance:
-    """Of the coarsest data type; docs/parity.md says what was measured."""
-    return tolerance_of(*(one.made["device"]["matmul_precision"] for one in recordings))
-
-
 HEAD = ("step", "recorded", "here", "relative error", "grad_norm recorded", "here", "relative error")
 
 
@@ -222,7 +216,9 @@ def comparison_lines(comparison: Comparison, recorded: Recording, here: Recordin
     """What `run parity --compare` prints."""
     yield f"recorded  {_environment_text(recorded.made)}"
     yield f"here      {_environment_text(here.made)}"
-    yield f"\n{_series_text(comparison.series)}, and the norm of the gradient"
+    sampled = comparison.series == "nll"
+    series = "mean −log-likelihood of the sampled tokens (nll)" if sampled else comparison.series
+    yield f"\n{series}, and the norm of the gradient"
     yield from _table([HEAD, *_rows(comparison)])
     if comparison.ended is not None:
         yield f"stopped early here: {comparison.ended}"
@@ -298,10 +294,6 @@ def _numbers(steps: Sequence[Mapping[str, float]], name: str) -> Iterator[float]
 
 def _environment_text(made: Mapping[str, Mapping[str, object]]) -> str:
     return f"{made['device']['name']}  " + " ".join(f"{name} {one}" for name, one in made["versions"].items())
-
-
-def _series_text(series: str) -> str:
-    return "mean −log-likelihood of the sampled tokens (nll)" if series == "nll" else series
 
 
 def _rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:

@@ -93,8 +93,8 @@ class Recording:
     spec: of the job, as plain data; made: device and what it multiplies in, versions, fingerprint of the data, where
           frozen models come from
     steps: the numbers of each step; experiences: what sampled algorithms trained on, as `Algorithm.encode` gives it
-    prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see
-    `runner.tools.parity.replay`) ended: why it has fewer steps than requested
+    prints: by `KIND/ROLE/NAME`, each kind in the order in which it was computed (see `runner.tools.parity.replay`)
+    ended: why it has fewer steps than requested
     """
 
     spec: Mapping[str, Any]

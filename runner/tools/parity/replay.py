@@ -246,12 +246,8 @@ def _replaying_job(job: TrainingJob, given: Recording, steps: int) -> TrainingJo
         tensors = {name: torch.from_numpy(array) for name, array in state["tensors"].items()}
         return job.algorithm.decode({**state, "tensors": tensors})
 
-    return replace(job, feed=_feed(job, collect, steps), publish=_publish_nothing)
+    return replace(job, feed=_feed(job, collect, steps), publish=lambda version: None)
 
 
 def _feed(job: TrainingJob, collect: Callable[[int], Any], steps: int) -> ExperienceQueue[Any]:
     return ExperienceQueue(collect, steps, 0, encode=job.algorithm.encode, decode=job.algorithm.decode)
-
-
-def _publish_nothing(version: int) -> None:
-    """Do nothing: there is no sampler."""

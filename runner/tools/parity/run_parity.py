@@ -1,6 +1,6 @@
 """Records a job's first steps, or replays those of a recording; imports torch late.
 
-spec ─▶ ready ─▶ environment ─▶ torch ─▶ play ─▶ Recording
+spec ─▶ prepared ─▶ environment ─▶ torch ─▶ play ─▶ Recording
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from runner.tools.parity.recording import Recording, write
 
 
 def record_steps(spec: JobSpec, steps: int, path: Path) -> Recording:
-    """Run the first `steps` steps and write them to `path`. Raises StorageError, SpecError.
+    """Run the first `steps` steps and write them to `path`.
 
-    SpecError for a job of several processes.
+    Raises StorageError, and SpecError for a job of several processes.
     """
     _refuse_unsupported(spec)
     recording = _run_steps(prepare_spec(spec), steps, None, lambda start: None)
@@ -39,9 +39,9 @@ def record_steps(spec: JobSpec, steps: int, path: Path) -> Recording:
 
 
 def compare_with(recorded: Recording, spec: JobSpec, tolerance: float, show: Callable[[Sequence[str]], None]) -> None:
-    """Replay the recorded steps as `spec` says, and show both. Raises ParityError where they differ.
+    """Replay the recorded steps as `spec` says, and show both.
 
-    SpecError, DataError or CheckpointError where they cannot be compared.
+    Raises ParityError where they differ; SpecError, DataError or CheckpointError where they cannot be compared.
     """
     _refuse_unsupported(spec)
     spec = prepare_spec(spec)

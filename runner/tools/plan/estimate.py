@@ -110,9 +110,9 @@ def _refuse_lost_experts(spec: JobSpec, whole: Mapping[str, ModelWeights]) -> No
 
 
 def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
-    """Plan a job; an engine takes a share of the card. Raises SpecError, EnvironmentProblem.
+    """Plan a job; an engine takes a share of the card.
 
-    Where its model's shape is unknown.
+    Raises SpecError for a job that no plan can be made of, EnvironmentProblem where its model's shape is unknown.
     """
     shape, found = architecture(spec.model)
     spread = rank_layout(spec.parallelism, spec.launch.world, shape)

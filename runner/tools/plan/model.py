@@ -20,9 +20,8 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.npu_fused import install_fused_ops
 from runner.inference.model_source import resolve_model_path
-from runner.model import tiny
 from runner.model.causal_lm import CausalLM
-from runner.model.config import HfConfig, ModelConfig, SmallConfig
+from runner.model.config import HfConfig, ModelConfig
 from runner.model.initial_weights import DTYPES
 from runner.model.model_folder import adapter_base, is_adapter
 from runner.model.peft_adapter import attach_adapter
@@ -30,7 +29,7 @@ from runner.model.transformers_model import TransformersModel
 from runner.model.value_head import PolicyWithValueHead, ScalarHeadModel
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
-from runner.spec.registry import default_registry
+from runner.spec.registry import default_registry, resolve
 from runner.tools.plan.known_models import KNOWN_MODELS
 from runner.tools.plan.meta_memory_tracker import META, MetaOperators
 
@@ -40,10 +39,11 @@ def architecture(config: ModelConfig, key: str = "model") -> tuple[Any, str]:
 
     Raises EnvironmentProblem if it is nowhere, SpecError for a model that no plan can be made of.
     """
-    if isinstance(config, SmallConfig):
-        return tiny.architecture(config, tiny.tokenizer(config)), f"model={config.name}"
+    factory = type(config).architecture_factory
+    if factory is None:
+        raise SpecError([Problem(key, f"run plan needs architecture_factory, which model={config.name} does not have")])
     if not isinstance(config, HfConfig):
-        raise SpecError([Problem(key, f"run plan supports model=hf, tiny and tiny_moe, not {config.name}")])
+        return resolve(factory)(config, resolve(config.tokenizer_factory)(config)), f"model={config.name}"
     if config.trust_remote_code:
         text = "run plan runs no code of a model folder; it supports the architectures in transformers"
         raise SpecError([Problem(f"{key}.trust_remote_code", text)])

@@ -10,8 +10,9 @@ run i lies on stage i mod pp.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import ceil
+from operator import add
 from typing import Any
 
 from torch import Tensor, nn
@@ -159,9 +160,9 @@ class RankLayout:
 
 
 def rank_layout(config: ParallelismConfig, world: int, architecture: Any) -> RankLayout:
-    """The layout of a job with this section over `world` ranks. Raises SpecError.
+    """The layout of a job with this section over `world` ranks.
 
-    For sizes that do not fit a transformers config, and for DeepSpeed.
+    Raises SpecError for sizes that do not fit the model, and for DeepSpeed.
     """
     if config.deepspeed:
         text = f"run plan does not support {config.name}; type parallelism=fsdp or parallelism=ddp"
@@ -200,22 +201,18 @@ class ParameterCount:
         """Bytes of all its numbers where they are gathered to compute with, in a type of so many bytes."""
         return (self.trained + self.frozen) * size
 
-    @property
-    def _all(self) -> tuple[int, int, int, int]:
-        return self.trained, self.frozen, self.trained_bytes, self.frozen_bytes
-
     def __add__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(*(a + b for a, b in zip(self._all, other._all, strict=True)))
+        return ParameterCount(*map(add, astuple(self), astuple(other)))
 
     def __sub__(self, other: ParameterCount) -> ParameterCount:
-        return ParameterCount(*(a - b for a, b in zip(self._all, other._all, strict=True)))
+        return self + other * -1
 
     def __mul__(self, times: int) -> ParameterCount:
-        return ParameterCount(*(number * times for number in self._all))
+        return ParameterCount(*(number * times for number in astuple(self)))
 
     def __truediv__(self, parts: int) -> ParameterCount:
         """The largest of so many parts."""
-        return ParameterCount(*(ceil(number / parts) for number in self._all))
+        return ParameterCount(*(ceil(number / parts) for number in astuple(self)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,8 @@ def engine_memory(
         return None
     cards, adapter_alone = config.cards(), "adapter" in config.weights_to_send()
     kept = next(iter(whole.values()))
-    numbers = kept.all.frozen if adapter_alone else kept.total - _adapter_size(spec, kept)
+    is_merged = not spec.adapter.trains_base  # an engine gets an adapter merged into its base
+    numbers = kept.all.frozen if adapter_alone or is_merged else kept.total
     weights = ceil(numbers * size / cards) + (kept.all.trained * size if adapter_alone else 0)
     row = longest_row_tokens(spec) * token_bytes(shape, size, cards)
     wanted = concurrent_answers(spec, sampling_processes(spec))
@@ -140,11 +141,6 @@ def token_bytes(shape: Any, size: int, slices: int = 1) -> int:
     inner = shape.get_text_config()
     heads = lcm(inner.num_key_value_heads, slices) // slices
     return int(2 * inner.num_hidden_layers * heads * head_size(inner) * size)
-
-
-def _adapter_size(spec: JobSpec, model: ModelWeights) -> int:
-    """Numbers of an adapter, which an engine gets merged into its base."""
-    return 0 if spec.adapter.trains_base else model.all.trained
 
 
 def shared_memory_terms(spec: JobSpec, whole: Mapping[str, ModelWeights], spread: RankLayout) -> list[MemoryTerm]:

@@ -1,15 +1,19 @@
-"""`run plan` of each notation of a model: a folder, a run, an export, an adapter."""
+"""`run plan` of each notation of a model: a folder, a run, an export, an adapter; of a plug-in's model."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import pytest
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
+from runner.core.errors import SpecError
+from runner.model.config import ModelConfig
+from runner.tools.plan.model import architecture
 from tests.inference.model_folders import write_adapter, write_base
 
 JOB = ("plan", "+recipe=sft_demo", "data.max_length=64", "model=hf", "--json")
@@ -60,3 +64,28 @@ def test_a_run_without_an_export_is_named(folders: Path, tmp_path: Path, command
     (tmp_path / "spec.yaml").write_text("name: new\n")
     code, _, err = command(*JOB, f"model.path={tmp_path}")
     assert code == 2 and "is a run without an export; to write one, type: run export" in err
+
+
+class WideConfig(ModelConfig):
+    """A plug-in's model."""
+
+    factory: ClassVar[str] = "theirs:build"
+    tokenizer_factory: ClassVar[str] = f"{__name__}:wide_tokenizer"
+    architecture_factory: ClassVar[str | None] = f"{__name__}:wide_architecture"
+    name: Literal["wide"] = "wide"
+
+
+def wide_tokenizer(config: WideConfig) -> str:
+    return "abc"
+
+
+def wide_architecture(config: WideConfig, tokenizer: str, init_from: str | None = None) -> Any:
+    return AutoConfig.for_model("qwen2", hidden_size=64, vocab_size=len(tokenizer))
+
+
+def test_a_plug_in_s_model_has_the_shape_that_its_class_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape, found = architecture(WideConfig())
+    assert (shape.hidden_size, shape.vocab_size, found) == (64, 3, "model=wide")
+    monkeypatch.setattr(WideConfig, "architecture_factory", None)
+    with pytest.raises(SpecError, match="run plan needs architecture_factory, which model=wide does not have"):
+        architecture(WideConfig())
