@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -64,6 +65,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(600))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collection, which would search it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
