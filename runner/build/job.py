@@ -60,11 +60,11 @@ from runner.trainer.callbacks import (
     WeightSyncMetrics,
     ZeroVarianceWarning,
 )
-from runner.trainer.evaluator import Report
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
     from runner.parallelism.rollout_partition import PartitionedEnvironments
+    from runner.trainer.evaluator import Report
     from runner.weight_sync.publisher import Publisher
 
 

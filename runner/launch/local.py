@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,6 @@ from runner.launch.run_records import (
     write_yaml,
 )
 from runner.launch.session import WITHOUT_CALLBACKS, Session, run_argument
-from runner.launch.slurm import srun_task, submission
 from runner.run_dir.folder import (
     RunFolder,
     claim_folder,
@@ -68,7 +67,9 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
         return join_run(spec, typed_job)
     if where is not None:
         refuse_used_folder(where)  # before upstream runs, which may take hours
-    if later := srun_task.is_outside_slurm(spec):
+    if spec.launch.queued:
+        from runner.launch.slurm import srun_task, submission
+    if later := spec.launch.queued and srun_task.is_outside_slurm(spec):
         spec = check_spec(spec)
         submission.check_submission(spec)
     else:
@@ -85,6 +86,15 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
             return begin_attempt(spec, folder, 1, typed_job)
         submission.mark_waiting(folder)
     return submission.submit(spec, folder, [word for word in typed if word.lstrip("+") == TRUST_REMOTE_CODE])
+
+
+def _handle_slurm_signals(spec: JobSpec) -> AbstractContextManager[None]:
+    """A block in which a job in Slurm's queue ends as Slurm requires."""
+    if not spec.launch.queued:
+        return nullcontext()
+    from runner.launch.slurm import srun_task
+
+    return srun_task.handle_slurm_signals(spec)
 
 
 def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping[str, Any]) -> int:
@@ -139,6 +149,8 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     typed_job = spec.model_dump(mode="json")
     if is_other_machine(spec):
         return join_run(spec, typed_job)
+    from runner.launch.slurm import srun_task, submission
+
     if srun_task.is_outside_slurm(spec):
         submission.refuse_queued(folder)
         submission.check_submission(spec)
@@ -212,7 +224,7 @@ def attempt(spec: JobSpec, folder: RunFolder, number: int, typed: Mapping[str, A
     """
 
     def run(now: int) -> None:
-        with srun_task.handle_slurm_signals(spec):
+        with _handle_slurm_signals(spec):
             _run(spec, folder, now, typed)
 
     run_attempts(spec, folder, number, run)
@@ -255,7 +267,7 @@ def join_run(spec: JobSpec, typed: Mapping[str, Any]) -> int:
     from runner.launch.multi_node import join_node0
 
     refuse_unready([spec.device.preflight])
-    with srun_task.handle_slurm_signals(spec), join_node0(spec, typed) as (machines, folder, number):
+    with _handle_slurm_signals(spec), join_node0(spec, typed) as (machines, folder, number):
         _run_supervised(spec, folder, number, machines)
     return 0
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError
@@ -17,7 +17,9 @@ from runner.run_dir.manifest import STOPPED_EARLY
 from runner.tracker.console import eval_lines
 from runner.tracker.text import count_noun
 from runner.trainer.config import StopWhenConfig
-from runner.trainer.evaluator import Report
+
+if TYPE_CHECKING:
+    from runner.trainer.evaluator import Report
 
 
 class BaseCallback:

@@ -24,7 +24,6 @@ from runner.spec.base import iter_leaves
 from runner.spec.evaluation import without_bounds
 from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, interval_curves, scatter_svg, svg
 from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_rows, read_run
-from runner.tools.report.samples_grid import evaluated_samples, samples_grid
 from runner.tracker.console import interval_text
 from runner.tracker.text import HEALTH, count_noun, format_duration, format_metric, format_number
 
@@ -205,7 +204,10 @@ def write_page(folder: RunFolder, path: Path) -> None:
     page.charts({name: [curve] for name, curve in curves.items()}, _first(run))
     samples = list(read_rows(folder.samples))
     _reward_histogram(page, samples)
-    page.parts += samples_grid(evaluated_samples(samples))
+    if samples:
+        from runner.tools.report.samples_grid import evaluated_samples, samples_grid
+
+        page.parts += samples_grid(evaluated_samples(samples))
     _evaluations(page, run)
     _times(page, run)
     _samples(page, samples[-MOST_SAMPLES:])
