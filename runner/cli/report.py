@@ -46,7 +46,7 @@ def show(args: Namespace) -> int:
 
 
 def _run_folder(args: Namespace, verb: str) -> RunFolder:
-    """The run that was typed after `run VERB`, or the latest. Raises UsageError for several, and for a sweep."""
+    """The typed run, or the latest one. Raises UsageError for several, and for a sweep."""
     if len(args.words) > 1:
         raise UsageError(f"run {verb}: expected one run, latest or a folder; for a sweep: run sweep {verb} latest")
     where = args.words[0] if args.words else "latest"
