@@ -46,7 +46,7 @@ def show(args: Namespace) -> int:
 
 
 def _find_run(args: Namespace) -> RunFolder:
-    """The run that the only word names. Raises UsageError for a sweep."""
+    """The typed run, or the latest one. Raises UsageError for several, and for a sweep."""
     verb, where = args.verb, args.words[0] if args.words else "latest"
     if len(args.words) > 1:
         raise UsageError(f"run {verb}: expected one run, latest or a folder; for a sweep: run sweep {verb} latest")
