@@ -141,8 +141,7 @@ def test_logprobs_are_those_of_the_temperature(options: dict[str, Any], tmp_path
         got = sampler.sample(asked)
         assert gap(policy, asked, got, options["temperature"]) < MEAN < gap(policy, asked, got)
         assert score_gap(policy, sampler) < MEAN
-        with pytest.raises(ValueError, match="not those at temperature 1"):
-            sampler.sample(requests(raw=True))
+        assert all(one.raw_logprobs == one.logprobs for one in sampler.sample(requests(raw=True)))
         ends = {258, *options.get("stop_token_ids", ())}
         for one in got:
             assert not ends.intersection(one.ids[:-1]) and (one.finish == "stop") == (one.ids[-1] in ends)
