@@ -249,8 +249,8 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
     if (per_step := spec.algorithm.batch_size) > len(data):
-        text = f"above the {len(data)} items of the data: one step uses some items more than once"
-        decide.record_fact("algorithm.batch_size", str(per_step), text)
+        text = "algorithm.batch_size=%d is above the %d items of the data: one step uses some items more than once"
+        log.warning(text + "; to use each at most once a step: algorithm.batch_size=%d", per_step, len(data), len(data))
     return data
 
 

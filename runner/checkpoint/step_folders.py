@@ -164,6 +164,9 @@ class CheckpointWriter:
 
     def _create_staging(self, step: int, agreed: SavePlan) -> Path:
         """Create the staging folder with files of the right sizes, after cleaning up."""
+        if not self._root.parent.exists():
+            text = "was deleted or moved during the run"
+            raise StorageError(f"checkpoint of step {step}: {self._root.parent} {text}; start the run again")
         with self._translate_errors(step, agreed.num_bytes):
             self._root.mkdir(exist_ok=True)
             self._remove_leftovers()

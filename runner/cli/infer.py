@@ -108,7 +108,7 @@ def _start_engine(
 
 def _read_prompts(path: Path) -> list[str]:
     """One prompt per line of a text file; empty lines are left out."""
-    if not path.is_file():
+    if not path.exists() or path.is_dir():  # a pipe will do, as in --file <(command)
         raise EnvironmentProblem(f"{path}: no such file; expected one prompt per line")
     return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 

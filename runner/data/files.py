@@ -270,7 +270,7 @@ class FileSource:
     def digest(self) -> str:
         """sha256 over the names and bytes of all files.
 
-        Where it is sampled: over their names, sizes, times of change, and first and last MiB.
+        Where it is sampled: over their names, sizes, modification times, and first and last MiB.
         """
         total = hashlib.sha256()
         for file in self.file_list.files:

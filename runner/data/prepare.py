@@ -355,7 +355,7 @@ def _file_sources(config: FileConfig, decide: Decide) -> tuple[list[FileSource],
     """(training sources, held-out source); says which files beside them are not read. Raises DataError."""
     training, held_out = find_sources(config.sources(), config.eval_path, streamed=config.streaming)
     if training[0].is_sampled:
-        text = "names, sizes, times of change, first and last MiB of each file"
+        text = "names, sizes, modification times, first and last MiB of each file"
         decide.record_fact("data.fingerprint", text, "the stream is above 1 GiB; a run resumes with the same data only")
     for source in [*training, *([held_out] if held_out else [])]:
         if source.file_list.ignored:

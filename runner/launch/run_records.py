@@ -53,7 +53,10 @@ def status_of(folder: RunFolder, attempt: int) -> Iterator[None]:
     except BaseException as error:
         text = str(error) if isinstance(error, RunnerError) else f"{type(error).__name__}: {error}"
         state = "interrupted" if isinstance(error, Interrupted) else "failed"
-        write(state, getattr(error, "exit_code", RunnerError.exit_code), text)
+        try:
+            write(state, getattr(error, "exit_code", RunnerError.exit_code), text)
+        except StorageError as failure:  # the error that ended the run is the one to report
+            log.warning("%s", failure)
         write_report(folder, announce=True)
         raise
     early = manifest.early_stop(read_mapping(folder.manifest))
@@ -167,8 +170,13 @@ class RunRecords:
     def close(self, ending: str) -> list[str]:
         """Close the trackers; returns their last messages."""
         lines = [line for tracker in self.trackers for line in tracker.finish(ending)]
-        if self.made_of:  # again, with the automatic choices that trackers made during the run
-            self._write_manifest()
+        try:
+            if self.made_of:  # again, with the automatic choices that trackers made during the run
+                self._write_manifest()
+        except StorageError as failure:
+            if ending == "done":
+                raise
+            log.warning("%s", failure)  # the error that ended the run is the one to report
         return lines
 
 

@@ -165,7 +165,8 @@ def load_folder(module: nn.Module, folder: str) -> None:
                         part.copy_(tensor)
                         filled[whole] += tensor.numel()
                     elif name not in HEADS:
-                        why = f"{name} does not exist in this model ({file.name}){hint}"
+                        shapes = part is not None and f"has shape {list(tensor.shape)}, but {list(part.shape)}"
+                        why = f"{name} {shapes or 'does not exist'} in this model ({file.name}){hint}"
                         raise EnvironmentProblem(f"init_from={folder}: {why}")
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         lacks = f"lacks {len(missing)} of the model's weights, e.g. {missing[0]}{hint}"

@@ -217,7 +217,7 @@ def acquire_lock(folder: RunFolder) -> int:
     except BlockingIOError:
         owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
         os.close(handle)
-        text = f"{folder.root}: process {owner} is running this job; wait for it or stop it"
+        text = f"{folder.root}: process {owner} is running this job; wait for it, or stop it: kill {owner}"
         raise EnvironmentProblem(text) from None
     except OSError as error:
         os.close(handle)

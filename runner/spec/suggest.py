@@ -78,7 +78,8 @@ def suggest_name(group: str, wrong: str, known: Iterable[str]) -> str | None:
 def unknown_name(group: str, name: Any, members: Iterable[str]) -> str:
     """`no device named 'gpu'; did you mean 'cuda'? (auto, cpu, cuda, npu)`."""
     known = ", ".join(sorted(members))
-    said = f"no {group} named {format_value(name)}"
+    kind = "callback" if group == "callbacks" else group
+    said = f"no {kind} named {format_value(name)}"
     if (lost := LEFT_OUT.get((COMPONENTS_GROUP, name))) is not None:
         return f"{said}; {lost}"
     if (why := absence_reason(group, str(name))) is not None:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import runner
-from runner.cli import job
+from runner.cli import infer, job
 from runner.cli import main as module
 from runner.cli.args import parse
 from runner.cli.help import first_sentence
@@ -107,11 +107,11 @@ def test_prompts_come_from_a_file_or_a_pipe(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.write(writing, b"one\n\ntwo\n")
     os.close(writing)
-    assert job._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two"]
+    assert infer._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two"]
     os.close(reading)
     for path in (tmp_path, tmp_path / "nowhere.txt"):
         with pytest.raises(EnvironmentProblem, match="no such file; expected one prompt per line"):
-            job._read_prompts(path)
+            infer._read_prompts(path)
 
 
 @pytest.mark.parametrize(

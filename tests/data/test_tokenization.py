@@ -262,7 +262,7 @@ def test_a_template_that_does_not_end_is_an_error_of_the_first_row(monkeypatch: 
     talk = chat("a", "b")
     begin = time.monotonic()
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template ran for more than .*chat\.template=FILE"):
-        tokenizer.encode_examples([ChatExample(HERE, tuple(talk))] * 1000, problems)
+        tokenizer.encode([ChatExample(HERE, tuple(talk))] * 1000, problems)
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template ran for more than"):
-        tokenizer.encode_prompts([PromptExample(HERE, tuple(talk[:1]))] * 1000, problems)
+        tokenizer.encode([PromptExample(HERE, tuple(talk[:1]))] * 1000, problems)
     assert time.monotonic() - begin < 5

@@ -69,14 +69,14 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     ]
     words = [word.replace("latest/export", "outputs/latest/export") for word in words]
     out = command.run(*words, cwd=work)
-    assert out.count("12 new answers, 0 known") == 4, "two models, two sets"
-    assert out.count("0 new answers, 12 known") == 2, "an export has the weights of its run"
+    assert out.count("12 new answers, 0 from earlier evaluations") == 4, "two models, two sets"
+    assert out.count("0 new answers, 12 from earlier evaluations") == 2, "an export has the weights of its run"
     assert "pass@2" in out and f" − {first.name}" in out
     record = results(work)["sets"]["format"]
     assert record["limit"] == 6 and record["data"]["task"] == "format"
     assert all(one["questions"] == 6 and "difference_ci_low" in one for one in record["differences"].values())
     again = command.run(*words[:-1], "3", cwd=work)
-    assert again.count("6 new answers, 12 known") == 4, "the third answer to each question"
+    assert again.count("6 new answers, 12 from earlier evaluations") == 4, "the third answer to each question"
     page = (max((work / "outputs/eval").glob("2*")) / "report.html").read_text()
     assert "<h2>sort</h2>" in page and "reward/mean" in page
     command.run("report", "latest", cwd=work)

@@ -92,7 +92,7 @@ def test_patience_that_ends_at_the_planned_last_step_ended_nothing_early() -> No
         (["metric=eval/reward/mean", "patience=2"], "needs a reward, and this job has none"),
         (["metric=eval/hard/pass@2", "patience=2"], "no evaluation set is named hard"),
         (["metric=perf/mfu", "patience=2", "mode=max"], "each rank measures its own perf/mfu"),
-        (["metric=train/lr", "patience=2"], "nothing is known of train/lr"),
+        (["metric=train/lr", "patience=2"], "train/lr has no known direction"),
         (["metric=eval/loss", "stopping_threshold=1", "min_delta=1"], "is for callbacks.stop_when.patience"),
         (["metric=eval/loss", "patience=2", "evaluation.every=0"], "evaluation.every=0 disables evaluation"),
         (["metric=eval/loss", "patience=2", "data=file", "data.path=a.jsonl"], "has no held-out rows"),

@@ -250,7 +250,7 @@ class GrpoConfig(PolicyConfig):
             found.append(("algorithm.zero_variance", text))
         compares = "group" in selected_function(self, "advantage").inputs
         if self.group_size == 1 and compares:
-            text = f"advantage={self.advantage} compares within a group; a group of 1 has no signal"
+            text = f"advantage={self.advantage} compares the completions of a group; set 2 or more"
             found.append(("algorithm.group_size", text))
         if not compares and self.zero_variance != "keep":
             found.append(("algorithm.zero_variance", f"advantage={self.advantage} also uses equal rewards; type keep"))

@@ -74,7 +74,8 @@ def submit(spec: JobSpec, folder: RunFolder, words: Sequence[str]) -> int:
     print_text(f"folder   {display_path(folder.root)}")
     print_text(f"log      {display_path(log)}")
     print_text(f"watch    run status {run_argument(folder)}", flush=True)
-    return follow(folder, job, log) if _launch(spec).follow else 0
+    config = _launch(spec)
+    return follow(folder, job, log) if config.follow else 0
 
 
 def batch_script(spec: JobSpec, where: Path, command: str) -> str:

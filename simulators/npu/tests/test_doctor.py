@@ -81,7 +81,7 @@ def test_a_shell_with_the_real_cann(bare: SystemInfo) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "check"),
     [
-        ("HCCL_EVENT_TIMEOUT", "1000", "HCCL time-outs"),
+        ("HCCL_EVENT_TIMEOUT", "1000", "HCCL timeouts"),
         ("PYTORCH_NPU_ALLOC_CONF", "expandable_segments", "allocator"),
         ("HCCL_IF_IP", "here", "HCCL network"),
         ("HCCL_BUFFSIZE", "many", "other variables"),
