@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from runner.cli.foreign import foreign_command, refuse
+from runner.cli.other_frameworks import foreign_command, refuse
 from runner.core.errors import RunnerError
 from runner.spec.migrate import Entry, Job, Rule, format_value, table
 

@@ -42,7 +42,7 @@ HANDLERS = {
     "schema": "runner.cli.help:schema",
     "help": "runner.cli.help:show",
     "complete": "runner.cli.complete:answer",
-    "foreign": "runner.cli.foreign:refuse",
+    "foreign": "runner.cli.other_frameworks:refuse",
 }
 
 
@@ -93,7 +93,7 @@ def _parse(words: list[str]) -> Namespace:
     try:
         return parse(words)
     except UsageError:
-        from runner.cli.foreign import foreign_command
+        from runner.cli.other_frameworks import foreign_command
 
         if (args := foreign_command(words)) is None:
             raise

@@ -24,7 +24,7 @@ from jinja2 import TemplateSyntaxError
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
-from runner.data.control_tokens import ControlTokens, Marks, Segment, common_length
+from runner.data.control_tokens import ControlTokens, Placeholders, Segment, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Message, Tools, is_trained
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
@@ -70,7 +70,7 @@ class _Chat:
     tools: list[dict[str, Any]] | None
     context: int
     trained: list[int]
-    marks: Marks
+    placeholders: Placeholders
 
 
 class Renderer:
@@ -107,21 +107,23 @@ class Renderer:
             rows = [self._everything(chat)]
         else:
             rows = self._rows(chat, train_on)
-        return [_merge_neighbors([piece for segment in row for piece in chat.marks.split(segment)]) for row in rows]
+        return [
+            _merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
+        ]
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
         """What generation sees of a conversation that the assistant is to answer. Raises RenderError."""
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _merge_neighbors(chat.marks.split(Segment(text, is_trained=False)))
+        return _merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
 
     def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
         chat = self._prepare(messages, tools, 0, "all")
         text = self._text(chat, len(chat.messages))
         self._check_context(chat, len(chat.messages), text)
-        return self.control.ids_of(chat.marks.split(Segment(text, is_trained=False)))
+        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)))
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
@@ -146,7 +148,7 @@ class Renderer:
         if final and list(ids[-1:]) == final:  # a template may end a last turn by another token than an earlier one
             end = []
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
-        return end[written:] + self.control.ids_of(chat.marks.split(Segment(rest, is_trained=False)))
+        return end[written:] + self.control.ids_of(chat.placeholders.split(Segment(rest, is_trained=False)))
 
     def rewrites_history(self) -> bool:
         """Whether the template writes an earlier assistant turn in another way than the last one."""
@@ -174,10 +176,10 @@ class Renderer:
         form = self._call_form if any(m.get("tool_calls") for m in messages) else CALL_FORMS[0]
         plain: Any = plain_messages([messages[at] for at in kept], drop, form)
         used: Any = [dict(tool) for tool in tools] if tools and "tools" not in drop else None
-        plain, used, marks = self.control.mark(plain, used)
-        if marks.chars:
+        plain, used, placeholders = self.control.insert_placeholders(plain, used)
+        if placeholders.chars:
             self.notes.add("messages contain control tokens of the chat template; they are encoded as text")
-        return _Chat(plain, used, sum(at < context for at in kept), trained, marks)
+        return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders)
 
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, extra: Mapping[str, Any] | None = None) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
@@ -206,7 +208,9 @@ class Renderer:
         for form in CALL_FORMS:
             messages = plain_messages([OPENING[0], call], (), form)
             with suppress(RenderError):
-                if not find_missing(statements(messages), self._text(_Chat(messages, None, 0, [], Marks("")), 2)):
+                if not find_missing(
+                    statements(messages), self._text(_Chat(messages, None, 0, [], Placeholders("")), 2)
+                ):
                     return form
         return CALL_FORMS[0]
 

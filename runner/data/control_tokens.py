@@ -38,7 +38,7 @@ class Segment:
 
 
 @dataclass(slots=True)
-class Marks:
+class Placeholders:
     """Private characters in place of the control tokens of one conversation: token → character."""
 
     taken: str
@@ -75,13 +75,15 @@ class ControlTokens:
         self._control = _alternation({*special, *(name for name in added if name in written)})
         self.anchor = join_anchor(tokenizer)
 
-    def mark(self, messages: Sequence[Any], tools: Any) -> tuple[list[Any], Any, Marks]:
+    def insert_placeholders(self, messages: Sequence[Any], tools: Any) -> tuple[list[Any], Any, Placeholders]:
         """Messages and tools with a private character in place of each control token in their texts."""
         if not (self._is_in(messages) or self._is_in(tools)):
-            return list(messages), tools, Marks("")
-        marks = Marks(json.dumps([messages, tools], ensure_ascii=False))
-        marked = [_mark_texts(m, self.special if m["role"] in TRUSTED else self._control, marks) for m in messages]
-        return marked, _mark_texts(tools, self.special, marks), marks
+            return list(messages), tools, Placeholders("")
+        placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False))
+        marked = [
+            _replace_texts(m, self.special if m["role"] in TRUSTED else self._control, placeholders) for m in messages
+        ]
+        return marked, _replace_texts(tools, self.special, placeholders), placeholders
 
     def leading(self, text: str, most: int | None = None) -> str:
         """The special tokens that a text begins with, at most so many."""
@@ -124,12 +126,15 @@ def _alternation(tokens: Collection[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")
 
 
-def _mark_texts(value: Any, control: re.Pattern[str], marks: Marks) -> Any:
+def _replace_texts(value: Any, control: re.Pattern[str], placeholders: Placeholders) -> Any:
     if isinstance(value, str):
-        return control.sub(lambda match: marks.char_of(match.group()), value)
+        return control.sub(lambda match: placeholders.char_of(match.group()), value)
     if isinstance(value, Mapping):
-        return {key: inner if key == "role" else _mark_texts(inner, control, marks) for key, inner in value.items()}
-    return [_mark_texts(inner, control, marks) for inner in value] if isinstance(value, list) else value
+        return {
+            key: inner if key == "role" else _replace_texts(inner, control, placeholders)
+            for key, inner in value.items()
+        }
+    return [_replace_texts(inner, control, placeholders) for inner in value] if isinstance(value, list) else value
 
 
 def join_anchor(tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:

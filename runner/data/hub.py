@@ -102,13 +102,13 @@ def fetch_modelscope(path: str, revision: str | None, key: str) -> str:
         raise EnvironmentProblem(text) from error
     site = os.environ.get("MODELSCOPE_ENDPOINT") or "https://www.modelscope.cn"
     download = f"modelscope download --dataset {path} --local_dir {path.rpartition('/')[2]}"
-    way_out = f"{download}  # where it can be reached; then copy the folder, and type data=file data.path=FOLDER"
+    hint = f"{download}  # where it can be reached; then copy the folder, and type data=file data.path=FOLDER"
     if fault := site_fault(site, ANSWER_S, os.environ):
-        raise EnvironmentProblem(f"{key}={path}: {fault}\n  {way_out}")
+        raise EnvironmentProblem(f"{key}={path}: {fault}\n  {hint}")
     try:
         return str(dataset_snapshot_download(path, revision=revision))
     except Exception as error:  # modelscope's own, requests', OSError
-        raise EnvironmentProblem(f"{key}={path} cannot be downloaded from {site}: {error}\n  {way_out}") from error
+        raise EnvironmentProblem(f"{key}={path} cannot be downloaded from {site}: {error}\n  {hint}") from error
 
 
 def load_sources(config: RemoteConfig) -> tuple[list[HubSource], HubSource | None]:

@@ -200,7 +200,7 @@ class LengthLimit:
             pieces = [_slice(row, at, at + self.most) for at in range(0, length - 1, self.most - 1)]
         return [piece for piece in pieces if any(piece.loss_mask)]
 
-    def way_out(self, tally: TruncationCounts) -> str:
+    def truncation_hint(self, tally: TruncationCounts) -> str:
         """What to type where rows are refused because of their length, counted to the end; empty if none is."""
         if self.rule != "error" or not tally.overlong:
             return ""

@@ -66,7 +66,7 @@ class RowSource(Protocol):
 
 
 @dataclass(frozen=True)
-class Portion:
+class DataSplit:
     """Rows of a source that become one table: all of them, or those on one side of data.holdout."""
 
     source: RowSource
@@ -101,7 +101,7 @@ class SourcePreparation:
         """How long an item may be."""
         return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit)
 
-    def options(self, portion: Portion) -> TokenizerOptions:
+    def options(self, portion: DataSplit) -> TokenizerOptions:
         """What tokenizes the portion's examples."""
         reading, source = portion.reading, portion.source
         train_on: TrainOn | None = None if reading == "sft" else "completion"
@@ -109,7 +109,7 @@ class SourcePreparation:
         processes = num_processes(sharing_ranks=not self.config.cache)
         return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name, processes)
 
-    def key(self, portion: Portion) -> str:
+    def key(self, portion: DataSplit) -> str:
         """sha256 of everything that the portion's items depend on."""
         source, reading = portion.source, portion.reading
         options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
@@ -118,7 +118,7 @@ class SourcePreparation:
         chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
 
-    def table(self, portion: Portion, key: str) -> tuple[TokenizedTable, Summary]:
+    def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:
         """The portion's table, from the cache where it is; what was found in the rows is said either way."""
 
         def fill(write: Write) -> Summary:
@@ -153,7 +153,7 @@ class SourcePreparation:
 
         return Holdout(self.config.holdout, f"{source.key}={source.name}", read_keys)
 
-    def _fill(self, portion: Portion, write: Write) -> Summary:
+    def _fill(self, portion: DataSplit, write: Write) -> Summary:
         """Write every item of the portion. Raises DataError with all that is wrong with it."""
         source, reading = portion.source, portion.reading
         problems, tally = Problems(source.key, source.name), TruncationCounts()
@@ -166,7 +166,7 @@ class SourcePreparation:
             problems.extend(batch.problems)
             notes |= batch.notes
             chat_notes |= batch.chat_notes
-        if hint := limit.way_out(tally):
+        if hint := limit.truncation_hint(tally):
             problems.add_hint(hint)
         problems.raise_if_any()
         if not tally.items:
@@ -186,7 +186,7 @@ class SourcePreparation:
                 "  choose error, skip, truncate_left or truncate_right"
             )
 
-    def report_source(self, portion: Portion, summary: Summary, where: str) -> None:
+    def report_source(self, portion: DataSplit, summary: Summary, where: str) -> None:
         """Say format, counts, and what was left out or could not be had."""
         reading = portion.reading
         made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
@@ -281,10 +281,10 @@ def build_data(
         from runner.data.streaming import build_stream
 
         return build_stream(prepare, sources[0], held_out, seed)
-    portions = [Portion(source, kind, prepare.holdout(source)) for source in sources]
+    portions = [DataSplit(source, kind, prepare.holdout(source)) for source in sources]
     if held_out is not None:
-        portions.append(Portion(held_out, held_out_reading(kind)))
-    portions += [Portion(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]
+        portions.append(DataSplit(held_out, held_out_reading(kind)))
+    portions += [DataSplit(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]
     keys = [prepare.key(portion) for portion in portions]
     built = [prepare.table(portion, key) for portion, key in zip(portions, keys, strict=True)]
     refuse_unseen(config, [summary for _, summary in built])

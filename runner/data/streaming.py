@@ -29,7 +29,7 @@ from runner.data.formats import FormatCheck
 from runner.data.items import TruncationCounts
 from runner.data.parallel_tokenization import BatchTokenizer, TokenizedBatch
 from runner.data.prepare import (
-    Portion,
+    DataSplit,
     RowSource,
     SourcePreparation,
     no_item_error,
@@ -49,7 +49,7 @@ BY_ROW = ("ignored", "given", "notes", "chat_notes")  # of a summary: what any l
 class RowBlocks:
     """The blocks of an endless stream of rows, of which the newest is kept."""
 
-    def __init__(self, prepare: SourcePreparation, portion: Portion, size: int) -> None:
+    def __init__(self, prepare: SourcePreparation, portion: DataSplit, size: int) -> None:
         """size: rows of a block."""
         self._prepare, self._portion, self._size = prepare, portion, size
         self._problems = Problems(portion.source.key, portion.source.name)
@@ -95,7 +95,7 @@ class RowBlocks:
             batch = self._tokenizer.tokenize(list(self.check.examples(block)))
             tally.add(batch.counts)
             self._problems.extend(batch.problems)
-            if hint := self.limit.way_out(tally):
+            if hint := self.limit.truncation_hint(tally):
                 self._problems.add_hint(hint)
             self._problems.raise_if_any()
             if batch.items.num_rows:
@@ -177,7 +177,7 @@ def build_stream(prepare: SourcePreparation, source: RowSource, held_out: RowSou
     Raises DataError, also for a length that neither the model nor data.max_length limits.
     """
     config, kind = prepare.config, prepare.kind
-    portion, size = Portion(source, kind), config.shuffle_buffer or SHUFFLE_BUFFER
+    portion, size = DataSplit(source, kind), config.shuffle_buffer or SHUFFLE_BUFFER
     blocks = RowBlocks(prepare, portion, size)
     if blocks.limit.most == sys.maxsize:
         raise DataError("data.streaming=true: the model sets no limit to a row's length; type data.max_length=N")
@@ -188,7 +188,7 @@ def build_stream(prepare: SourcePreparation, source: RowSource, held_out: RowSou
     )
     tables, evaluation = [], None
     if held_out is not None:
-        asked = Portion(held_out, held_out_reading(kind))
+        asked = DataSplit(held_out, held_out_reading(kind))
         tables = [prepare.table(asked, prepare.key(asked))]
         evaluation = prepare.held_out([table for table, _ in tables])
     refuse_unseen(config, [summary, *(found for _, found in tables)])

@@ -150,12 +150,12 @@ class ChatAnswer:
             if self.tools and start.startswith((PYTHON_TAG, "{")):
                 self._in_call, self._held = start, ""
                 return False
-        return self._split_at(TOOL_CALL, "content", found) if self.tools else self._give_all(found)
+        return self._split_at(TOOL_CALL, "content", found) if self.tools else self._release_text(found)
 
     def _starts(self) -> tuple[str, ...]:
         return (THINK, PYTHON_TAG, TOOL_CALL) if self.tools else (THINK,)
 
-    def _give_all(self, found: list[tuple[Part, str]]) -> bool:
+    def _release_text(self, found: list[tuple[Part, str]]) -> bool:
         found.append(("content", self._without_newlines(self._held)))
         self._held = ""
         return False

@@ -1,27 +1,22 @@
-"""Why a job of several processes ended: the cause among their reports, and how they report.
+"""Why a job of several processes ended: the cause among their reports.
 
-HeartbeatWriter ──pipe: {"where": …} first, {"step": 7} each second, {"report": …} at its end──▶ HeartbeatReader
 killed by a signal ▸ an error of its own ▸ lagging behind the others ▸ interrupted ▸ waited for another rank
 """
 
 from __future__ import annotations
 
 import math
-import os
 import re
 import signal
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from typing import Any, NamedTuple, Self
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from runner.core.errors import DeadlineExceeded, Interrupted, RankLost, RunnerError
-from runner.core.rank_info import Host, RankInfo
+from runner.core.errors import DeadlineExceeded, Interrupted, RunnerError
+from runner.core.rank_info import RankInfo
 from runner.core.signals import signal_name
-from runner.core.subprocess import JsonLines
+from runner.launch.heartbeat import ExitReport
 
 NAMED = re.compile(r"(?:rank|sampler) \d+\b")  # begins a message that names its process: it is passed on
 LOST = 75  # exit code of a job that lost a process or a machine
@@ -34,8 +29,6 @@ HINTS: dict[int, str] = {
     **dict.fromkeys(CRASHES, "a library crashed; the stacks are in {log}"),
 }
 ONLY = str(RankInfo())  # the name of the only rank, which messages need not repeat
-BEAT_S = 1.0
-WAITS = (DeadlineExceeded, RankLost)  # errors of a rank to which another rank does not respond
 
 
 class ExitCause(NamedTuple):
@@ -122,91 +115,3 @@ def _cause_of(rank: ProcessExit, passed_on: Sequence[int], reports: Mapping[str,
 def _signal_text(rank: ProcessExit) -> str:
     hint = HINTS.get(-rank.code)
     return f"{rank.name} was killed ({signal_name(-rank.code)})" + (f"\n  {hint.format(log=rank.log)}" if hint else "")
-
-
-class ExitReport(NamedTuple):
-    """Why a rank ends. `kind`: error, waited (for another rank), interrupted; `when`: seconds since 1970."""
-
-    kind: str
-    message: str
-    exit_code: int
-    when: float
-
-    @classmethod
-    def from_error(cls, error: RunnerError) -> Self:
-        """The report of an error, now."""
-        kind = "waited" if isinstance(error, WAITS) else "interrupted" if isinstance(error, Interrupted) else "error"
-        return cls(kind, str(error), error.exit_code, datetime.now(UTC).timestamp())
-
-
-class HeartbeatWriter:
-    """Sends a heartbeat every second from a thread of the process, which a stopped process cannot do."""
-
-    def __init__(self, handle: int) -> None:
-        os.set_inheritable(handle, False)  # what the rank starts must not keep the pipe open
-        self._lines, self._step = JsonLines(writing=handle), 0
-        threading.Thread(target=self._beat, name="beat", daemon=True).start()
-
-    def step(self, step: int) -> None:
-        """Set the number of finished steps."""
-        self._step = step
-
-    def report(self, report: ExitReport) -> None:
-        """Send why this process ends."""
-        self._lines.send({"report": report})
-
-    def _beat(self) -> None:
-        here = Host.current()
-        self._lines.send({"where": {"host": here.host, "boot_id": here.boot_id, "pid": os.getpid()}})
-        while True:
-            self._lines.send({"step": self._step})
-            time.sleep(BEAT_S)
-
-
-@dataclass(slots=True)
-class HeartbeatReader:
-    """What one process has sent to the launcher so far, and the time of its last message.
-
-    handle: the pipe's descriptor; None if messages come by other means (`feed`)
-    """
-
-    handle: int | None = None
-    last_heard: float = field(default_factory=time.monotonic)
-    begun: bool = False  # it has sent a message
-    step: int = 0
-    where: dict[str, Any] = field(default_factory=dict)  # host, boot_id, pid, once it has said so
-    report: ExitReport | None = None
-    open: bool = True
-    _lines: JsonLines = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._lines = JsonLines(self.handle)
-
-    def receive(self) -> None:
-        """Read what has arrived."""
-        if self.open and self.handle is not None:
-            if (messages := self._lines.receive()) is None:
-                self.close()
-            else:
-                self._handle_messages(messages)
-
-    def feed(self, content: bytes) -> None:
-        """Parse bytes that came by other means."""
-        self._handle_messages(self._lines.parse(content))
-
-    def close(self) -> None:
-        """Close the pipe."""
-        if self.open:
-            self.open = False
-            if self.handle is not None:
-                os.close(self.handle)
-
-    def _handle_messages(self, messages: Sequence[dict[str, Any]]) -> None:
-        for message in messages:
-            self.last_heard, self.begun = time.monotonic(), True
-            if "report" in message:
-                self.report = ExitReport(*message["report"])
-            elif "where" in message:
-                self.where = dict(message["where"])
-            else:
-                self.step = int(message["step"])

@@ -68,7 +68,7 @@ def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], s
     ends = model.limits().stop_token_ids
     answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(asked)]
     logprobs = _logprobs(model, ids, answers)
-    found = _ask_folder(model, folder, prompts, ids, answers, style)
+    found = _generate_from_folder(model, folder, prompts, ids, answers, style)
     dtype = str(model.compute_dtype).removeprefix("torch.")
     largest, tolerance = 0.0, tolerance_of(dtype).values
     for prompt, own, answer, wanted, theirs in zip(prompts, ids, answers, logprobs, found, strict=True):
@@ -105,7 +105,7 @@ def _logprobs(model: GenerativeModel, prompts: Sequence[list[int]], answers: Seq
     return found
 
 
-def _ask_folder(
+def _generate_from_folder(
     model: GenerativeModel,
     folder: Path,
     prompts: Sequence[str],

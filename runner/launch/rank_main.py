@@ -18,7 +18,7 @@ from typing import NoReturn
 from runner.core.errors import RunnerError
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
-from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.heartbeat import ExitReport, HeartbeatWriter
 from runner.launch.session import Session
 from runner.launch.worker_process import enable_stack_dumps
 from runner.run_dir.folder import RunFolder, read_mapping

@@ -16,7 +16,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
 from runner.device.process_setup import load_torch, set_environment
-from runner.launch.exit_cause import HeartbeatWriter
+from runner.launch.heartbeat import HeartbeatWriter
 from runner.launch.multi_node import LOOPBACK, SAMPLER_HOST
 from runner.launch.rank_main import exit_process, read_spec, run_and_report
 from runner.launch.run_messages import console_logging

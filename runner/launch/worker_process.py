@@ -32,7 +32,8 @@ from runner.core.fsync_io import temporary_folder
 from runner.core.rank_info import Host, RankInfo
 from runner.core.subprocess import ChildProcess
 from runner.launch.cleanup_process import CleanupProcess
-from runner.launch.exit_cause import HeartbeatReader, ProcessExit
+from runner.launch.exit_cause import ProcessExit
+from runner.launch.heartbeat import HeartbeatReader
 from runner.run_dir.folder import RunFolder, display_path
 from runner.weight_sync.store_dir import store_dirs
 

@@ -43,7 +43,7 @@ class OptimizerConfig(ComponentConfig):
         return 2.0 * weight
 
     @property
-    def steps_at_once(self) -> bool:
+    def updates_all_at_once(self) -> bool:
         """Whether a step needs temporary memory for all trained parameters at once."""
         return False
 
@@ -59,7 +59,7 @@ class AdamWConfig(OptimizerConfig):
     fused: bool = Field(default=True, description="Use torch's fused kernel where the device has one.")
 
     @property
-    def steps_at_once(self) -> bool:
+    def updates_all_at_once(self) -> bool:
         return not self.fused
 
 
@@ -74,7 +74,7 @@ class SgdConfig(OptimizerConfig):
         return float(weight) if self.momentum else 0.0
 
     @property
-    def steps_at_once(self) -> bool:
+    def updates_all_at_once(self) -> bool:
         return True
 
 

@@ -164,13 +164,13 @@ class SlurmExecutor(RemoteExecutor):
         try:
             self._read_queue()
         except EnvironmentProblem as error:
-            self._say_once(f"{error}; retrying")
+            self._log_once(f"{error}; retrying")
             return
         self.version += 1
         for job in self.jobs:  # with an unusual reason, which may last forever
             entry = self._entry(job)
             if entry is not None and entry.state == "PENDING" and entry.reason not in USUAL_REASONS:
-                self._say_once(f"job {job.index} waits in Slurm: {entry.reason}")
+                self._log_once(f"job {job.index} waits in Slurm: {entry.reason}")
 
     def find_end(self, job: RemoteJob) -> JobEnd | None:
         entry = self._entry(job)
@@ -252,9 +252,9 @@ class SlurmExecutor(RemoteExecutor):
                 scancel("--state=PENDING", *save)
                 scancel("--batch", f"--signal={int(SAVE)}", *save)
         except EnvironmentProblem as error:
-            self._say_once(f"{error}; jobs that do not exit within sweep.grace_s are cancelled")
+            self._log_once(f"{error}; jobs that do not exit within sweep.grace_s are cancelled")
 
-    def _say_once(self, text: str) -> None:
+    def _log_once(self, text: str) -> None:
         if self._say is not None and text not in self._said:
             self._said.add(text)
             self._say(text)

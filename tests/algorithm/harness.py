@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from runner.algorithm.policy.config import PolicyConfig
-from runner.algorithm.policy.optimization import PolicyOptimization, build
+from runner.algorithm.policy.policy_gradient import PolicyOptimization, build
 from runner.core.signals import StopSignal
 from runner.data.chat import Renderer
 from runner.device.config import CpuConfig

@@ -228,9 +228,7 @@ def test_a_run_folder_that_was_deleted_is_not_made_again(open_store: Open, state
     store = open_store()
     store.save(1, state_of(1), {})
     shutil.rmtree(root.parent)
-    with pytest.raises(
-        StorageError, match=r"checkpoint of step 2: .*/run was deleted or moved.*start the run again"
-    ):
+    with pytest.raises(StorageError, match=r"checkpoint of step 2: .*/run was deleted or moved.*start the run again"):
         store.save(2, state_of(2), {})
     assert not root.parent.exists()
 

@@ -40,7 +40,7 @@ def test_without_max_length_the_model_is_the_limit() -> None:
     assert list(limit.apply(row(8), tally, problems)) == [row(8)]
     assert list(limit.apply(row(9), tally, problems)) == []
     assert "a.jsonl:7: 9 tokens, above 8 (data.max_length: the model has 8 positions)" in str(problems.error())
-    assert limit.way_out(tally) == (
+    assert limit.truncation_hint(tally) == (
         "1 row is too long; type data.truncation=skip, truncate_left or truncate_right (split: of plain text)"
     )
     assert list(LengthLimit(None, "error").apply(row(99), tally, problems)) == [row(99)]
@@ -51,11 +51,11 @@ def test_error_names_row_and_length_and_what_to_do() -> None:
     items, tally, problems = apply("error", row(9), 8)
     assert items == []
     assert "a.jsonl:7: 9 tokens, above data.max_length=8" in str(problems.error())
-    assert LengthLimit(8, "error").way_out(tally) == (
+    assert LengthLimit(8, "error").truncation_hint(tally) == (
         "1 row is too long; type data.max_length=9 to keep all, or data.truncation=skip, truncate_left or "
         "truncate_right (split: of plain text)"
     )
-    assert LengthLimit(8, "skip").way_out(tally) == ""
+    assert LengthLimit(8, "skip").truncation_hint(tally) == ""
 
 
 def test_skip_leaves_out_and_counts() -> None:
@@ -128,7 +128,7 @@ def test_a_pair_is_as_long_as_its_prompt_and_longer_answer() -> None:
     assert "a.jsonl:7: 10 tokens, above data.max_length=9" in str(problems.error())
     assert (
         LengthLimit(9, "error", "pairs")
-        .way_out(tally)
+        .truncation_hint(tally)
         .endswith("data.truncation=skip or truncate_left (of the prompt)")
     )
 

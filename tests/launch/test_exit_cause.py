@@ -8,7 +8,8 @@ import signal
 import pytest
 
 from runner.core.errors import DataError, DeadlineExceeded, Interrupted, RankLost, RunnerError
-from runner.launch.exit_cause import ExitReport, ProcessExit, find_cause
+from runner.launch.exit_cause import ProcessExit, find_cause
+from runner.launch.heartbeat import ExitReport
 from runner.launch.worker_process import main_thread_location
 
 

@@ -22,7 +22,8 @@ from runner.cli.job_builder import compose_job
 from runner.core.errors import EnvironmentProblem, Interrupted, RankLost, RunnerError, SpecError
 from runner.core.rank_info import RankInfo
 from runner.launch import worker_process
-from runner.launch.exit_cause import HeartbeatReader, JobFailed, is_final
+from runner.launch.exit_cause import JobFailed, is_final
+from runner.launch.heartbeat import HeartbeatReader
 from runner.launch.ray import actor_process as children
 from runner.launch.ray.actor_process import CHUNK, WORKER_SPEC, ActorProcess, worker_environment
 from runner.launch.ray.attempt import close_after
@@ -391,8 +392,8 @@ def test_who_follows_a_process_whose_actor_is_dismissed_has_another_actor(
     started: list[int] = []
     monkeypatch.setattr(driver, "_start_actor", started.append)
     driver._start(0, {})
-    driver._dismiss(0)
-    driver._dismiss(0)
+    driver._replace_actor(0)
+    driver._replace_actor(0)
     driver._start(0, {"role": "sampler"})
     assert actor.asked == ["start", "end"] and started == [0]
     driver._collect_answers()

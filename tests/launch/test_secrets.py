@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli.main import main
-from runner.launch.exit_cause import HeartbeatWriter
+from runner.launch.heartbeat import HeartbeatWriter
 from runner.launch.rank_main import run_and_report
 from runner.run_dir.folder import RunFolder
 from runner.sweep import commands

@@ -22,7 +22,7 @@ from tests.launch.several import ROOT, alive, gone
 PROGRAM = """
 import subprocess, sys
 from runner.core.errors import DataError
-from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.heartbeat import ExitReport, HeartbeatWriter
 sleeping = subprocess.Popen(["sleep", "1000"])
 print(sleeping.pid, flush=True)
 HeartbeatWriter(int(sys.argv[3])).report(ExitReport.from_error(DataError("line 7 is no JSON")))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from runner.core.errors import DataError, DeadlineExceeded
 from runner.core.rank_info import RankInfo
-from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.heartbeat import ExitReport, HeartbeatWriter
 from runner.launch.worker_process import enable_stack_dumps
 
 STEPS, STEP_S = 10, 0.05

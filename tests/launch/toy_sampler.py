@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from runner.core.errors import DataError, SamplerError
-from runner.launch.exit_cause import ExitReport, HeartbeatWriter
+from runner.launch.heartbeat import ExitReport, HeartbeatWriter
 
 
 def misbehave(asked: str, link: HeartbeatWriter) -> int:

@@ -205,7 +205,7 @@ class PolicyConfig(ReferenceBasedConfig):
 class GrpoConfig(PolicyConfig):
     """Group-relative policy optimization (2402.03300) and its variants, without a critic."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
+    factory: ClassVar[str] = "runner.algorithm.policy.policy_gradient:build"
     name: Literal["grpo"] = "grpo"
     advantage: Annotated[str, RegisteredFunction("advantage")] = Field(
         default="group_mean_std", description="Advantage estimator: the baseline of a reward, and its scale."
@@ -261,7 +261,7 @@ class GrpoConfig(PolicyConfig):
 class PpoConfig(PolicyConfig):
     """Proximal policy optimization (1707.06347) with a critic and generalized advantages (1506.02438)."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
+    factory: ClassVar[str] = "runner.algorithm.policy.policy_gradient:build"
     default_kl_location: ClassVar[Literal["loss", "reward"]] = "reward"
     name: Literal["ppo"] = "ppo"
     group_size: int = Field(default=1, ge=1, description="Completions sampled per prompt.")
@@ -327,7 +327,7 @@ class PpoConfig(PolicyConfig):
 class OpdConfig(TeacherBasedConfig, PolicyConfig):
     """On-policy distillation: the student samples; a token's advantage is log p_teacher − log p_student."""
 
-    factory: ClassVar[str] = "runner.algorithm.policy.optimization:build"
+    factory: ClassVar[str] = "runner.algorithm.policy.policy_gradient:build"
     models: ClassVar[Mapping[str, Mapping[str, str]]] = {**TeacherBasedConfig.models, **PolicyConfig.models}
     needs_reward: ClassVar[bool] = False
     name: Literal["opd"] = "opd"

@@ -23,7 +23,7 @@ from runner.core.device_kinds import KINDS
 from runner.core.errors import EnvironmentProblem, RunnerError
 from runner.core.rank_info import without_rank_variables
 from runner.launch.cleanup_process import CleanupProcess
-from runner.launch.exit_cause import ExitReport, HeartbeatReader
+from runner.launch.heartbeat import ExitReport, HeartbeatReader
 from runner.launch.multi_node import SAMPLER_HOST, gloo_interface
 from runner.launch.worker_process import LocalWorker, WorkerSpec
 

@@ -22,7 +22,8 @@ from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted
 from runner.core.rank_info import RankInfo
 from runner.core.signals import SignalRecorder, StopSignal
 from runner.launch.config import RayConfig
-from runner.launch.exit_cause import HeartbeatReader, JobFailed, ProcessExit, is_final
+from runner.launch.exit_cause import JobFailed, ProcessExit, is_final
+from runner.launch.heartbeat import HeartbeatReader
 from runner.launch.local import run_attempts
 from runner.launch.multi_node import LOOPBACK, SAMPLER_HOST
 from runner.launch.ray.actor_process import WORKER_SPEC

@@ -12,7 +12,7 @@ from runner.interfaces import Decide, GenerativeModel
 from runner.sampler.config import ServerSamplerConfig
 from runner.sampler.sampling import SamplingRule, check_token_ids
 from runner.sampler.server.openai_client import OpenAiClient
-from runner.sampler.server.openai_protocol import FIX, LogprobsMode, detect_logprobs_mode, reports_raw
+from runner.sampler.server.openai_protocol import FIX, LogprobsMode, detect_logprobs_mode, has_raw_logprobs
 from runner.sampler.server.openai_sampler import OpenAiSampler
 from runner.sampler.server.openai_server import OpenAiServer
 
@@ -48,7 +48,7 @@ def build(
             decide.record_fact("sampler weights", "not the trainer's", NO_WEIGHTS)
         else:
             model.save_configs(folder)
-        sampler = OpenAiSampler(config, server, rule, model, folder, reports_raw=reports_raw(mode, rule))
+        sampler = OpenAiSampler(config, server, rule, model, folder, has_raw_logprobs=has_raw_logprobs(mode, rule))
         undone.pop_all()
     return sampler
 
@@ -58,7 +58,7 @@ def _check_logprobs(
 ) -> None:
     """Whether the log-probabilities that come with answers will do. Raises EnvironmentProblem if not."""
     subject, reported = "sampler log-probabilities", f"the server's are {mode}"
-    if reports_raw(mode, rule):
+    if has_raw_logprobs(mode, rule):
         decide.record_fact(subject, "at the sampling temperature, before truncation", reported)
         return
     if rule.temperature == 1:  # then truncation is all that is in them

@@ -194,7 +194,7 @@ def detect_logprobs_mode(server: OpenAiServer, vocabulary: int) -> LogprobsMode:
     return "raw" if _mean([a - b for a, b in zip(cold, hot, strict=True)]) < EQUAL else "tempered"
 
 
-def reports_raw(mode: LogprobsMode, rule: SamplingRule) -> bool:
+def has_raw_logprobs(mode: LogprobsMode, rule: SamplingRule) -> bool:
     """Whether these are the log-probabilities at the rule's temperature and before its truncation."""
     return {"processed": not rule.truncates, "tempered": True, "raw": rule.temperature == 1}[mode]
 

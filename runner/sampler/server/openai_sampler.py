@@ -57,9 +57,9 @@ class OpenAiSampler:
         model: GenerativeModel,
         folder: Path,
         *,
-        reports_raw: bool,
+        has_raw_logprobs: bool,
     ) -> None:
-        """Sample from `server`, under `rule`; reports_raw: whether answers come with raw_logprobs.
+        """Sample from `server`, under `rule`; has_raw_logprobs: whether answers come with raw_logprobs.
 
         folder: with the configs of `model`, removed when it is closed. Raises EnvironmentProblem where the server
         takes no weights in the way of sampler.weight_sync.
@@ -74,7 +74,7 @@ class OpenAiSampler:
         self._longest, self._fixed_row = bounds.length_limit, _fixed_row(bounds.vocab_size)
         if server.longest is not None and (self._longest is None or server.longest < self._longest[0]):
             self._longest = server.longest, "the server's --max-model-len"
-        self._folder, self._reports_raw = folder, reports_raw
+        self._folder, self._has_raw_logprobs = folder, has_raw_logprobs
         self._pool = ThreadPoolExecutor(config.max_num_seqs, "sampler")
         self._sleeps, self._asleep, self._sends_weights = config.sleep, False, config.weight_sync != "none"
         self._version = 0
@@ -211,7 +211,7 @@ class OpenAiSampler:
         body = self._template.body(self._sync.model, request.prompt, limit, request.seed)
         found = parse_completion(self._server.client.post("/v1/completions", body, until), request.prompt)
         raw: tuple[float, ...] | None = None
-        if request.raw and self._reports_raw:
+        if request.raw and self._has_raw_logprobs:
             raw = tuple(found.logprobs)
         elif request.raw and self.temperature == 1:  # the only one that prompts are scored at
             raw = tuple(self._score_row([*request.prompt, *found.ids])[len(request.prompt) - 1 :])

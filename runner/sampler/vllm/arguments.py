@@ -60,7 +60,7 @@ def engine_arguments(
         "enable_prefix_caching": True,
         "enforce_eager": not kind.engine_graphs if config.enforce_eager is None else config.enforce_eager,
         "tensor_parallel_size": config.tensor_parallel_size,
-        "worker_extension_cls": "runner.sampler.vllm.worker.Loading",
+        "worker_extension_cls": "runner.sampler.vllm.worker.WeightLoader",
         "disable_log_stats": True,
         **_memory_options(config, placement),
         **(_cpu_options(placement) if placement.device == "cpu" else {}),

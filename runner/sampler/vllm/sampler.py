@@ -49,7 +49,7 @@ class VllmSampler:
         self._ends = sorted(bounds.stop_token_ids | set(config.stop_token_ids))
         self._stops = StopCriteria(tokenizer, frozenset(self._ends), config.stop)
         self._vocabulary, self.max_model_len = bounds.vocab_size, longest
-        self._reports_raw = reports_raw_logprobs(config)
+        self._has_raw_logprobs = reports_raw_logprobs(config)
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._version = 0
         self._tokens, self._drawing_s, self._loading_s = 0, 0.0, 0.0
@@ -82,7 +82,7 @@ class VllmSampler:
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()
         params = [self._params(request, limit) for request, limit in zip(requests, limits, strict=True)]
-        outputs = self._ask([request.prompt for request in requests], params)
+        outputs = self._generate([request.prompt for request in requests], params)
         rollouts = [
             self._rollout(request, limit, output.outputs[0])
             for request, limit, output in zip(requests, limits, outputs, strict=True)
@@ -99,7 +99,7 @@ class VllmSampler:
             if not 0 < len(row) < self.max_model_len:
                 raise ValueError(f"cannot score {len(row)} tokens, only 1 to {self.max_model_len - 1}")
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
-        found = self._ask(rows, params)
+        found = self._generate(rows, params)
         return [[_prompt_logprobs(row, output.prompt_logprobs) for row, output in zip(rows, found, strict=True)]]
 
     def pop_metrics(self) -> dict[str, float]:
@@ -119,7 +119,7 @@ class VllmSampler:
         self._engine.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _ask(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    def _generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
         return self._engine.generate(prompts, params, None if self._adapters is None else self._adapters.request)
 
     def _limit(self, request: Request) -> int:
@@ -155,7 +155,7 @@ class VllmSampler:
         logprobs = tuple(drawn.logprobs[at][ids[at]].logprob for at in range(count))
         if not math.isfinite(sum(logprobs)):
             raise TrainingDiverged("the policy's logits are not finite, so nothing can be sampled; lower optimizer.lr")
-        raw = logprobs if request.raw and self._reports_raw else None
+        raw = logprobs if request.raw and self._has_raw_logprobs else None
         return Rollout(tuple(ids[:count]), logprobs, raw, self._version, finish)
 
 

@@ -15,7 +15,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from runner.core.errors import EnvironmentProblem
-from runner.sampler.vllm.packing import (
+from runner.sampler.vllm.weight_layout import (
     disable_cpu_packing,
     has_experts,
     lora_wrapped_names,
@@ -27,7 +27,7 @@ if current_platform.is_cpu():
     disable_cpu_packing()
 
 
-class Loading:
+class WeightLoader:
     """Added to the classes of a worker."""
 
     get_model: Callable[[], nn.Module]  # the worker's own

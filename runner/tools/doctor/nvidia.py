@@ -35,10 +35,10 @@ def device_nodes(machine: SystemInfo) -> CheckResult:
         return problem(f"no permission for {', '.join(locked)}", "sudo usermod -aG video $USER, and log in again")
     if nodes:
         return ok(f"{len(nodes)}: {nodes[0]}" + (f" … {nodes[-1]}" if len(nodes) > 1 else ""))
-    return problem("no /dev/nvidia0: no GPU, or no driver", _hand_in(machine))
+    return problem("no /dev/nvidia0: no GPU, or no driver", _driver_steps(machine))
 
 
-def _hand_in(machine: SystemInfo) -> str:
+def _driver_steps(machine: SystemInfo) -> str:
     """The command that brings the driver here: into this container, or onto this machine."""
     return machine.docker_run("--gpus all") if machine.in_container else INSTALL_DRIVER
 
@@ -71,7 +71,7 @@ def products(machine: SystemInfo) -> CheckResult:
     if answer.code != 0:
         return problem(
             f"nvidia-smi does not respond: {answer.last_line}",
-            _hand_in(machine),
+            _driver_steps(machine),
         )
     found = _gpus(machine)
     if not found:

@@ -93,13 +93,13 @@ def trials_of_device(device: str, count: int) -> Iterator[Trial]:
     """The trials of one kind of device, of which there are `count`."""
     world = 2 if device == "cpu" else count
     if trial_simulator(device):
-        yield "preparation", _unless_hopeless(device, count, partial(_prepare, device=device))
-    yield "kernels", _unless_hopeless(device, count, lambda machine: _kernels(machine, device, count))
-    yield "all-reduce", _unless_hopeless(device, count, lambda machine: _all_reduce(machine, device, world))
+        yield "preparation", _skip_if_blocked(device, count, partial(_prepare, device=device))
+    yield "kernels", _skip_if_blocked(device, count, lambda machine: _kernels(machine, device, count))
+    yield "all-reduce", _skip_if_blocked(device, count, lambda machine: _all_reduce(machine, device, world))
     steps = 1 if _is_unlimited(device) else count
     for index in range(steps):
         name = "training step" if steps == 1 else f"step on {device}:{index}"
-        yield name, _unless_hopeless(device, count, partial(_step, device=device, index=index))
+        yield name, _skip_if_blocked(device, count, partial(_step, device=device, index=index))
 
 
 def plugin_checks(device: str) -> tuple[Trial, ...]:
@@ -113,7 +113,7 @@ def _is_unlimited(device: str) -> bool:
     return device == "cpu" or trial_simulator(device) is not None
 
 
-def _unless_hopeless(
+def _skip_if_blocked(
     device: str, count: int, trial: Callable[[SystemInfo], CheckResult]
 ) -> Callable[[SystemInfo], CheckResult]:
     def look(machine: SystemInfo) -> CheckResult:

@@ -124,7 +124,7 @@ class MemoryBreakdown:
     def _pass_terms(self) -> list[MemoryTerm]:
         """What forward and backward passes take, of the model whose passes take most."""
         depth = max(end - start for start, end in self.stage.runs)
-        fullest = {role: self._fullest(role, depth) for role in self.passes}
+        fullest = {role: self._peak_memory(role, depth) for role in self.passes}
         role = max(fullest, key=lambda one: sum(fullest[one].values()))
         taken = fullest[role]
         more = self.stage.runs_in_flight(self.spread.mesh.pp, self.cuts) - 1
@@ -140,7 +140,7 @@ class MemoryBreakdown:
             *self._exchange_terms(),
         ]
 
-    def _fullest(self, role: str, depth: int) -> Mapping[Kind, int]:
+    def _peak_memory(self, role: str, depth: int) -> Mapping[Kind, int]:
         """The fullest moment of a pass of the model, with the gradients of those before it."""
         before = self._parts()[role].trained_bytes if self.cuts > 1 else 0
         return self.passes[role].at_depth(depth, headed=self.stage.last).fullest(before)
@@ -166,7 +166,7 @@ class MemoryBreakdown:
         if self.spread.offloaded:
             return []
         largest = max(part.trained_bytes for part in self._parts().values())
-        beside = largest if self.spec.optimizer.steps_at_once else 0
+        beside = largest if self.spec.optimizer.updates_all_at_once else 0
         return [MemoryTerm("gradients", largest), MemoryTerm("temporaries of the optimizer", beside)]
 
     def _sampling_terms(self) -> list[MemoryTerm]:

@@ -18,7 +18,7 @@ from runner.spec.registry import default_registry
 from runner.trainer.callbacks import LogStep
 from runner.trainer.loop import TrainingJob, run_loop
 from tests.algorithm.harness import job_of, make_model
-from tests.algorithm.policy.test_optimization import Stop, assert_near, curve_and_weights, first_gradients
+from tests.algorithm.policy.test_policy_gradient import Stop, assert_near, curve_and_weights, first_gradients
 
 SMALL: dict[str, Any] = {"teacher": "a/teacher", "batch_size": 4, "micro_batch_tokens": 10**6}
 BASE = ("algorithm=opd", "algorithm.teacher=some/where", "sampler=torch", "model=tiny", "data=demo")

@@ -16,7 +16,7 @@ from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
 from tests.algorithm.harness import job_of
-from tests.algorithm.policy.test_optimization import SMALL
+from tests.algorithm.policy.test_policy_gradient import SMALL
 
 
 def gate(ratio: float, tau: float) -> float:

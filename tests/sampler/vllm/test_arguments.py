@@ -18,9 +18,9 @@ from runner.sampler.vllm import versions
 from runner.sampler.vllm import versions as need
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, reports_raw_logprobs, sleep_level
 from runner.sampler.vllm.build import _has_experts
-from runner.sampler.vllm.packing import has_experts, reload_all_weights
 from runner.sampler.vllm.sampler import is_adapter_tensor
 from runner.sampler.vllm.versions import LAYOUT, npu_engine_options
+from runner.sampler.vllm.weight_layout import has_experts, reload_all_weights
 from tests.model.zoo import causal
 
 JOB = ("+recipe=grpo_demo", "sampler=vllm")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.sampler.vllm.packing import lora_wrapped_names, strip_lora_wrapper
+from runner.sampler.vllm.weight_layout import lora_wrapped_names, strip_lora_wrapper
 
 STACKED = (("qkv_proj", "q_proj", 0), ("qkv_proj", "k_proj", 1), ("qkv_proj", "v_proj", 2))
 SIZE = 2
