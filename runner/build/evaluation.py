@@ -23,6 +23,7 @@ from runner.interfaces import (
     Model,
     Prompt,
     Reward,
+    TokenizedExample,
     TrainableModel,
     as_generative,
 )
@@ -94,7 +95,7 @@ def build_evaluation(
             "evaluation",
             f"every {spec.evaluation.every} steps",
             "none",
-            f"data={spec.data.name} has no held-out rows; to remove this line: evaluation.every=0",
+            f"data={spec.data.name} has no held-out rows; set data.holdout=0.05, or evaluation.every=0",
         )
         return None
     return partial(_merge_evaluations, own, sets, spec.evaluation.logged_samples)
@@ -124,11 +125,22 @@ class AnswerParts:
         chosen = comparable if reward is None else [question for question in questions if question.prompt_ids]
         _check_room(chosen, most, self.policy.length_limit, self.decide, section)
         # training on an episode is not training on a single answer, which has no loss then
-        items = [question.item for question in questions] if self.environments is None else []
-        loss = partial(question_loss, items, self.score, self.spec.evaluation.batch_size)
+        loss_of = [] if self.environments is not None else self._with_loss(questions, prefix)
+        loss = partial(question_loss, loss_of, self.score, self.spec.evaluation.batch_size)
         collector = self.collector(name, options, reward)
         names = (prefix, section, options.pass_threshold)
         return AnswerEvaluator(chosen, comparable, collector, loss, *names, is_greedy=not options.samples)
+
+    def _with_loss(self, questions: Sequence[EvalQuestion], prefix: str) -> list[TokenizedExample]:
+        """Plain texts, and prompts with an expected answer, that are not longer than the model allows."""
+        items = [question.item for question in questions if question.answer or not question.prompt_ids]
+        longest = self.policy.length_limit
+        fitting = [item for item in items if longest is None or len(item.ids) <= longest[0]]
+        if longest is not None and len(fitting) < len(items):
+            text = f"{len(fitting)}; {len(items) - len(fitting)} are left out"
+            reason = f"prompt and expected answer have more than {longest[0]} tokens ({longest[1]})"
+            self.decide(f"{prefix}/loss", f"{len(items)} questions", text, reason)
+        return fitting
 
     def collector(self, name: str, options: AnswersConfig, reward: Reward | None) -> RolloutCollector:
         """What writes the answers and has them scored; name: of the set, empty for the job's own."""

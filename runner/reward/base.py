@@ -171,7 +171,7 @@ def _prefix_key(key: str, index: int) -> str:
 def _decode_component(given: Mapping[str, Any], key: str) -> RewardComponent | list[Found]:
     known = {cls.component_name(): cls for cls in _named_configs() if cls.summable}
     name = given.get("name")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         return [(f"{key}.name", _describe_unknown_name(name, known))]
     options = {field: value for field, value in given.items() if field not in ("name", "weight") and value != MISSING}
     owner, others = f"reward={name}", {"reward": {one: (*c.model_fields, "weight") for one, c in known.items()}}

@@ -161,7 +161,7 @@ def _decode_component(group: str, record: Mapping[str, Any], key: str) -> Compon
 
     known = default_registry().classes(group)
     name = record.get("name")
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         return [(f"{key}.name", suggest.unknown_name(group, name or "null", known))]
     try:
         return known[name].model_validate({k: v for k, v in record.items() if v != "???"})

@@ -102,18 +102,19 @@ def possible_metrics(spec: Any) -> list[str]:
     found["reward"] = ["chosen", "rejected", *margin] if preferences else scored
     found["eval"] = [
         *HELD_OUT.get(algorithm.item_kind, "loss divergence nll").split(),
-        *_answer_metrics(spec.evaluation.samples, spec.reward),
+        *_answer_metrics(spec.evaluation.samples, spec.reward, spec.environment),
     ]
     for one in _valid_sets(spec):
-        reward = one.components.get("reward", spec.reward)
-        measured = _answer_metrics(one.options.samples, reward) if one.options.choices is None else CHOICES
+        reward, environment = (one.components.get(name, getattr(spec, name)) for name in ("reward", "environment"))
+        is_choice = one.options.choices is not None
+        measured = CHOICES if is_choice else _answer_metrics(one.options.samples, reward, environment)
         found["eval"] += [f"{one.name}/{name}" for name in measured]
     return [f"{group}/{name}" for group, names in found.items() for name in names]
 
 
 def _evaluation_reason(metric: str, spec: Any) -> str | None:
     """Why a job cannot measure eval/NAME or eval/SET/NAME; None where it can or that is unknown."""
-    options, reward, section = spec.evaluation, spec.reward, "evaluation"
+    options, reward, environment, section = spec.evaluation, spec.reward, spec.environment, "evaluation"
     if not options.every:
         return "evaluation.every=0 disables evaluation; type evaluation.every=50"
     first, _, rest = (name := metric.removeprefix("eval/")).partition("/")
@@ -124,6 +125,7 @@ def _evaluation_reason(metric: str, spec: Any) -> str | None:
         return None if rest in CHOICES else f"evaluation.sets.{first}.choices measures accuracy and accuracy_norm"
     if one is not None:
         options, reward, name = one.options, one.components.get("reward", reward), rest
+        environment = one.components.get("environment", environment)
         section = f"evaluation.sets.{first}"
     elif rest and first != "reward":
         sets = ", ".join(options.sets) or "none"
@@ -131,6 +133,8 @@ def _evaluation_reason(metric: str, spec: Any) -> str | None:
     elif not spec.data.holds_out:
         return f"{metric}: data={spec.data.name} has no held-out rows; type data.holdout=0.05"
     name = name.removesuffix(LOW).removesuffix(HIGH)
+    if name == "loss" and environment.name != "none" and (one is not None or spec.algorithm.item_kind not in HELD_OUT):
+        return f"{metric} is not measured with environment={environment.name}: an episode has no expected completion"
     if name.startswith("reward/") and reward.name == "none":
         return f"{metric} needs a reward, and this job has none: set {section}.reward, or reward=NAME"
     if ESTIMATE.fullmatch(name):
@@ -140,10 +144,11 @@ def _evaluation_reason(metric: str, spec: Any) -> str | None:
     return None
 
 
-def _answer_metrics(samples: int, reward: Any) -> list[str]:
-    """Of the answers to held-out questions."""
+def _answer_metrics(samples: int, reward: Any, environment: Any) -> list[str]:
+    """Of the answers to held-out questions. An episode has no loss."""
     parts = [f"reward/{name}" for name in reward.component_metrics()]
-    means = [*_estimates(samples, reward), "exact_match", "reward/mean", *parts, "length", "truncated_frac", "loss"]
+    means = [*_estimates(samples, reward), "exact_match", "reward/mean", *parts, "length", "truncated_frac"]
+    means += ["loss"] if environment.name == "none" else []
     return [*means, *(f"{name}{bound}" for name in means for bound in (LOW, HIGH)), "reward/num_failed"]
 
 

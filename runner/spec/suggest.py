@@ -80,7 +80,7 @@ def unknown_name(group: str, name: Any, members: Iterable[str]) -> str:
     known = ", ".join(sorted(members))
     kind = "callback" if group == "callbacks" else group
     said = f"no {kind} named {format_value(name)}"
-    if (lost := LEFT_OUT.get((COMPONENTS_GROUP, name))) is not None:
+    if (lost := LEFT_OUT.get((COMPONENTS_GROUP, str(name)))) is not None:
         return f"{said}; {lost}"
     if (why := absence_reason(group, str(name))) is not None:
         return f"{said} ({known}): {why}"

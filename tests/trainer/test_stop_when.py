@@ -104,6 +104,26 @@ def test_a_job_that_cannot_have_the_metric_is_refused_before_it_starts(words: li
         compose_job(["+recipe=sft_demo", "checkpoint.best=null", "callbacks=stop_when", *own])
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["+recipe=tool_demo", "checkpoint.best=eval/loss"],
+        ["+recipe=grpo_demo", "checkpoint.best=eval/x/loss", "evaluation.sets={x: {environment: {name: calculator}}}"],
+    ],
+)
+def test_an_episode_has_no_loss(words: list[str]) -> None:
+    with pytest.raises(SpecError, match=r"loss is not measured with environment=calculator"):
+        compose_job(words)
+
+
+@pytest.mark.parametrize("name", ["[1]", "{a: 1}", "3"])
+def test_the_name_of_a_sets_component_is_a_text(name: str) -> None:
+    with pytest.raises(SpecError, match=r"evaluation\.sets\.x\.data\.name: no data named"):
+        compose_job(["+recipe=grpo_demo", f"evaluation.sets={{x: {{data: {{name: {name}}}}}}}"])
+    with pytest.raises(SpecError, match=r"reward\.parts\[0\]\.name: no reward named"):
+        compose_job(["+recipe=grpo_demo", "reward=sum", f"reward.parts=[{{name: {name}}}]"])
+
+
 def test_metrics_of_answers_and_of_sets_are_taken() -> None:
     words = ["+recipe=grpo_demo", "callbacks=stop_when", "callbacks.stop_when.patience=2"]
     sets = "evaluation.sets={hard: {data: {name: demo, digits: 6}, samples: 2}}"
