@@ -27,7 +27,7 @@ from runner.model import tiny
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.sampler.config import TorchSamplerConfig
-from runner.sampler.torch import build
+from runner.sampler.torch import TorchSampler
 
 SIZES = {
     "1 M": TinyConfig(),
@@ -98,7 +98,7 @@ class Clock:
 def runner_arm(model: CausalLM, case: Case, kept: list[tuple[Request, Rollout]]) -> Arm:
     """This runner; its rollouts are left in `kept`."""
     config = TorchSamplerConfig(max_num_seqs=case.batch, stop_token_ids=tuple(case.end_ids()))
-    sampler = build(config, model=model, decide=_refuse)
+    sampler = TorchSampler(config, model, decide=_refuse)
     requests = [Request(p, seed, case.new, seed // case.each) for seed, p in enumerate(case.asked())]
 
     def run() -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.cli.args import UsageError
 from runner.cli.job import describe_source, resolve_source
 from runner.core.errors import EnvironmentProblem
-from runner.tracker.text import print_text
+from runner.tracker.text import escape_controls, print_text
 
 if TYPE_CHECKING:
     from runner.inference.engine import SamplingParams
@@ -28,7 +29,6 @@ def infer(args: Namespace) -> int:
     loaded, engine, params = _start_engine(args, source, settings)
     from runner.inference.generate import never_stopped, stream_answer
     from runner.launch.infer_export import prompt_ids
-    from runner.tracker.text import escape_controls
 
     style, asked = loaded.prompt_style, "prompts are plain text"
     if style == "chat":
@@ -39,17 +39,18 @@ def infer(args: Namespace) -> int:
     print_text("\n".join(filter(None, about)), file=sys.stderr)
     several = args.file is not None or len(prompts) > 1
     shown_as = escape_controls if sys.stdout.isatty() else str  # a terminal obeys what a model or a file says
-    for prompt in prompts or _typed_prompts():
-        if several:
-            print(shown_as(f"> {prompt}"))
-        ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
-        length = 0
-        for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
-            length += len(piece)
-            print(shown_as(piece), end="", flush=True)
-        print()
-        if not length:
-            print("(an empty completion)", file=sys.stderr)
+    with closing(engine):
+        for prompt in prompts or _typed_prompts():
+            if several:
+                print(shown_as(f"> {prompt}"))
+            ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
+            length = 0
+            for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
+                length += len(piece)
+                print(shown_as(piece), end="", flush=True)
+            print()
+            if not length:
+                print("(an empty completion)", file=sys.stderr)
     return 0
 
 
@@ -61,6 +62,7 @@ def chat(args: Namespace) -> int:
         raise UsageError(f"'{more[0]}' is not supported: run chat takes one model; type messages in the chat")
     loaded, engine, params = _start_engine(args, source, settings)
     if loaded.tokenizer.chat_template is None:
+        engine.close()
         text = f"{source.text} has no chat template; use plain prompts: run infer {source.text} PROMPT"
         raise EnvironmentProblem(text)
     from runner.data.chat import Renderer
@@ -75,10 +77,8 @@ def chat(args: Namespace) -> int:
     if stops := loaded.stop_text():
         print_text(stops, file=sys.stderr)
     renderer = Renderer(loaded.tokenizer, ChatConfig(kwargs=loaded.chat.kwargs))
-    try:
+    with closing(engine):
         run_chat(Conversation(engine, renderer, params, system=args.system or ""))
-    finally:
-        engine.close()
     return 0
 
 

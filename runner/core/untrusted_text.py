@@ -13,7 +13,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-DEEPEST = 100  # nesting of mappings and lists in YAML
+DEEPEST = 100  # levels of mappings and lists inside one another
 MOST_NODES = 100_000  # of a YAML text with expanded aliases
 
 

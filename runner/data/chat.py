@@ -190,7 +190,7 @@ class Renderer:
         try:
             return render(source, {"messages": messages, **variables})
         except TemplateTimeout as error:
-            raise RenderTimeout(f"the chat template ran for more than {DEADLINE_S:g} s") from error
+            raise RenderTimeout(f"the chat template ran for more than {DEADLINE_S:g} s", OTHER_TEMPLATE) from error
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
             roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
             reason = f"{type(error).__name__}: {error}; roles: {roles}"

@@ -27,6 +27,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from runner.core.errors import EnvironmentProblem, RankLost
 from runner.core.rank_info import RankInfo
+from runner.core.signals import signal_name
 from runner.core.subprocess import end_with_parent
 from runner.data.chat import TrainOn
 from runner.data.config import ChatConfig
@@ -167,7 +168,7 @@ def _ending(started: Iterable[BaseProcess]) -> str:
     if codes[0] == -signal.SIGKILL:
         return "was killed (SIGKILL), as the kernel does where memory is short; free memory, then try again"
     if codes[0] < 0:
-        return f"was killed ({signal.Signals(-codes[0]).name})"
+        return f"was killed ({signal_name(-codes[0])})"
     return f"ended with exit code {codes[0]}; its error is printed above"
 
 

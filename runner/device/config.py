@@ -94,7 +94,7 @@ class DeviceConfig(ComponentConfig):
 
 
 class CpuConfig(DeviceConfig):
-    """The CPU: the default, on which every feature can be tried."""
+    """The CPU: the default of conf/job.yaml; most features can be tried on it."""
 
     factory: ClassVar[str] = "runner.device.cpu:Cpu"
     name: Literal["cpu"] = "cpu"

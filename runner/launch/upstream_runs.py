@@ -35,7 +35,7 @@ import yaml
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RankLost, RunnerError, SpecError, StorageError
 from runner.core.rank_info import without_rank_variables
-from runner.core.signals import SignalRecorder
+from runner.core.signals import SignalRecorder, signal_name
 from runner.core.subprocess import ChildProcess
 from runner.inference.model_source import MODELSCOPE, resolve_model_path
 from runner.launch.run_records import TRUST_REMOTE_CODE, UPSTREAM_RUN, is_upstream_run
@@ -302,7 +302,7 @@ def _run(
         text = f"while running +recipe={recipe} first; this job did not start{continue_hint(recipe)}"
         raise Interrupted(code - 128, text)
     if code:
-        how = f"failed with exit code {code}" if code > 0 else f"was killed ({signal.Signals(-code).name})"
+        how = f"failed with exit code {code}" if code > 0 else f"was killed ({signal_name(-code)})"
         raise UpstreamRunFailed(f"+recipe={recipe}, which {key} needs, {how}", code if code > 0 else RankLost.exit_code)
     if not _is_done(folder):
         raise EnvironmentProblem(f"+recipe={recipe} succeeded, but there is no finished run in {where}")

@@ -121,9 +121,7 @@ def check_model_folder(folder: Path, key: str) -> None:
     quantization = config.get("quantization_config")
     if dtypes or quantization:
         what = ", ".join(f"{where} is {dtype}" for dtype, where in dtypes.items())
-        method = (
-            f"quantization_config says {quantization.get('quant_method')}" if isinstance(quantization, dict) else ""
-        )
+        method = f"quantization_config has {quantization.get('quant_method')}" if isinstance(quantization, dict) else ""
         raise EnvironmentProblem(
             f"{key}={folder} is quantized ({'; '.join(filter(None, (what, method)))}), which is not supported\n"
             "  use the model in float32, bfloat16 or float16"

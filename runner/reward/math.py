@@ -31,7 +31,9 @@ def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> GroupS
         scored = pool.call({"answers": [completion.text], "wanted": [wanted]}, 1, seed=0)
         for failure in scored.failures:
             raise UnscorableError(failure.kind, failure.message)
-        return float(scored.values[0] or 0)
+        [value] = scored.values
+        assert value is not None  # it has a score or a failure
+        return float(value)
 
     remedy = "set reward.column to a column of mathematical answers"
     failures = ScoringFailures("reward=math", config.max_failures, remedy)

@@ -30,6 +30,7 @@ from queue import LifoQueue
 from threading import Lock, Thread
 from typing import IO, Any
 
+from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.reward import worker
 from runner.reward.group_scorer import GroupScores, ScoringFailure, encode_json, unscored_group
@@ -332,5 +333,5 @@ def _forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
 def _exit_words(code: int) -> str:
     number = -code if code < 0 else code - 128
     if 0 < number < signal.NSIG:
-        return f"killed by {signal.Signals(number).name}"
+        return f"killed by {signal_name(number)}"
     return f"it exited with code {code}"

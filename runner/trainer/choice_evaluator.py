@@ -83,8 +83,8 @@ def option_row(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> Tokeni
     start = text.rstrip()
     ids, before = (list(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in (text + option, start))
     if len(ids) <= len(before):
-        text = f"the option {option!r} has no token of its own after the prompt {start[-60:]!r}"
-        raise DataError(f"{text}; begin options with a blank")
+        text = f"the option {option!r} adds no token to the prompt {start[-60:]!r}"
+        raise DataError(f"{text}; begin options with a space")
     return TokenizedExample(tuple(ids), (0.0,) * len(before) + (1.0,) * (len(ids) - len(before)))
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from runner.core.errors import Interrupted
-from runner.core.signals import StopSignal, survive_early_save
+from runner.core.signals import StopSignal, signal_name, survive_early_save
 from runner.launch.run_messages import console_logging
 from runner.tracker import console as module
 
@@ -61,7 +61,7 @@ def test_the_exit_code_is_kept_where_a_signal_comes_while_a_string_is_executed(t
     program = """
 import os, signal, sys
 from runner.core.errors import Interrupted
-from runner.core.signals import StopSignal, survive_early_save
+from runner.core.signals import StopSignal, signal_name, survive_early_save
 stop = StopSignal()
 stop.install()
 try:
@@ -155,3 +155,9 @@ def test_sigusr1_before_a_run_has_handlers_does_not_end_it(capfd: pytest.Capture
         assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_without_a_name_has_a_number() -> None:
+    assert (
+        signal_name(signal.SIGKILL) == "SIGKILL" and signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
+    )

@@ -115,7 +115,7 @@ class Terminal:
 
 def stop_an_answer(terminal: Terminal) -> str:
     """What is shown of an answer until Ctrl-C stops it. One that ends before, on a busy machine, is asked for again."""
-    while True:
+    for _ in range(5):
         terminal.type("/reset\n")
         terminal.wait_for("(a new conversation)")
         terminal.wait_for("> ")
@@ -128,6 +128,7 @@ def stop_an_answer(terminal: Terminal) -> str:
         if terminal.wait_for(")") == "stopped":
             return answer
         terminal.wait_for("> ")
+    raise AssertionError("Ctrl-C has stopped none of five answers")
 
 
 @pytest.mark.slow

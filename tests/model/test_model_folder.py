@@ -126,7 +126,7 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
     (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
     (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
     (int8, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors is I8"),
-    (quantized, 2, "quantization_config says awq"),
+    (quantized, 2, "quantization_config has awq"),
     (another_vocabulary, 4, "lm_head.weight has shape [300, 32], but [512, 32] in config.json"),
     (small_vocabulary, 2, "the tokenizer has 259 ids, and the embedding 100"),
     (without_tokenizer, 2, "has no tokenizer"),

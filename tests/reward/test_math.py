@@ -70,6 +70,8 @@ def test_an_answer_that_takes_too_long_loses_only_itself(caplog: pytest.LogCaptu
 
 def test_without_the_package_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not Path(entry, "math_verify").is_dir()])
+    for name in [name for name in sys.modules if name.partition(".")[0] == "math_verify"]:
+        monkeypatch.delitem(sys.modules, name)  # another test of this process may have imported it
     importlib.invalidate_caches()
     with pytest.raises(EnvironmentProblem, match=r'pip install "posttrain-run\[math\]"') as caught:
         MathConfig().preflight()

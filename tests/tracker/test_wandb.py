@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import threading
@@ -67,7 +68,7 @@ class Run:
             console=self.console,
             decide=self.decide,
         )
-        self.slowest_s = 0.0
+        self.durations_s: list[float] = []
         self.made.append(self)
 
     def steps(self, first: int, last: int) -> None:
@@ -83,7 +84,11 @@ class Run:
     def timed(self, call: Callable[[], None]) -> None:
         begin = time.perf_counter()
         call()
-        self.slowest_s = max(self.slowest_s, time.perf_counter() - begin)
+        self.durations_s.append(time.perf_counter() - begin)
+
+    def is_prompt(self) -> bool:
+        """Whether no call blocked: the slowest on a busy machine, and the median as on any other."""
+        return max(self.durations_s) < PROMPT_S and statistics.median(self.durations_s) < 0.1
 
     def pid(self) -> int:
         assert isinstance(self.tracker, UploadTracker) and self.tracker._process is not None
@@ -177,7 +182,7 @@ def test_all_that_was_logged_is_read_back_and_no_secret_is_on_the_disk(tmp_path:
     run.sample(40, [{"prompt": "2+2", "answer": "4", "exact": True}, {"prompt": "key?", "answer": KEY, "reward": 0.5}])
     line = run.finish()
     assert line == f"upload    wandb sync {next((tmp_path / 'run').glob('wandb/offline-run-*'))}  # offline"
-    assert run.slowest_s < PROMPT_S
+    assert run.is_prompt()
     found = records(tmp_path / "run")
     assert history(found) == expected(40)
     assert exit_code(found) == 0
@@ -285,7 +290,7 @@ def test_online_without_a_server_or_a_key_becomes_offline(
     assert (decision.feature, decision.wanted, decision.got) == ("tracker.mode", "online", "offline")
     assert said in decision.reason
     assert line.startswith("upload    wandb sync ") and line.endswith("  # offline")
-    assert run.slowest_s < PROMPT_S
+    assert run.is_prompt()
     assert history(records(tmp_path / "run")) == expected(20)
     assert [p for p in (tmp_path / "run").rglob("*") if p.is_file() and KEY.encode() in p.read_bytes()] == []
 
@@ -307,7 +312,7 @@ def test_a_killed_wandb_core_is_replaced_and_everything_is_written_again(tmp_pat
     run.steps(21, 30)
     line = run.finish()
     assert "wandb sync" in line
-    assert run.slowest_s < PROMPT_S
+    assert run.is_prompt()
     assert history(records(tmp_path / "run")) == expected(30)
     assert gone(before["processes"])
 
@@ -340,7 +345,7 @@ def test_a_stopped_wandb_core_does_not_hold_up_the_end(tmp_path: Path) -> None:
     begin = time.monotonic()
     line = run.finish()
     assert time.monotonic() - begin < 30.0 + PROMPT_S
-    assert run.slowest_s < PROMPT_S
+    assert run.is_prompt()
     assert "wandb sync" in line
     assert history(records(tmp_path / "run")) == expected(20)
     assert gone(opened["processes"]) and survivors(tmp_path / "run") == []

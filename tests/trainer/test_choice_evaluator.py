@@ -91,7 +91,7 @@ class Characters:
 
 
 def test_an_option_that_is_merged_with_the_prompt_is_refused() -> None:
-    with pytest.raises(DataError, match="the option 'b' has no token of its own after the prompt 'a'"):
+    with pytest.raises(DataError, match="the option 'b' adds no token to the prompt 'a'"):
         option_row(Characters(), [ord("a")], "b")
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,8 +64,8 @@ def read_metrics(path: Path) -> dict[str, Series]:
     """
     found: dict[str, list[tuple[int, float]]] = {}
     lost: dict[str, int | None] = {}
-    for row in read_rows(path, "step"):
-        step = int(row.pop("step"))
+    for row in read_rows(path, step=int):
+        step = row.pop("step")
         for name, value in row.items():
             is_finite = isinstance(value, int | float) and math.isfinite(value)
             lost[name] = None if is_finite else step
@@ -74,10 +74,11 @@ def read_metrics(path: Path) -> dict[str, Series]:
     return {name: Series(tuple(points), lost[name]) for name, points in found.items()}
 
 
-def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
+def read_rows(path: Path, *keys: str, **types: Callable[[Any], Any]) -> Iterator[dict[str, Any]]:
     """The objects in a file of JSON lines; none where there is no file.
 
-    A last line without its newline is left out; one that is damaged or lacks a key is named and left out.
+    keys, types: keys that each row must have, some with a type. A last line without its newline is left out; one that
+    is damaged, or lacks such a key, is named and left out.
     """
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]
@@ -86,11 +87,13 @@ def read_rows(path: Path, *keys: str) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = dict(json.loads(line))
-            if missing := [key for key in keys if key not in row]:
+            if missing := [key for key in (*keys, *types) if key not in row]:
                 raise ValueError(f"it has no {missing[0]}")
-            yield row
+            row |= {key: make(row[key]) for key, make in types.items()}
         except (ValueError, TypeError) as error:
             log.warning("%s: line %d is damaged and skipped (%s)", path, number, error)
+        else:
+            yield row
 
 
 SHOWN_PACKAGES = ("torch", "torch-npu", "transformers", "peft", "datasets", "vllm", "posttrain-run")
@@ -145,7 +148,7 @@ def read_run(folder: RunFolder) -> RunFacts:
         read_mapping(folder.manifest),
         _fingerprint(folder),
         read_metrics(folder.metrics),
-        tuple(read_rows(folder.evaluations, "step", "created", "values")),
+        tuple(read_rows(folder.evaluations, "step", "created", values=dict)),
     )
 
 

@@ -74,7 +74,7 @@ def test_the_order_of_samples_and_the_names_of_groups_do_not_matter(name: str, s
 
 
 @given(judged(), st.floats(-50, 50), st.floats(0.1, 10))
-def test_a_normalised_advantage_ignores_shift_and_scale(samples: Samples, shift: float, scale: float) -> None:
+def test_a_normalized_advantage_ignores_shift_and_scale(samples: Samples, shift: float, scale: float) -> None:
     rewards, group = tensors(samples)
     apart = [_spread(samples, g) > 1e-3 for _, g in samples]  # nearer ones drown in the rounding of the shift
     moved = advantages.group_mean_std(scale * rewards + shift, group, advantage_eps=0.0)

@@ -80,6 +80,8 @@ def test_series_leave_out_what_is_no_number_and_a_torn_line(tmp_path: Path) -> N
     assert found["train/loss"].points == ((1, 2.0), (2, 1.0), (3, 2.0 / 3)) and "eval/loss" not in found
     assert found["train/loss"].best("min") == (3, 2.0 / 3) and found["train/loss"].best("max") == (1, 2.0)
     assert read_metrics(tmp_path / "nowhere") == {}
+    (tmp_path / "damaged.jsonl").write_text('{"step": null}\n{"step": "x"}\n[1]\n{"step": 5, "train/loss": 1.0}\n')
+    assert read_metrics(tmp_path / "damaged.jsonl")["train/loss"].points == ((5, 1.0),)
 
 
 def test_what_is_not_finite_at_the_end_is_said(tmp_path: Path) -> None:
