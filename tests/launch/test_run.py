@@ -308,5 +308,5 @@ def test_a_lora_run_starts_from_the_latest_runs_export_on_the_users_own_file(fin
     weights = base / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\xbf")  # the last number changes its sign
     words = ("infer", "latest", "reverse 1234", "--max-new-tokens", "4")
-    assert "different weights" in runner(finished, *words, code=4)
+    assert "the checkpoint was written for another model: weights of model.path" in runner(finished, *words, code=4)
     assert runner(finished, *words, "model.path=moved")

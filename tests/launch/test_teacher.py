@@ -123,4 +123,4 @@ def test_a_recipe_teaches_on_its_own_model_and_no_other_teacher_goes_on(tmp_path
     save_file({name: tensor * 1.01 for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
     refused = run(tmp_path, "resume", str(latest), "steps=4")
     assert refused.returncode == 4, refused.stderr
-    assert "another teacher: different weights" in refused.stderr
+    assert "another teacher: weights of algorithm.teacher: was" in refused.stderr
