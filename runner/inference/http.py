@@ -11,10 +11,10 @@ import hmac
 import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import h11
 import uvicorn
@@ -33,13 +33,15 @@ class HttpLimits:
     """What a client may take.
 
     max_body_bytes: of one request; header_timeout_s: from a connection's first byte to the end of the headers;
-    idle_timeout_s: without a byte of a body, in either direction; connections_per_client: of one address at once
+    idle_timeout_s: without a byte of a body, in either direction; connections_per_client: of one address at once;
+    drain_s: for the rest of a body that is answered before it was read
     """
 
     max_body_bytes: int = 64 << 20
     header_timeout_s: float = 10.0
     idle_timeout_s: float = 60.0
     connections_per_client: int = 2048
+    drain_s: float = 5.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -168,40 +170,88 @@ class _LimitBodies:
         await response(scope, receive, send)
 
 
+class _DrainingTransport:
+    """uvicorn's transport, whose `close` ends the connection as the protocol decides."""
+
+    def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
+        self._transport, self.close = transport, close
+        self.is_draining = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether the last byte to send has been written."""
+        return self.is_draining or self._transport.is_closing()
+
+
 class _LimitedProtocol(H11Protocol):
-    """uvicorn's connection, closed where headers take too long or one client has too many connections."""
+    """uvicorn's connection, closed where headers take too long or one client has too many connections.
+
+    A socket that is closed before it was read to its end resets the connection, and the client may lose the answer. So
+    where a request was not read whole, only our direction is closed, and the rest is read and dropped within `drain_s`.
+    """
 
     limits: ClassVar[HttpLimits]
     clients: ClassVar[Counter[str]]  # connections by address
-    _header_timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None  # until headers are complete, or a body is drained
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._socket = transport
+        self._draining = _DrainingTransport(transport, self._close)
+        super().connection_made(self._draining)  # type: ignore[arg-type]
         self._host = self.client[0] if self.client else ""
         self.clients[self._host] += 1
         if self.clients[self._host] > self.limits.connections_per_client:
             transport.abort()
         else:
-            self._start_header_timer()
+            self._start_timer(self.limits.header_timeout_s)
 
     def data_received(self, data: bytes) -> None:
+        if self._draining.is_draining:
+            return
+        was_unread = self._is_body_unread()
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._stop_header_timer()
-        elif self._header_timer is None:
-            self._start_header_timer()
+        if self._draining.is_draining or self._is_body_unread():
+            return
+        if was_unread or self.conn.their_state is not h11.IDLE:
+            self._stop_timer()
+        elif self._timer is None:
+            self._start_timer(self.limits.header_timeout_s)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_body_unread():  # uvicorn drops the rest of it, and keeps the connection
+            self._start_timer(self.limits.drain_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_header_timer()
+        self._stop_timer()
         self.clients[self._host] -= 1
         if not self.clients[self._host]:
             del self.clients[self._host]
         super().connection_lost(exc)
 
-    def _start_header_timer(self) -> None:
-        self._header_timer = self.loop.call_later(self.limits.header_timeout_s, self.transport.abort)
+    def _is_body_unread(self) -> bool:
+        """Whether the response is complete, and the request's body is not."""
+        return bool(self.cycle and self.cycle.response_complete) and self.conn.their_state is h11.SEND_BODY
 
-    def _stop_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+    def _close(self) -> None:
+        """End the connection: at once, or after the rest of a request."""
+        if self._draining.is_draining:
+            return
+        if self.conn.their_state not in (h11.SEND_BODY, h11.ERROR) and not self.conn.trailing_data[0]:
+            self._socket.close()
+            return
+        self._draining.is_draining = True
+        self._socket.write_eof()
+        self._socket.resume_reading()
+        self._start_timer(self.limits.drain_s)
+
+    def _start_timer(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._socket.abort)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

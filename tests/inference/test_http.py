@@ -6,6 +6,8 @@ import http.client
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 from starlette.applications import Starlette
@@ -17,18 +19,28 @@ from runner.core.errors import EnvironmentProblem
 from runner.inference.http import HttpLimits, TokenCheck, listen, serve_in_thread
 
 LIMITS = HttpLimits(max_body_bytes=1000, header_timeout_s=0.3, idle_timeout_s=0.3, connections_per_client=4)
+HEAD = b"POST /size HTTP/1.1\r\nHost: a\r\n"
+KEY = b"Authorization: Bearer secret\r\n"
+CLOSE = b"Connection: close\r\n"
 
 
 async def size(request: Request) -> PlainTextResponse:
     return PlainTextResponse(str(len(await request.body())))
 
 
-@pytest.fixture(scope="module")
-def port() -> Iterator[int]:
+@contextmanager
+def serving(limits: HttpLimits) -> Iterator[int]:
+    """The port of a server."""
     app = Starlette(routes=[Route("/size", size, methods=["POST"]), Route("/health", size)])
     listener = listen("127.0.0.1", 0)
     number = listener.getsockname()[1]
-    with serve_in_thread(TokenCheck(app, "secret", frozenset({"/health"})), listener, LIMITS):
+    with serve_in_thread(TokenCheck(app, "secret", frozenset({"/health"})), listener, limits):
+        yield number
+
+
+@pytest.fixture(scope="module")
+def port() -> Iterator[int]:
+    with serving(LIMITS) as number:
         yield number
 
 
@@ -63,7 +75,7 @@ def test_the_token_is_checked_but_for_open_paths(port: int) -> None:
 def test_a_body_above_the_limit_is_refused_whether_its_length_is_declared_or_not(port: int) -> None:
     assert ask(port, "POST", "/size", b"x" * 1000) == (200, b"1000")
     assert ask(port, "POST", "/size", b"x" * 1001)[0] == 413
-    head = b"POST /size HTTP/1.1\r\nHost: a\r\nConnection: close\r\nAuthorization: Bearer secret\r\n"
+    head = HEAD + CLOSE + KEY
     declared = head + b"Content-Length: 400000000\r\n\r\n"
     assert raw(port, declared).startswith(b"HTTP/1.1 413")
     chunked = head + b"Transfer-Encoding: chunked\r\n\r\n" + b"3e8\r\n" + b"x" * 1000 + b"\r\n" + b"1\r\nx\r\n0\r\n\r\n"
@@ -71,11 +83,50 @@ def test_a_body_above_the_limit_is_refused_whether_its_length_is_declared_or_not
 
 
 def test_a_slow_client_is_disconnected_and_others_are_answered(port: int) -> None:
-    head = b"POST /size HTTP/1.1\r\nHost: a\r\n"
-    assert raw(port, head) == b"", "headers that never end"
-    body = head + b"Connection: close\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n\r\nabc"
+    assert raw(port, HEAD) == b"", "headers that never end"
+    body = HEAD + CLOSE + KEY + b"Content-Length: 9\r\n\r\nabc"
     assert raw(port, body).startswith(b"HTTP/1.1 408"), "a body that never ends"
     assert ask(port, "POST", "/size", b"abc") == (200, b"3")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (KEY + b"Content-Length: -3\r\n", b"400 Bad Request"),
+        (KEY + CLOSE + b"Content-Length: 400000000\r\n", b"413 Request Entity Too Large"),
+        (CLOSE + b"Content-Length: 5000000\r\n", b"401 Unauthorized"),
+        (b"Content-Length: 5000000\r\n", b"401 Unauthorized"),
+    ],
+)
+def test_an_answer_that_is_sent_before_the_body_was_read_arrives_whole(headers: bytes, status: bytes) -> None:
+    """At a client that sends all it has before it reads."""
+    with (
+        serving(HttpLimits()) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
+    ):
+        connection.sendall(HEAD + headers + b"\r\n")
+        connection.recv(1, socket.MSG_PEEK)  # the server has answered
+        for _ in range(50):
+            connection.sendall(bytes(100_000))
+        connection.shutdown(socket.SHUT_WR)
+        received = b""
+        while block := connection.recv(1 << 16):
+            received += block
+    assert received.startswith(b"HTTP/1.1 " + status) and received.endswith((b"}}", b"Invalid HTTP request received."))
+
+
+@pytest.mark.parametrize("more", [CLOSE, b""], ids=["closed", "kept"])
+def test_a_body_that_is_not_read_does_not_hold_a_connection(more: bytes) -> None:
+    with (
+        serving(replace(LIMITS, drain_s=0.3)) as port,
+        socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
+    ):
+        connection.sendall(HEAD + more + b"Content-Length: 1000000\r\n\r\n")
+        end = time.monotonic() + 30
+        with pytest.raises(ConnectionError):  # the server has dropped it
+            while time.monotonic() < end:
+                connection.sendall(b"x")
+                time.sleep(0.02)
 
 
 def test_one_client_has_a_bounded_number_of_connections(port: int) -> None:
