@@ -265,4 +265,4 @@ def test_a_template_that_does_not_end_is_an_error_of_the_first_row(monkeypatch: 
         tokenizer.encode([ChatExample(HERE, tuple(talk))] * 1000, problems)
     with pytest.raises(DataError, match=r"a\.jsonl:1: the chat template ran for more than"):
         tokenizer.encode([PromptExample(HERE, tuple(talk[:1]))] * 1000, problems)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 25  # half of the deadlines of all rows

@@ -6,8 +6,7 @@ import http.client
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from starlette.applications import Starlette
@@ -18,7 +17,7 @@ from starlette.routing import Route
 from runner.core.errors import EnvironmentProblem
 from runner.inference.http import HttpLimits, TokenCheck, listen, serve_in_thread
 
-LIMITS = HttpLimits(max_body_bytes=1000, header_timeout_s=0.3, idle_timeout_s=0.3, connections_per_client=4)
+LIMITS = HttpLimits(max_body_bytes=1000, connections_per_client=4)
 HEAD = b"POST /size HTTP/1.1\r\nHost: a\r\n"
 KEY = b"Authorization: Bearer secret\r\n"
 CLOSE = b"Connection: close\r\n"
@@ -82,11 +81,14 @@ def test_a_body_above_the_limit_is_refused_whether_its_length_is_declared_or_not
     assert raw(port, chunked).startswith(b"HTTP/1.1 413")
 
 
-def test_a_slow_client_is_disconnected_and_others_are_answered(port: int) -> None:
-    assert raw(port, HEAD) == b"", "headers that never end"
-    body = HEAD + CLOSE + KEY + b"Content-Length: 9\r\n\r\nabc"
-    assert raw(port, body).startswith(b"HTTP/1.1 408"), "a body that never ends"
-    assert ask(port, "POST", "/size", b"abc") == (200, b"3")
+def test_a_slow_client_is_disconnected_and_others_are_answered() -> None:
+    with serving(HttpLimits(header_timeout_s=0.3)) as port:
+        assert raw(port, HEAD) == b"", "headers that never end"
+        assert ask(port, "POST", "/size", b"abc") == (200, b"3")
+    with serving(HttpLimits(idle_timeout_s=0.3)) as port:
+        body = HEAD + CLOSE + KEY + b"Content-Length: 9\r\n\r\nabc"
+        assert raw(port, body).startswith(b"HTTP/1.1 408"), "a body that never ends"
+        assert ask(port, "POST", "/size", b"abc") == (200, b"3")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def test_an_answer_that_is_sent_before_the_body_was_read_arrives_whole(headers: 
 @pytest.mark.parametrize("more", [CLOSE, b""], ids=["closed", "kept"])
 def test_a_body_that_is_not_read_does_not_hold_a_connection(more: bytes) -> None:
     with (
-        serving(replace(LIMITS, drain_s=0.3)) as port,
+        serving(HttpLimits(drain_s=0.3)) as port,
         socket.create_connection(("127.0.0.1", port), timeout=30) as connection,
     ):
         connection.sendall(HEAD + more + b"Content-Length: 1000000\r\n\r\n")
@@ -129,15 +131,12 @@ def test_a_body_that_is_not_read_does_not_hold_a_connection(more: bytes) -> None
                 time.sleep(0.02)
 
 
-def test_one_client_has_a_bounded_number_of_connections(port: int) -> None:
-    time.sleep(0.5)  # connections of other tests have ended
-    held = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(LIMITS.connections_per_client)]
-    try:
+def test_one_client_has_a_bounded_number_of_connections() -> None:
+    with serving(LIMITS) as port, ExitStack() as held:
+        for _ in range(LIMITS.connections_per_client):
+            held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
         with pytest.raises(OSError):
             ask(port, "POST", "/size", b"abc")
-    finally:
-        for one in held:
-            one.close()
 
 
 def test_an_address_that_cannot_be_had_is_an_error_in_words() -> None:

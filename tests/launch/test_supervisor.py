@@ -109,7 +109,7 @@ def test_a_rank_that_hangs_is_named_with_its_place_once_another_has_waited(
 
 
 def test_a_stopped_rank_is_found_by_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=2, _0="long", _1="stop", _2="long"))
+    text = ended(tmp_path, a_team(tmp_path, monkeypatch, timeout_s=6, _0="long", _1="stop", _2="long"))
     assert text.startswith("6: rank 1 of 3 does not respond") and "is stopped (SIGSTOP)" in text
 
 

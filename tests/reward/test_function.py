@@ -282,19 +282,19 @@ def test_what_hangs_is_killed_and_the_next_group_is_scored(
     reward = function(
         f"def score(completions):\n  if completions[0] == 'h':\n    {hanging}\n  return [1]",
         folder=tmp_path,
-        timeout_s=1.0,
+        timeout_s=2.0,
     )
     begin = time.monotonic()
     assert reward.score([[answer("h")], [answer("4")]]) == [[None], [1]]
-    assert time.monotonic() - begin < 10
-    assert "no response within 1 s, at mine.py:3 in score; the worker was killed" in caplog.text
+    assert time.monotonic() - begin < 60
+    assert "no response within 2 s, at mine.py:3 in score; the worker was killed" in caplog.text
     assert "worker.py" not in caplog.text and "mine.py:score|" not in caplog.text  # it printed nothing
     assert 'mine.py", line 3 in score' in (tmp_path / "reward.log").read_text()
 
 
 def test_what_nearly_hung_leaves_nothing(function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    slow = "import time\ndef score(completions):\n  time.sleep(1.9)\n  return [1]"
-    reward = function(slow, folder=tmp_path, timeout_s=2.0)
+    slow = "import time\ndef score(completions):\n  time.sleep(4.55)\n  return [1]"  # its stack is written at 90 %
+    reward = function(slow, folder=tmp_path, timeout_s=5.0)
     assert reward.score([[answer("4")]]) == [[1]]
     assert "Timeout" not in caplog.text and not (tmp_path / "reward.log").exists()
 
@@ -415,7 +415,7 @@ LEAVES_CHILDREN = """
         while len([n for n in os.listdir(here) if n.startswith("pid-")]) < 3:
             time.sleep(0.01)
         if completions[0] == "h":
-            while True: pass
+            time.sleep(1e6)
         return [1 for _ in completions]
 """
 
@@ -426,7 +426,7 @@ def pids(folder: Path) -> list[int]:
 
 @pytest.mark.parametrize("text", ["h", "4"], ids=["on a timeout", "when the run ends"])
 def test_everything_that_was_started_is_ended(text: str, function: Write, tmp_path: Path) -> None:
-    reward = function(LEAVES_CHILDREN, timeout_s=1.5)
+    reward = function(LEAVES_CHILDREN, timeout_s=4.0)
     assert one(reward, answer(text)) == [None if text == "h" else 1]
     assert len(pids(tmp_path)) == 3
     if text == "4":

@@ -75,7 +75,7 @@ def alive(pid: int) -> bool:
 
 def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     names = ["good"] * 3 + ["raises"] + ["good"] * 3 + ["dies", "exits", "hangs"] + ["good"] * 2
-    folder, code = toy.start(tmp_path, names, parallel=2, timeout_s=1.0, grace_s=0.3)
+    folder, code = toy.start(tmp_path, names, parallel=2, timeout_s=4.0, grace_s=0.3)
     assert code == 9
     assert (
         toy.states(folder) == ["done"] * 3 + ["failed"] + ["done"] * 3 + ["killed", "failed", "timeout"] + ["done"] * 2
@@ -85,7 +85,7 @@ def test_one_that_fails_stops_no_other(tmp_path: Path, capfd: pytest.CaptureFixt
     assert errors[3] == "exit code 1: ValueError: no such number"
     assert errors[7] == "killed by SIGKILL"
     assert errors[8] == "exit code 3: giving up"
-    assert "not finished after 1 s" in errors[9]
+    assert "not finished after 4 s" in errors[9]
     out, err = capfd.readouterr()
     assert "4 of 12 jobs failed" in err and "job 9  did not exit within 0.3 s: killed" in out
     assert "best     job 0  n=0  eval/loss 1 at step 1" in out

@@ -114,14 +114,14 @@ def resume(
 
 def test_one_that_fails_stops_no_other(tmp_path: Path, cluster: str, capfd: pytest.CaptureFixture[str]) -> None:
     names = ["good"] * 3 + ["raises"] + ["good"] * 3 + ["dies", "exits", "hangs"] + ["good"] * 2
-    folder, code = toy.start(tmp_path, names, on="slurm", parallel=2, timeout_s=1.0, grace_s=0.3)
+    folder, code = toy.start(tmp_path, names, on="slurm", parallel=2, timeout_s=4.0, grace_s=0.3)
     states = ["done"] * 3 + ["failed"] + ["done"] * 3 + ["killed", "failed", "timeout"] + ["done"] * 2
     assert (code, toy.states(folder)) == (9, states)
     assert all(toy.starts(folder, index) == 1 for index in range(12))
     errors = {index: str(job.error) for index, job in enumerate(toy.jobs(folder)) if job.error}
     assert errors[3] == "exit code 1: ValueError: no such number"
     assert (errors[7], errors[8]) == ("killed by SIGKILL", "exit code 3: giving up")
-    assert "not finished after 1 s" in errors[9]
+    assert "not finished after 4 s" in errors[9]
     assert "4 of 12 jobs failed" in capfd.readouterr().err
     assert at_once(folder, 12) == 2
     assert len(list((folder.root / "slurm").glob("*_submission.sh"))) == 1, "one array"

@@ -128,9 +128,9 @@ def test_a_command_past_its_deadline_is_killed_with_all_below_it(own_session: bo
         "print('begun', flush=True)\ntime.sleep(60)\n"
     )
     begin = time.monotonic()
-    answer = run_command([sys.executable, "-c", program], 2.0, {})
-    assert (answer.code, answer.out, answer.last_line) == (None, "begun\n", "timeout after 2 s")
-    assert time.monotonic() - begin < 20
+    answer = run_command([sys.executable, "-c", program], 5.0, {})
+    assert (answer.code, answer.out, answer.last_line) == (None, "begun\n", "timeout after 5 s")
+    assert time.monotonic() - begin < 50
     stat = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
     end = time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
