@@ -22,12 +22,13 @@ resumed run uses the same bits; torch's generators are not changed.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from runner.core.device_kinds import find_kind
@@ -36,14 +37,23 @@ from runner.core.rng import derive_seed
 from runner.interfaces import Decide
 from runner.optimizer.config import AdamW8bitConfig, AdamWConfig, MuonConfig, SgdConfig
 
+# Vectors of several heads, experts or channels in one tensor: biases (gpt-oss, Zamba), norms (Cohere), and the state
+# space parameters that Mamba's authors exclude from weight decay.
+STACKED_VECTORS = re.compile(r"bias$|norm[^.]*\.[^.]+$|\b(A_log|D)$")
+
+
+def is_matrix(name: str, parameter: Tensor) -> bool:
+    """Whether a parameter is a matrix, or several, and no vector (bias, norm) or stack of vectors."""
+    return parameter.ndim >= 2 and not STACKED_VECTORS.search(name)
+
 
 def decay_groups(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups: matrices (and higher) with weight decay, vectors (biases, norms) without.
+    """Parameter groups: matrices with weight decay, vectors without.
 
     Parameters on `meta`, which other ranks have, are omitted; the number of groups does not depend on them.
     """
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
+    matrices = [p for name, p in parameters.items() if is_matrix(name, p)]
+    vectors = [p for name, p in parameters.items() if not is_matrix(name, p)]
     groups = [(group, decay) for group, decay in ((matrices, weight_decay), (vectors, 0.0)) if group]
     return [{"params": [p for p in group if not p.is_meta], "weight_decay": decay} for group, decay in groups]
 
@@ -79,7 +89,11 @@ ENDS = ("embed", "lm_head", "wte", "wpe", "score", "value_head")  # parts of nam
 def build_muon(config: MuonConfig, *, parameters: Mapping[str, nn.Parameter], decide: Decide) -> torch.optim.Optimizer:
     """The optimizer over `parameters` (name → parameter). Raises EnvironmentProblem if torch has no Muon."""
     config.preflight()
-    matrices = {name: p for name, p in parameters.items() if p.ndim == 2 and not any(end in name for end in ENDS)}
+    matrices = {
+        name: p
+        for name, p in parameters.items()
+        if p.ndim == 2 and is_matrix(name, p) and not any(end in name for end in ENDS)
+    }
     others = {name: p for name, p in parameters.items() if name not in matrices}
     decide.record_fact("optimizer", f"Muon for {len(matrices)} matrices", f"AdamW for {len(others)} other parameters")
     parts: list[torch.optim.Optimizer] = []
