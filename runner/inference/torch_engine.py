@@ -49,8 +49,8 @@ class _RunningRow:
 class TorchEngine:
     """See `Engine`; runs the model in this process.
 
-    From its first step until `pause` or `close` the model is in generation mode: no gradients, its own attention, a
-    single adapter merged into its base where that is exact.
+    From its first step or score until `load_weights` or `close` the model is in generation mode: its own attention, a
+    single adapter merged into its base where that is exact. Gradients are off within a call only.
 
     max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
     their names in the peft model; empty where the model has none, or a single one that always answers
@@ -125,6 +125,7 @@ class TorchEngine:
             for row in batch.rows:
                 row.is_finished = row.is_finished or row.request.id == id
 
+    @torch.no_grad()
     def step(self) -> list[TokenEvent]:
         """One token of each running request, and the first token of those that join now.
 

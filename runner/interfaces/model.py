@@ -163,7 +163,7 @@ class BatchDecoder(Protocol):
     vocab_size: int
     length_limit: tuple[int, str] | None
 
-    generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates
+    generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates, under no_grad
 
     def decode(
         self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights

@@ -168,7 +168,7 @@ class CausalLM(TransformersModel):
         from runner.model.generation import CompletionGenerator, eos_token_ids
         from runner.model.kv_cache import choose_decoder  # a job that writes no text does without both
 
-        with self._generation_mode():
+        with torch.no_grad(), self._generation_mode():
             make_decoder = choose_decoder(self.causal, decide)
         ends, mode = eos_token_ids(self.causal, self.tokenizer), partial(self._bulk_generation_mode, merge)
         return CompletionGenerator(self.causal, ends, make_decoder, mode)
@@ -192,11 +192,14 @@ class CausalLM(TransformersModel):
 
     @contextmanager
     def _generation_mode(self) -> Iterator[None]:
-        """Evaluation mode, no gradient, the model's own attention, and no trace of it afterwards."""
+        """Evaluation mode, the model's own attention, and no trace of it afterwards.
+
+        Whether gradients are computed is the thread's state and not the model's: it is for each call to say.
+        """
         self._set_mode(False)
         # cached keys and values would be compiled in every pass
         uncompiled = nullcontext() if self._compiled is None else self._compiled.run_eagerly()
-        with self.summon_full_params(), uncompiled, self._own_attention(), torch.no_grad():
+        with self.summon_full_params(), uncompiled, self._own_attention():
             yield
 
     @contextmanager

@@ -75,12 +75,13 @@ class CompletionGenerator:
         make_decoder: MakeDecoder,
         generation_mode: Callable[[], AbstractContextManager[Any]],
     ) -> None:
-        """generation_mode: the context in which the model generates, see `CausalLM`."""
+        """generation_mode: the context in which the model generates, under `no_grad`; see `CausalLM`."""
         self.stop_token_ids = ends
         self.vocab_size: int = causal.config.get_text_config().vocab_size
         self.length_limit = max_row_length(causal.config)
         self._causal, self._make_decoder, self.generation_mode = causal, make_decoder, generation_mode
 
+    @torch.no_grad()
     def decode(
         self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
     ) -> None:
@@ -107,6 +108,7 @@ class CompletionGenerator:
                     mode.enter_context(self.generation_mode())
                     decoder.recompute_prompts()
 
+    @torch.no_grad()
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first."""
         cache: Any = None

@@ -22,7 +22,7 @@ from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
-from tests.model.zoo import causal, greedy, rows
+from tests.model.zoo import batch, causal, gradients, greedy, relative, rows
 
 ADAPTERS = {"first": "default", "other": "second"}
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -269,3 +269,21 @@ def test_the_model_is_left_as_it_was() -> None:
     assert torch.is_grad_enabled()
     after = dict(model.module.named_parameters())
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_a_model_learns_after_its_engine_is_closed_and_gradients_are_never_left_off(adapter: bool) -> None:
+    model = causal("qwen2")
+    if adapter:
+        model = attach(LoraConfig(rank=4), model, decide=Decisions())
+    before = gradients(model, True, batch())
+    for work in (
+        lambda used: used.score([1, 2, 3], 0),
+        lambda used: run(used, [GenerationRequest("a", (1, 2), GREEDY)]),
+        lambda used: [used.score([1, 2, 3], 0), used.load_weights(None, 1), used.score([1, 2, 3], 0)],
+    ):
+        used = engine(model)
+        work(used)
+        assert torch.is_grad_enabled()
+        used.close()
+        assert torch.is_grad_enabled() and relative(gradients(model, True, batch()), before) == 0
