@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from runner.interfaces.learning import LOGPROBS as LOGPROBS
     from runner.interfaces.learning import Algorithm as Algorithm
     from runner.interfaces.learning import AlgorithmInputs as AlgorithmInputs
+    from runner.interfaces.learning import BaseCallback as BaseCallback
     from runner.interfaces.learning import Callback as Callback
     from runner.interfaces.learning import Experience as Experience
     from runner.interfaces.learning import GradientReducer as GradientReducer
@@ -56,6 +57,14 @@ if TYPE_CHECKING:
     from runner.interfaces.model import VarlenAttention as VarlenAttention
     from runner.interfaces.model import WeightSubset as WeightSubset
     from runner.interfaces.model import as_generative as as_generative
+    from runner.interfaces.rewards import GroupScorer as GroupScorer
+    from runner.interfaces.rewards import GroupScores as GroupScores
+    from runner.interfaces.rewards import ScoringFailure as ScoringFailure
+    from runner.interfaces.rewards import ScoringFailures as ScoringFailures
+    from runner.interfaces.rewards import UnscorableError as UnscorableError
+    from runner.interfaces.rewards import require_column as require_column
+    from runner.interfaces.rewards import score_each as score_each
+    from runner.interfaces.rewards import unscored_group as unscored_group
     from runner.interfaces.sampling import Completion as Completion
     from runner.interfaces.sampling import Data as Data
     from runner.interfaces.sampling import Environment as Environment
@@ -74,17 +83,8 @@ if TYPE_CHECKING:
     from runner.interfaces.sampling import Sampler as Sampler
     from runner.interfaces.sampling import SamplerWrapper as SamplerWrapper
     from runner.interfaces.sampling import TokenizedExample as TokenizedExample
-    from runner.reward.group_scorer import GroupScorer as GroupScorer
-    from runner.reward.group_scorer import GroupScores as GroupScores
-    from runner.reward.group_scorer import ScoringFailure as ScoringFailure
-    from runner.reward.group_scorer import ScoringFailures as ScoringFailures
-    from runner.reward.group_scorer import UnscorableError as UnscorableError
-    from runner.reward.group_scorer import require_column as require_column
-    from runner.reward.group_scorer import score_each as score_each
-    from runner.reward.group_scorer import unscored_group as unscored_group
     from runner.run_dir.folder import RunFolder as RunFolder
     from runner.run_dir.manifest import redact_values as redact_values
     from runner.spec.registry import resolve as resolve
-    from runner.trainer.callbacks import BaseCallback as BaseCallback
 
 lazy_exports(globals())

@@ -244,6 +244,26 @@ class Callback(Protocol):
     def load_state_dict(self, state: State) -> None: ...
 
 
+class BaseCallback:
+    """Implements every event by doing nothing, and has no state."""
+
+    def on_start(self, step: int) -> None:
+        """The run begins; `step` steps are done."""
+
+    def on_step(self, end: StepResult) -> None:
+        """A step is finished."""
+
+    def on_end(self) -> None:
+        """All steps are done."""
+
+    def state_dict(self) -> State:
+        """No state."""
+        return {}
+
+    def load_state_dict(self, state: State) -> None:
+        """No state."""
+
+
 class Tracker(Protocol):
     """A sink for metrics; must never raise because of an outage, and never block a step."""
 

@@ -19,8 +19,6 @@ from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerErr
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
 
-RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
-
 
 class RewardConfig(ComponentConfig):
     """How sampled answers are scored."""

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.reward.config import CodeConfig
-from runner.reward.group_scorer import (
+from runner.interfaces.rewards import (
     GroupScorer,
     ScoringFailures,
     UnscorableError,
@@ -38,6 +37,7 @@ from runner.reward.group_scorer import (
     require_column,
     score_each,
 )
+from runner.reward.config import CodeConfig
 from runner.reward.rules import extract_answer
 
 if TYPE_CHECKING:

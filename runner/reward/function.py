@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive_seed
+from runner.interfaces.rewards import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
 from runner.reward.config import FunctionConfig
-from runner.reward.group_scorer import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
 from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from aiohttp import ClientError
 from runner.core.errors import EnvironmentProblem
 from runner.core.http_client import AnswerTooLargeError, failure_reason, request, run_coroutine
 from runner.core.untrusted_text import parse_json
-from runner.reward.base import RESERVED_ARGUMENTS
-from runner.reward.config import HttpConfig
-from runner.reward.group_scorer import (
+from runner.interfaces.rewards import (
+    RESERVED_ARGUMENTS,
     Group,
     GroupScorer,
     GroupScores,
@@ -27,6 +26,7 @@ from runner.reward.group_scorer import (
     reward_arguments,
     unscored_group,
 )
+from runner.reward.config import HttpConfig
 from runner.reward.worker import validate_scores
 
 LARGEST_BYTES = 64 << 20

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from runner.core.untrusted_text import parse_json
+from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.config import IfevalConfig
-from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion

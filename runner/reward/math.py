@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
+from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.config import MathConfig
-from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.interfaces import Completion, Decide
+from runner.interfaces.rewards import GroupScores, ScoringFailure, ScoringFailures, UnscorableError
 from runner.reward.config import ModelRewardConfig
-from runner.reward.group_scorer import GroupScores, ScoringFailure, ScoringFailures, UnscorableError
 from runner.reward.preflight import is_adapter, refuse_language_model
 
 Encode = Callable[[Completion], list[int]]

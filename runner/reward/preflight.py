@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.untrusted_text import parse_json
-from runner.reward.base import RESERVED_ARGUMENTS
+from runner.interfaces.rewards import RESERVED_ARGUMENTS
 from runner.spec.suggest import nearest_word
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module

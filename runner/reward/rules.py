@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
 from runner.core.untrusted_text import NotArithmetic, evaluate
+from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 from runner.reward.config import (
     CountdownConfig,
     ExactConfig,
@@ -31,7 +32,6 @@ from runner.reward.config import (
     NoRewardConfig,
     NumericConfig,
 )
-from runner.reward.group_scorer import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion

@@ -11,9 +11,9 @@ from typing import Any
 from runner.core.errors import RunnerError
 from runner.core.rng import derive_seed
 from runner.interfaces import Completion, Reward
+from runner.interfaces.rewards import GroupScores, ScoringFailures, unscored_group
 from runner.reward.base import collect_errors, prefix_error_keys, raise_collected, require_components
 from runner.reward.config import FallibleConfig, SumConfig
-from runner.reward.group_scorer import GroupScores, ScoringFailures, unscored_group
 from runner.spec.registry import resolve
 
 Scores = list[float | None]

@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.core.errors import DataError
 from runner.interfaces import Completion, Decide, Prompt, Reward
-from runner.reward.group_scorer import GroupScorer, GroupScores
+from runner.interfaces.rewards import GroupScorer, GroupScores
 from runner.reward.sum import WeightedSumReward
 
 ROWS = 2

@@ -32,8 +32,8 @@ from typing import IO, Any
 
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
+from runner.interfaces.rewards import GroupScores, ScoringFailure, encode_json, unscored_group
 from runner.reward import worker
-from runner.reward.group_scorer import GroupScores, ScoringFailure, encode_json, unscored_group
 from runner.run_dir import manifest
 from runner.run_dir.manifest import is_secret_name, redact
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import RunnerError
-from runner.interfaces import Sample, State, StepResult
+from runner.interfaces import BaseCallback, Sample, State, StepResult
 from runner.run_dir.manifest import STOPPED_EARLY
 from runner.tracker.console import eval_lines
 from runner.tracker.text import count_noun
@@ -20,26 +20,6 @@ from runner.trainer.config import StopWhenConfig
 
 if TYPE_CHECKING:
     from runner.trainer.evaluator import Report
-
-
-class BaseCallback:
-    """Implements every event by doing nothing, and has no state."""
-
-    def on_start(self, step: int) -> None:
-        """The run begins; `step` steps are done."""
-
-    def on_step(self, end: StepResult) -> None:
-        """A step is finished."""
-
-    def on_end(self) -> None:
-        """All steps are done."""
-
-    def state_dict(self) -> State:
-        """No state."""
-        return {}
-
-    def load_state_dict(self, state: State) -> None:
-        """No state."""
 
 
 log = logging.getLogger("runner")

@@ -21,13 +21,12 @@ from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch
 from runner.core.errors import CheckpointError
 from runner.core.signals import StopSignal
-from runner.interfaces import StepResult
+from runner.interfaces import BaseCallback, StepResult
 from runner.model import tiny
 from runner.model.config import TinyConfig
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.tracker.text import MACHINE_METRICS
-from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from runner.trainer.reference_model import PrecomputedReference
 

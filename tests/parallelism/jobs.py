@@ -8,16 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from runner import build
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
-from runner.interfaces import StepResult
+from runner.interfaces import BaseCallback, StepResult
+from runner.launch.export import CardFacts, write_export
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.tracker.text import MACHINE_METRICS
-from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from tests.parallelism.forked import ranks
 from tests.parallelism.zero_gradients import noting
@@ -59,7 +61,9 @@ class Numbers(BaseCallback):
 
 
 def played(spec: JobSpec, folder: RunFolder, place: RankInfo) -> dict[str, Any]:
-    """`steps`: what each measured; `gradients`: of each role's first update; `weights`: of each role at the end."""
+    """`steps`: what each measured; `gradients`: of each role's first update; `weights`: of each role at the end;
+    `export`: the tensors of the exported folder, on rank 0.
+    """
     outlets = build.OutputSinks(step=(), samples=_drop, rollouts=_drop, say=_drop)
     store = build.build_store(spec, folder)
     built = build.build(spec, folder, store, Decisions(), StopSignal(), outlets, place)
@@ -69,8 +73,14 @@ def played(spec: JobSpec, folder: RunFolder, place: RankInfo) -> dict[str, Any]:
     numbers = Numbers()
     run_loop(replace(built.job, callbacks=[*built.job.callbacks, numbers]), 0)
     weights = {f"{role}/{n}": t.clone() for role, one in built.job.learners.items() for n, t in one.weights()}
+    exported: dict[str, Any] = {}
+    if place.is_rank0:
+        write_export(built.model, folder.export, spec, CardFacts(spec.steps, {}, built.data.prompt_style))
+        exported = {name: one for file in folder.export.glob("*.safetensors") for name, one in load_file(file).items()}
+    else:
+        built.model.save(None)
     built.world.close()
-    return {"steps": numbers.steps, "gradients": first, "weights": weights}
+    return {"steps": numbers.steps, "gradients": first, "weights": weights, "export": exported}
 
 
 def _drop(*_: Any) -> None:

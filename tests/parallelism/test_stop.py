@@ -10,9 +10,8 @@ import pytest
 
 from runner.core.errors import Interrupted
 from runner.core.signals import StopSignal
-from runner.interfaces import StepResult
+from runner.interfaces import BaseCallback, StepResult
 from runner.parallelism.parallel_context import ParallelContext
-from runner.trainer.callbacks import BaseCallback
 from runner.trainer.loop import run_loop
 from tests.parallelism.worlds import on_ranks
 from tests.trainer.test_loop import job

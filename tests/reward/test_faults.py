@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.reward.group_scorer import MOST_KINDS, GroupScores, ScoringFailure, ScoringFailures, unscored_group
+from runner.interfaces.rewards import MOST_KINDS, GroupScores, ScoringFailure, ScoringFailures, unscored_group
 
 
 def test_the_first_of_a_kind_is_said_and_all_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,9 +27,9 @@ import torch
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.interfaces import Completion
+from runner.interfaces.rewards import GroupScorer
 from runner.reward import worker_pool
 from runner.reward.config import FunctionConfig
-from runner.reward.group_scorer import GroupScorer
 from runner.reward.worker import validate_scores
 from tests.reward.samples import answer, made
 

@@ -11,8 +11,8 @@ import pytest
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Completion, Prompt
+from runner.interfaces.rewards import UnscorableError
 from runner.reward.config import IfevalConfig
-from runner.reward.group_scorer import UnscorableError
 from runner.reward.ifeval import CHECKS, build, follows
 
 AT_LEAST, FEWER = "at least", "less than"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from runner.interfaces.rewards import UnscorableError
 from runner.reward import rules
-from runner.reward.group_scorer import UnscorableError
 
 NEVER_ENDS = ("(?:a|aa)+[bc]", "a" * 5000)
 

@@ -32,6 +32,17 @@ def test_type_checkers_and_python_see_the_same_names(name: str) -> None:
         module.nothing  # noqa: B018
 
 
+def test_what_plug_ins_import_is_defined_in_interfaces_or_below() -> None:
+    """Or modules imported one another through names for type checkers and lazy imports."""
+    import runner.interfaces as interfaces
+
+    modules = {
+        getattr(node, "module", None) for node in ast.walk(ast.parse(Path(str(interfaces.__file__)).read_text()))
+    }
+    packages = {module.split(".")[1] for module in modules - {None, "typing", "__future__"}}
+    assert packages == {"core", "interfaces", "run_dir", "spec"}
+
+
 def test_a_component_is_described_without_torch() -> None:
     program = f"import sys; from runner.spec import *; from runner.interfaces import {LIGHT}; "
     program += "print({'torch', 'numpy', 'transformers', 'hydra'} & set(sys.modules))"

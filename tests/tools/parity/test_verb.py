@@ -161,7 +161,7 @@ def test_samples_are_learnt_again_and_not_drawn_again(
         raise AssertionError("asked again")
 
     monkeypatch.setattr("runner.sampler.torch.TorchSampler.sample", refuse)
-    monkeypatch.setattr("runner.reward.group_scorer.GroupScorer.score", refuse)
+    monkeypatch.setattr("runner.interfaces.rewards.GroupScorer.score", refuse)
     said = parity(capsys, "--compare", FILE, "device.threads=2")
     assert "mean −log-likelihood of the sampled tokens (nll)" in said
     assert "|trainer − recorded sampler| per token" in said

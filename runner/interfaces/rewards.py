@@ -1,4 +1,4 @@
-"""The base of most rewards: scores one group at a time, in threads, and counts failures.
+"""What rewards share: a base that scores one group at a time, in threads, and counts failures.
 
     groups ──▶ score_group(group), `workers` at a time ──▶ GroupScores ──▶ ScoringFailures ──▶ scores in order
 
@@ -24,14 +24,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError, RunnerError
-from runner.reward.base import RESERVED_ARGUMENTS
 
 if TYPE_CHECKING:
-    from runner.interfaces import Completion
-
+    from runner.interfaces.sampling import Completion
 
 log = logging.getLogger("runner")
 CHOSEN = "the reward returned None for every sample"
+RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 MOST_KINDS = 20  # of failures, which are printed one by one; further kinds are only counted
 
 
