@@ -145,7 +145,8 @@ def rebuild_module(module: Any, inner: Any, tensors: dict[str, Tensor]) -> Any:
     """A module like `module` (the transformers model `inner`, or peft around it) with these tensors."""
     with torch.device("meta"):
         made: Any = type(inner)(inner.config)
-    made.generation_config = inner.generation_config
+    if inner.can_generate():  # a sequence classifier has none
+        made.generation_config = inner.generation_config
     if hasattr(inner, "_weight_conversions"):  # transformers renames and cuts some weights when they are loaded
         made._weight_conversions = inner._weight_conversions
     if module is not inner:
