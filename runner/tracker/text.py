@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import time
 import unicodedata
@@ -36,6 +37,12 @@ def escape_for_terminal(text: str) -> str:
 def escape_controls(text: str) -> str:
     """The text with its lines and tabs; other controls (C0, C1) and lone surrogates are escaped."""
     return "".join(_escape(c) if unicodedata.category(c) in {"Cc", "Cs"} and c not in "\n\t" else c for c in text)
+
+
+def escape_html(text: str, most: int) -> str:
+    """The text for an HTML page: at most so many characters, a mark where some are missing, controls escaped."""
+    shown = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+    return html.escape(escape_controls(shown))
 
 
 def print_text(text: str, *, end: str = "\n", file: TextIO | None = None, flush: bool = False) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +24,14 @@ from runner.spec.evaluation import without_bounds
 from runner.tools.report.chart import MOST_POINTS, Curve, Point, histogram_svg, hues, interval_curves, scatter_svg, svg
 from runner.tools.report.run_facts import PREFERRED, RunFacts, Series, read_rows, read_run
 from runner.tracker.console import interval_text
-from runner.tracker.text import HEALTH, count_noun, format_duration, format_metric, format_number
+from runner.tracker.text import HEALTH, count_noun, escape_html, format_duration, format_metric, format_number
 
 HERE = Path(__file__).parent
 MOST_CHARTS = 60  # these bounds keep a page below 500 kB
 POINTS = 5000  # of all curves of a page
 FEWEST_POINTS = 16  # of a curve
+MOST_CHARACTERS = 1000  # of a cell or line
+MOST_PRINTED = 20_000  # characters of a command or an error
 RANKED = [*PREFERRED, *HEALTH]
 MACHINE_PREFIXES = ("perf/", "time/", "weight_sync/", "device/")  # behind the others
 SWITCHES = (
@@ -59,25 +60,25 @@ class Page:
 
     def head(self, text: str) -> None:
         """A heading."""
-        self.parts.append(f"<h2>{html.escape(text)}</h2>")
+        self.parts.append(f"<h2>{_escape(text)}</h2>")
 
     def text(self, text: str) -> None:
         """A line."""
-        self.parts.append(f"<p>{html.escape(text)}</p>")
+        self.parts.append(f"<p>{_escape(text)}</p>")
 
     def code(self, text: str) -> None:
         """A command, or what a program printed."""
-        self.parts.append(f"<pre>{html.escape(text)}</pre>")
+        self.parts.append(f"<pre>{escape_html(text, MOST_PRINTED)}</pre>")
 
     def card(self, lines: Sequence[str], command: str = "") -> None:
         """What a reader should see first."""
-        inner = "".join(f"<p>{html.escape(line)}</p>" for line in lines)
-        inner += f"<pre>{html.escape(command)}</pre>" if command else ""
+        inner = "".join(f"<p>{_escape(line)}</p>" for line in lines)
+        inner += f"<pre>{_escape(command)}</pre>" if command else ""
         self.parts.append(f'<div class="card">{inner}</div>')
 
     def table(self, head: Sequence[str], rows: Sequence[TableRow], wrap: bool = False) -> None:
         """A table; `wrap` lets the last column break its lines."""
-        names = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+        names = "".join(f"<th>{_escape(name)}</th>" for name in head)
         body = "".join(_row(row, wrap) for row in rows)
         table = f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
         self.parts.append(f'<div class="scroll">{table}</div>')
@@ -102,16 +103,16 @@ class Page:
                 f" {format_metric(name, found[0].series.last[1])}" if len(found) == 1 and found[0].series.points else ""
             )
             chart = svg(found, f"{name} over the step, {count_noun(len(found), 'curve')}", most)
-            figure = f'<figure data-metric="{html.escape(name, quote=True)}">{_caption(name + last)}{chart}</figure>'
+            figure = f'<figure data-metric="{_escape(name)}">{_caption(name + last)}{chart}</figure>'
             sections.setdefault("health" if name in HEALTH else name.split("/")[0], []).append(figure)
         for prefix, figures in sections.items():
-            self.parts.append(f'<h3>{html.escape(prefix)}</h3><div class="multiples">{"".join(figures)}</div>')
+            self.parts.append(f'<h3>{_escape(prefix)}</h3><div class="multiples">{"".join(figures)}</div>')
         if len(names) > len(shown):
             self.text(f"{len(names) - len(shown)} more metrics are in metrics.jsonl: {', '.join(names[len(shown) :])}")
 
     def legend(self, curves: Sequence[Curve]) -> None:
         """The names of the curves beside their colors."""
-        dots = "".join(f'<span class="key">{_dot(curve.hue)}{html.escape(curve.name)}</span> ' for curve in curves)
+        dots = "".join(f'<span class="key">{_dot(curve.hue)}{_escape(curve.name)}</span> ' for curve in curves)
         self.parts.append(f"<p>{dots}</p>")
 
     def histogram(self, groups: Sequence[tuple[Curve, Sequence[float]]], label: str) -> None:
@@ -132,8 +133,8 @@ class Page:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<link rel="icon" href="data:,">\n'
-            f"<title>{html.escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
-            f'<h1>{html.escape(self.title)}</h1>\n<p class="faint">{html.escape(self.about)}</p>\n'
+            f"<title>{_escape(self.title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
+            f'<h1>{_escape(self.title)}</h1>\n<p class="faint">{_escape(self.about)}</p>\n'
             + "\n".join(self.parts)
             + f"\n<script>{script}</script>\n</body>\n</html>\n"
         )
@@ -153,8 +154,12 @@ def order_metrics(names: Sequence[str], first: str | None) -> list[str]:
     return sorted(names, key=rank)
 
 
+def _escape(text: str) -> str:
+    return escape_html(text, MOST_CHARACTERS)
+
+
 def _caption(text: str) -> str:
-    return f'<figcaption class="faint">{html.escape(text)}</figcaption>'
+    return f'<figcaption class="faint">{_escape(text)}</figcaption>'
 
 
 def _dot(hue: int) -> str:
@@ -166,9 +171,9 @@ def _row(row: TableRow, wrap: bool) -> str:
     cells = []
     for position, cell in enumerate(row.cells):
         kind = ' class="wrap"' if wrap and position == len(row.cells) - 1 else ""
-        cells.append(f"<td{kind}>{dot if position == 0 else ''}{html.escape(cell)}</td>")
-    key = f' data-key="{html.escape(row.key, quote=True)}"' if row.key else ""
-    kind = f' class="{html.escape(row.kind, quote=True)}"' if row.kind else ""
+        cells.append(f"<td{kind}>{dot if position == 0 else ''}{_escape(cell)}</td>")
+    key = f' data-key="{_escape(row.key)}"' if row.key else ""
+    kind = f' class="{_escape(row.kind)}"' if row.kind else ""
     return f"<tr{key}{kind}>{''.join(cells)}</tr>"
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from runner.run_dir.manifest import redact
-from runner.tracker.text import format_number
+from runner.tracker.text import escape_html, format_number
 
 MOST_STEPS = 6  # columns: first and last evaluation, and others between
 MOST_QUESTIONS = 8  # rows of a set
@@ -83,5 +83,4 @@ def _answer(row: Row | None) -> str:
 
 def _escape(text: str) -> str:
     """Redacted, shortened with a mark, and escaped."""
-    safe = redact(text)
-    return html.escape(safe if len(safe) <= MOST_CHARACTERS else f"{safe[:MOST_CHARACTERS]}… ({len(safe)} characters)")
+    return escape_html(redact(text), MOST_CHARACTERS)

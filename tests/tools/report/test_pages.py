@@ -181,6 +181,18 @@ def test_a_page_stays_below_500_kb_and_names_what_it_leaves_out(tmp_path: Path) 
     assert len(page.encode()) < 500_000 and "544 more metrics are in metrics.jsonl" in page
 
 
+def test_long_texts_are_cut_with_a_mark_and_control_characters_are_escaped(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a", name="name\x1b[2J" + "n" * 2_000_000)
+    text = "\x00\x1b]0;owned\x07\x9b" + "<&'" * 350_000
+    rows = [{"step": step, "prompt": text, "answer": text, "reward": 1.0} for step in (1, 2)]
+    folder.samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_page(folder, tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    checked(page)
+    assert len(page.encode()) < 500_000 and page.count(f"… ({len(text)} characters)") >= 4
+    assert r"\x00\x1b]0;owned\x07\x9b&lt;" in page and not set(map(chr, (*range(9), *range(11, 32)))) & set(page)
+
+
 def test_smoothing_is_the_debiased_mean_of_the_past() -> None:
     found = Series(((0, 1.0), (1, 1.0), (2, 4.0))).smooth(0.5).points
     assert [value for _, value in found] == pytest.approx([1.0, 1.0, (0.25 + 0.5 + 4 * 1) / 1.75])
