@@ -29,6 +29,7 @@ from runner.model.model_folder import (
     is_adapter,
     is_cached,
     is_hub_id,
+    refuse_gguf,
     says_plain_text,
 )
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
@@ -138,6 +139,7 @@ def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSo
         return ModelSource(text, "folder", _folder_name(folder.resolve()), str(folder.resolve()))
     given = "; expected latest, a run, the folder of a model or an adapter, or a hub id (OWNER/NAME)"
     if folder.exists():
+        refuse_gguf(folder)
         hint = _folder_inside(folder) or given
         raise EnvironmentProblem(f"{text} is no model: no spec.yaml, config.json or adapter_config.json{hint}")
     if is_hub_id(text) and ("/" in text or is_cached(text, os.environ)):

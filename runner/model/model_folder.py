@@ -112,7 +112,7 @@ def check_model_folder(folder: Path, key: str) -> None:
             read_json(folder / name)
     shards = sorted(folder.glob(ADAPTER_WEIGHTS if adapter else "*.safetensors"))
     if not shards:
-        _refuse_pickles(folder, key)
+        _refuse_other_formats(folder, key)
     dtypes = dict[str, str]()
     for shard in shards:
         for name, tensor in read_header(shard).items():
@@ -150,7 +150,18 @@ def _check_index(path: Path) -> None:
             raise CheckpointError(f"{shard} lacks {missing[0]}, which {path.name} lists; copy or download both again")
 
 
-def _refuse_pickles(folder: Path, key: str) -> None:
+def refuse_gguf(path: Path) -> None:
+    """Raise EnvironmentProblem for a GGUF file, or a folder that has one."""
+    files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+    if files and files[0].is_file():
+        raise EnvironmentProblem(
+            f"{files[0]} is a GGUF file, a format of llama.cpp that is not supported here\n"
+            "  use the Hugging Face folder from which it was made: config.json, *.safetensors and the tokenizer"
+        )
+
+
+def _refuse_other_formats(folder: Path, key: str) -> None:
+    refuse_gguf(folder)
     pickles = sorted(path.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for path in folder.glob(pattern))
     if pickles:
         raise SecurityError(
@@ -171,7 +182,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         header = parse_json(text)
         tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
-        end = max((_checked_end(name, tensor) for name, tensor in tensors.items()), default=0)
+        end = _checked_end(tensors)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise _truncated_file_error(path, f"its header cannot be read ({error})") from error
     if size - 8 - length != end:
@@ -179,11 +190,17 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     return tensors
 
 
-def _checked_end(name: str, tensor: Mapping[str, Any]) -> int:
-    begin, end = tensor["data_offsets"]
-    if (wide := SIZES.get(tensor["dtype"])) is not None and end - begin != prod(tensor["shape"]) * wide:
-        raise ValueError(f"{name} has {end - begin} bytes, which does not match its shape {tensor['shape']}")
-    return int(end)
+def _checked_end(tensors: Mapping[str, Mapping[str, Any]]) -> int:
+    """The end of the last tensor. Raises ValueError where a size is not that of the shape, or tensors overlap."""
+    end, before = 0, ""
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
+        first, last = tensor["data_offsets"]
+        if (wide := SIZES.get(tensor["dtype"])) is not None and last - first != prod(tensor["shape"]) * wide:
+            raise ValueError(f"{name} has {last - first} bytes, which does not match its shape {tensor['shape']}")
+        if first != end:
+            raise ValueError(f"{name} begins at byte {first}, where {before or 'the file'} ends at {end}")
+        end, before = int(last), name
+    return end
 
 
 def _truncated_file_error(path: Path, why: str) -> CheckpointError:

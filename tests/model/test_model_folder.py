@@ -69,6 +69,34 @@ def cut_in_the_header(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:50])
 
 
+def overlapping(folder: Path) -> None:
+    """Two tensors of the same size at one place, and the end of the file as it was."""
+    content = (folder / WEIGHTS).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    one, other = (header[f"model.layers.0.self_attn.{name}_proj.weight"] for name in "kv")
+    assert one["shape"] == other["shape"]
+    one["data_offsets"] = other["data_offsets"]
+    text = json.dumps(header).encode()
+    (folder / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+
+
+def offsets_of_another_kind(folder: Path) -> None:
+    head = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, "x"]}}).encode()
+    (folder / WEIGHTS).write_bytes(len(head).to_bytes(8, "little") + head + bytes(4))
+
+
+def gguf(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / "model-q4.gguf").write_bytes(b"GGUF\x03\0\0\0")
+
+
+def gguf_alone(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "model-q4.gguf").write_bytes(b"GGUF\x03\0\0\0")
+
+
 def index_without_metadata(folder: Path) -> None:
     index = split(folder)
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
@@ -122,6 +150,10 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
     (empty_shard, 4, "model-00002-of-00002.safetensors is empty"),
     (truncated, 4, "model.safetensors is incomplete or damaged: it has"),
     (cut_in_the_header, 4, "model.safetensors is incomplete or damaged: its header is incomplete"),
+    (overlapping, 4, "model.safetensors is incomplete or damaged: its header cannot be read (model.layers.0"),
+    (offsets_of_another_kind, 4, "model.safetensors is incomplete or damaged: its header cannot be read ("),
+    (gguf, 2, "model-q4.gguf is a GGUF file"),
+    (gguf_alone, 2, "model-q4.gguf is a GGUF file"),
     (index_without_metadata, 4, "model.safetensors.index.json has no metadata"),
     (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
     (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
