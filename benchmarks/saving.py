@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: written at once, and in the background from a copy.
 
-    python benchmarks/saving.py [--folder DISK] [--rounds 5] [--out FILE]
+    python benchmarks/saving.py [--folder DISK] [--rounds 5] [--quick] [--out FILE]
 
 blocked   seconds from the call until the next step may begin
 written   seconds until the checkpoint is on the disk and read back, while steps are made in the background's case
@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,15 @@ SIZES = {
     "vocab_size": 16_000,
     "tie_word_embeddings": False,
 }
+QUICK = SIZES | {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2}
 
 
 class Subject:
     """The model, its optimizer, and steps of 64 tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
-        self.model = Qwen2ForCausalLM(Qwen2Config(**SIZES))
+        self.model = Qwen2ForCausalLM(Qwen2Config(**sizes))
         self.parameters: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         self.optimizer = torch.optim.AdamW(self.parameters.values(), lr=1e-4, fused=True)
         self.step()
@@ -91,10 +93,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, help="where to write; a temporary folder by default")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="a model of 3 M parameters, of which seconds say little")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    subject = Subject()
+    subject = Subject(QUICK if asked.quick else SIZES)
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         arms = ("at once", "background")
         stores = {

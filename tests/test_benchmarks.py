@@ -1,4 +1,4 @@
-"""What the benchmarks' own checks decide, without running one."""
+"""What the benchmarks' own checks decide; and each script, once, at its smallest."""
 
 from __future__ import annotations
 
@@ -23,3 +23,34 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
     code = f"from parts.grpo import _errors_apart; print(_errors_apart({a}, {b}))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, check=True)
     assert float(done.stdout) == pytest.approx(wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sft.py --quick --no-growth --steps 3 --batch 4",
+        "rl.py --quick --only sampler",
+        "rl.py --quick --only dpo grpo loop ahead",
+        "rollout.py --quick --only sync",
+        "rollout.py --quick --only overlap",
+        "parallel.py --only ddp --steps 3",
+        "saving.py --quick --rounds 1",
+        "tokenizing.py --rows 60 --rounds 1",
+        "start.py --only typo --rounds 1",
+        "plan.py full",
+    ],
+    ids=lambda words: words.replace(" ", "_"),
+)
+def test_a_script_runs(words: str, tmp_path: Path) -> None:
+    script, *options = words.split()
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_script_is_run() -> None:
+    [mark] = [one for one in test_a_script_runs.pytestmark if one.name == "parametrize"]  # type: ignore[attr-defined]
+    scripts = {path.name for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text()}
+    assert scripts == {words.split()[0] for words in mark.args[1]}

@@ -85,7 +85,7 @@ def main(name: str, overrides: Sequence[str], folder: Path, result: Path, steps:
     clock = stamps.Stamps().watch()
     more = {}
     if name in preferences.GRPO:
-        from runner.reward.group_scorer import GroupScorer
+        from runner.interfaces import GroupScorer
         from runner.sampler.torch import TorchSampler
 
         clock.lap("sampling", TorchSampler, "sample")

@@ -174,7 +174,7 @@ def random_model(size: str) -> CausalLM:
     """The same weights every time; only the case's ids end an answer."""
     config = SIZES[size]
     place = {"tokenizer": tiny.tokenizer(config), "device": torch.device("cpu"), "seed": 0}
-    model = tiny.build(config.model_copy(update={"layout": "padded"}), decide=_refuse, **place)
+    model = tiny.build(config.model_copy(update={"batch_layout": "padded"}), decide=_refuse, **place)
     model.tokenizer.eos_token = model.causal.generation_config.eos_token_id = None
     return model
 

@@ -18,7 +18,7 @@ from arms.sampler import CASES, SIZES
 from parts import plan
 from parts.plan import Plan
 
-QUICK = ("8 at once", "64, and 8 per prompt")  # of the smaller model
+QUICK = ("1 at once", "8 at once")  # of the smaller model
 LARGEST_DIFFERENCE = 1e-4  # of logprobs, in nats
 ARMS = ("runner", "generate", "continuous")
 HEAD = (

@@ -106,7 +106,7 @@ def _end(at: Plan, where: str, megabytes: int) -> Iterator[SamplerPool]:
     words = (sys.executable, "-m", "arms.holding", "0", str(folder), str(megabytes), where)
     process = subprocess.Popen(words, env=harness.environment(at.threads, at.folder) | {TOKEN: os.environ[TOKEN]})
     config = TorchSamplerConfig(timeout_s=WAIT_S)
-    pool = SamplerPool.of_job(config, 1, folder, token=os.environ[TOKEN], vocab_size=2)
+    pool = SamplerPool(config, 1, folder, token=os.environ[TOKEN], vocab_size=2)
     try:
         yield pool
     finally:

@@ -29,6 +29,12 @@ class Config(BaseModel):
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, validate_default=False, defer_build=True
     )
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy with other values, not validated. Raises TypeError for a name that is no option."""
+        if unknown := set(update or ()) - type(self).model_fields.keys():
+            raise TypeError(f"{type(self).__name__} has no option {', '.join(sorted(unknown))}")
+        return super().model_copy(update=update, deep=deep)
+
     def problems(self, job: Any) -> list[tuple[str, str]]:
         """Contradictions between this part and the rest of the job, as (key, message)."""
         return []

@@ -356,3 +356,10 @@ def test_the_schema_describes_every_option_of_every_component() -> None:
         definition = schema["$defs"][cls.__name__]
         assert definition["additionalProperties"] is False
         assert set(definition["properties"]) == set(cls.model_fields), group
+
+
+def test_a_copy_has_no_other_names() -> None:
+    config = ExactConfig()
+    assert config.model_copy() == config
+    with pytest.raises(TypeError, match="ExactConfig has no option colum"):
+        config.model_copy(update={"colum": "x"})
