@@ -191,7 +191,10 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _checked_end(tensors: Mapping[str, Mapping[str, Any]]) -> int:
-    """The end of the last tensor. Raises ValueError where a size is not that of the shape, or tensors overlap."""
+    """The end of the last tensor.
+
+    Raises ValueError where a size is not that of the shape, or tensors overlap.
+    """
     end, before = 0, ""
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
         first, last = tensor["data_offsets"]

@@ -40,7 +40,7 @@ def escape_controls(text: str) -> str:
 
 
 def escape_html(text: str, most: int) -> str:
-    """The text for an HTML page: at most so many characters, a mark where some are missing, controls escaped."""
+    """The text for an HTML page: controls escaped, cut with a mark after `most` characters."""
     shown = text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
     return html.escape(escape_controls(shown))
 
