@@ -197,7 +197,8 @@ def test_a_stranger_on_the_port_of_a_dead_sampler_is_not_taken_for_it(
         until(lambda: ("status 401: hello" if stranger == "refuses" else "cannot be read: b'hello'") in caplog.text)
         with samplers(tmp_path):
             thread.join()
-            assert found == [None] and pool.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
+            assert found == [None]
+            assert pool.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
 
 
 def test_endpoint_files_are_read_as_they_are_written_and_damaged_ones_named(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def shelf(tmp_path: Path) -> Iterator[WeightStore]:
 @contextmanager
 def client(folder: Path, count: int = 1, **options: Any) -> Iterator[SamplerPool]:
     """The samplers there, as rank 0 sees them."""
-    config = TorchSamplerConfig(**CONFIG.model_dump() | {"timeout_s": options.pop("timeout_s", 90.0)})
+    config = TorchSamplerConfig(**CONFIG.model_dump() | {"timeout_s": options.pop("timeout_s", 300.0)})
     pool = SamplerPool(config, count, folder, token=TOKEN, vocab_size=VOCAB, **options)
     try:
         yield pool
