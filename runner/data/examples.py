@@ -13,17 +13,32 @@ The columns are there and of the format's type (`chat`: messages, else text) whe
 from __future__ import annotations
 
 import difflib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, without_nulls
 from runner.data.readers import Row, SourceLocation, json_type_name
 from runner.spec.base import ItemKind
 
 Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+# Keys of a message that say whether it is trained on → the value that says so.
+TRAIN_FLAGS: Mapping[str, int] = {
+    "weight": 1,  # OpenAI
+    "loss": 1,  # ms-swift
+    "trainable": 1,  # verl
+    "loss_mask": 1,  # verl
+    "train": 1,  # axolotl
+    "training": 1,  # axolotl
+    "masked": 0,  # torchtune
+}
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
+# Keys that are read, and those that say nothing to a model.
+KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "name", "id", "tool_call_id", *TRAIN_FLAGS, *REASONING_KEYS})
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # keys and columns of what is no text
 
 
 def is_messages(value: Any) -> bool:
@@ -32,8 +47,29 @@ def is_messages(value: Any) -> bool:
 
 
 def is_trained(message: Message) -> bool:
-    """Whether an assistant turn is trained on: not where it says `weight: 0`, as OpenAI's format can."""
-    return message.get("weight") != 0
+    """Whether an assistant turn is trained on: unless a flag of its own says no."""
+    return not excluding_flags(message)
+
+
+def excluding_flags(message: Message) -> list[str]:
+    """The flags of a message which say that it is not trained on, as `key: value`."""
+    return [f"{key}: {json.dumps(value)}" for key, value in _flags(message).items() if value != TRAIN_FLAGS[key]]
+
+
+def unused_keys(messages: Sequence[Message]) -> set[str]:
+    """Keys of messages that nothing here reads; a flag that asks to train on a turn of another role too."""
+    unknown = {str(key) for message in messages for key in message.keys() - KNOWN_KEYS}
+    others = [message for message in messages if message.get("role") != "assistant"]
+    return unknown | {
+        f"{key} (role {message['role']})"
+        for message in others
+        for key, value in _flags(message).items()
+        if value == TRAIN_FLAGS[key] and key != "masked"
+    }
+
+
+def _flags(message: Message) -> dict[str, Any]:
+    return {key: message[key] for key in TRAIN_FLAGS if message.get(key) is not None}
 
 
 def check_conversation(
@@ -47,7 +83,8 @@ def check_conversation(
     _check_messages(messages, names)
     said = [message for message in messages[context:] if message["role"] == "assistant"]
     if said and not any(map(is_trained, said)):
-        raise RowError(f"every assistant turn of {where} has weight 0; expected one to train on")
+        flag = excluding_flags(said[0])[0]
+        raise RowError(f"every assistant turn of {where} is excluded (here by {flag}); expected one to train on")
     if not said:
         found = ", ".join(m["role"] for m in messages[context:]) or "no message"
         raise RowError(f"{where} has no assistant turn; expected a message with role assistant, found {found}")
@@ -75,8 +112,10 @@ def _message_fault(message: Message) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return _role_fault(message)
-    if message.get("weight") not in (None, 0, 1):
-        return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
+    if fault := _flag_fault(message):
+        return fault
+    if media := [key for key in MEDIA if message.get(key)]:
+        return f".{media[0]}: only text can be trained on"
     if message.get("function_call"):
         return ".function_call: an older form of tool calls, which templates do not read; expected tool_calls"
     if content is None and message.get("tool_calls"):
@@ -95,6 +134,18 @@ def _message_fault(message: Message) -> str | None:
         return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         return f".content: the {role}'s turn is empty; expected text"
+    return None
+
+
+def _flag_fault(message: Message) -> str | None:
+    """What is wrong with the training flags of a message."""
+    flags = _flags(message)
+    for key, value in flags.items():
+        if value not in (0, 1):
+            return f".{key}: expected true or false, or 1 or 0, found {value!r}"
+    if len({value == TRAIN_FLAGS[key] for key, value in flags.items()}) > 1:
+        said = ", ".join(f"{key}: {json.dumps(value)}" for key, value in flags.items())
+        return f": {said} contradict each other; expected one of them"
     return None
 
 
@@ -296,6 +347,8 @@ def _reply(row: Row, chat: bool, prompt: Any, answer: Any, column: str) -> Any:
     """A prompt and one answer, all of whose tokens count: so the assistant begins and ends it."""
     if not chat:
         return _plain(row, prompt, answer, column)
+    if flags := [flag for message in answer for flag in excluding_flags(message)]:
+        raise RowError(f"column {column}: every token of it counts, so {flags[0]} has no effect; expected no such key")
     found = _chat(row, prompt, answer, column)
     for end, message in (("begins", answer[0]), ("ends", answer[-1])):
         if message["role"] != "assistant":
@@ -362,7 +415,7 @@ def _tools(row: Row) -> Tools:
         return ()
     if isinstance(value, str):
         try:
-            value = parse_json(value)
+            value = without_nulls(parse_json(value))
         except ValueError as error:
             raise RowError(f"column tools: text that is not JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):

@@ -20,6 +20,7 @@ from typing import Any
 
 from runner.data.conversions import Conversion, find_conversion
 from runner.data.examples import (
+    MEDIA,
     AnswersExample,
     Example,
     Reading,
@@ -34,6 +35,7 @@ from runner.data.examples import (
     prompt_example,
     question_example,
     text_example,
+    unused_keys,
 )
 from runner.data.files import find_sources
 from runner.data.readers import Problems, Row, SourceLocation, json_type_name
@@ -101,7 +103,6 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "sft": "these are completions for algorithm=sft",
 }
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
@@ -127,8 +128,8 @@ class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
     ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see;
-    converted: those that a conversion made messages of; num_identical_pairs: pairs left out because their answers
-    are the same; num_several_turns: rows whose answers are more than one message
+    converted: those that a conversion made messages of; message_keys: keys of messages that are not read;
+    num_identical_pairs: pairs left out because their answers are the same; num_several_turns: rows whose answers are more than one message
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class FormatCheck:
         self.ignored: set[str] = set()
         self.reward_columns: set[str] = set()
         self.converted: set[str] = set()
+        self.message_keys: set[str] = set()
         self.num_identical_pairs = self.num_several_turns = 0
 
     def examples(self, rows: Iterable[Row]) -> Iterator[Example]:
@@ -180,12 +182,11 @@ class FormatCheck:
         return example.is_identical_pair()
 
     def _convert(self, form: Format, row: Row) -> Row:
-        """The row in the columns of this project; notes the columns and the keys that it was made of."""
+        """The row in the columns of this project; notes the columns that it was made of."""
         if form.conversion is None:
             return row
-        value, used, unread = form.conversion.apply(row.value, self.reading)
+        value, used = form.conversion.apply(row.value, self.reading)
         self.converted.update(used)
-        self.ignored |= unread
         return replace(row, value=value)
 
     def _select_columns(self, form: Format, row: Row) -> Row:
@@ -207,9 +208,13 @@ class FormatCheck:
             raise RowError(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
         for name in form.columns:
             value = row.value[name]
-            if name not in OTHER_TYPES and not (is_messages(value) if form.chat else isinstance(value, str)):
+            if name in OTHER_TYPES:
+                continue
+            if not (is_messages(value) if form.chat else isinstance(value, str)):
                 wanted = "a list of messages" if form.chat else "text"
                 raise RowError(f"column {name}: expected {wanted}{like}, found {json_type_name(value)}")
+            if form.chat:
+                self.message_keys |= {f"{name}[].{key}" for key in unused_keys(value)}
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 

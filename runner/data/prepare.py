@@ -8,6 +8,7 @@ What the rows are read as (`Reading`) follows from the kind of items that the al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -193,7 +194,7 @@ class SourcePreparation:
         self.decide.record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
         unsaid = summary
         if portion.held_out and reading == self.kind:  # the columns of the training rows, said with these
-            unsaid = summary | {"ignored": [], "given": []}
+            unsaid = summary | {"ignored": [], "given": [], "message_keys": []}
         self.report_rows(reading, unsaid, where)
         if summary["alike"]:
             left_out = f"{summary['alike']} skipped"
@@ -207,11 +208,16 @@ class SourcePreparation:
             self.decide.record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 
     def report_rows(self, reading: Reading, summary: Summary, where: str) -> None:
-        """Say which columns are not read or given to rewards, and the notes on rows."""
+        """Say which columns and keys are not read or given to rewards, and the notes on rows."""
         for note in summary["notes"]:
             self.decide("data.end_token", "trained on", "not trained on", f"{where}: {note}")
         for note in summary["chat_notes"]:
             self.decide.record_fact("chat", note, where)
+        template = str(self.tokenizer.chat_template or "")
+        names = [(key, re.escape(key.partition("[].")[2])) for key in summary["message_keys"]]
+        if unread := [key for key, name in names if not re.search(rf"\b{name}\b", template)]:
+            why = f"{where}: no part of the program and no word of the chat template reads these keys"
+            self.decide("data.messages", "every key read", f"not read: {', '.join(unread)}", why)
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
@@ -264,6 +270,7 @@ def summarize(check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
         "converted": sorted(check.converted),
+        "message_keys": sorted(check.message_keys),
         "given": sorted(check.reward_columns),
         "alike": check.num_identical_pairs,
         "several_turns": check.num_several_turns,

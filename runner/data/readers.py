@@ -1,7 +1,7 @@
 """Text files to rows, strictly: nothing is coerced or skipped, and errors name file and line.
 
     lines           UTF-8, gzip if the name ends in .gz; another encoding, or a line over 16 MiB, is a fault
-    JSONL, JSON     no NaN, no key twice
+    JSONL, JSON     no NaN, no key twice; a key with null is a missing key
     CSV, TSV        a header, separated by commas or tabs; every value is text, never a number or a date
     TXT             one row a line, column `text`; blank lines are no rows
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.core.untrusted_text import check_depth
+from runner.core.untrusted_text import check_depth, without_nulls
 
 MAX_SHOWN = 10  # problems that a message spells out; the rest is counted
 
@@ -320,4 +320,4 @@ def _row(place: SourceLocation, value: Any, source: str, problems: Problems) -> 
     elif "\\u" in source and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         problems.add_fault(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
     else:
-        yield Row(place, value)
+        yield Row(place, without_nulls(value))

@@ -23,13 +23,21 @@ from runner.core.errors import DataError
 from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
-from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
+from runner.data.examples import (
+    AnswersExample,
+    ChatExample,
+    Example,
+    Message,
+    PromptExample,
+    TextExample,
+    excluding_flags,
+)
 from runner.data.readers import Problems, SourceLocation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 3  # raise it when the same rows give other tokens, so that no old cache is used
+VERSION = 4  # raise it when the same rows give other tokens, so that no old cache is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +157,7 @@ class ExampleTokenizer:
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
+            _refuse_excluded(example.messages, self.train_on)
             return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
         if isinstance(example, TextExample):
             return [self._plain(example)]
@@ -227,6 +236,14 @@ class ExampleTokenizer:
             self.notes.add(
                 "the chat template ends an assistant turn without a special token, so its end is not trained"
             )
+
+
+def _refuse_excluded(messages: Sequence[Message], train_on: TrainOn) -> None:
+    """Raise RenderError for a message that says it is not trained on, where train_on says that it is."""
+    turns = [m for m in messages if m["role"] == "assistant"][-1:] if train_on == "last" else messages
+    flags = [flag for message in turns for flag in excluding_flags(message)] if train_on in ("last", "all") else []
+    if flags:
+        raise RenderError(f"a message has {flags[0]}, but chat.train_on={train_on}", "type chat.train_on=assistant")
 
 
 def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:

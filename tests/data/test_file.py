@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, StorageError
+from runner.core.errors import DataError, EnvironmentProblem, StorageError
 from runner.data.config import ChatConfig, FileConfig
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
@@ -309,3 +311,51 @@ def test_rows_that_are_too_long_are_named_with_the_value_that_keeps_them(
     ]
     assert "3 of 4 rows are too long; type data.max_length=31 to keep all, or data.truncation=skip" in lines[4]
     assert len(data(tokenizer, tmp_path, path=path, max_length=31)) == 4
+
+
+def test_keys_of_messages_that_nothing_reads_are_said_once_and_refused_by_strict(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl
+) -> None:
+    talks = [{"messages": [m | {"channel": "final"} for m in row["messages"]]} for row in TALKS]
+    path, decide = jsonl(talks), Decisions()
+    data(tokenizer, tmp_path, decide, path=path, holdout=0.2)
+    [line] = said(decide, "data.messages")
+    assert "not read: messages[].channel instead of every key read" in line
+    with pytest.raises(EnvironmentProblem, match=r"strict=true .*messages\[\]\.channel"):
+        data(tokenizer, tmp_path, Decisions(strict=True), path=path)
+    decide = Decisions()
+    data(byte_tokenizer(CHATML + "{# channel #}"), tmp_path, decide, path=path)
+    assert said(decide, "data.messages") == []
+
+
+def test_nulls_are_missing_keys_in_every_format(tmp_path: Path, jsonl: Jsonl) -> None:
+    """As `datasets` writes them into JSON: templates test for keys, and schemas have none of them."""
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": '{"a": null}', "parameters": None}}
+    messages = [
+        {"role": "user", "content": "w?", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "name": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": "it is 42", "name": None, "tool_calls": None},
+    ]
+    schema = {"name": "f", "description": None, "parameters": {"a": {"type": "integer", "enum": None}}}
+    rows = [{"messages": messages, "tools": [{"type": "function", "function": schema}], "id": None}]
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' ~ m.name if 'name' in m }}\n"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
+        "{% endfor %}<|im_end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    as_text = [rows[0] | {"tools": json.dumps(rows[0]["tools"])}]
+    paths = [
+        jsonl(rows),
+        jsonl(table.to_pylist(), "arrow.jsonl"),
+        jsonl(as_text, "text.jsonl"),
+        str(tmp_path / "rows.parquet"),
+    ]
+    tokenizer = byte_tokenizer(template)
+    items = [data(tokenizer, tmp_path, path=path).take(0, 1)[0] for path in paths]
+    assert len({item.ids for item in items}) == len({item.weights for item in items}) == 1
+    text = tokenizer.decode(items[0].ids)
+    assert "None" not in text and "enum" not in text
+    assert 'f {"a": null}' in text  # what the model wrote itself
