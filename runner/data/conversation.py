@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import REASONING_KEYS, TRAIN_FLAGS, Message, Tools, join_text_parts
+from runner.data.examples import Tools, join_text_parts
+from runner.data.message_keys import REASONING_KEYS, TRAIN_FLAGS, Message
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
 THINK = re.compile(r"</?think>|\[/?THINK\]")  # reasoning that stands in the content

@@ -5,11 +5,12 @@
     query/response  query, response; system, history                                   → messages
     MMLU-Pro        question, options or choices, answer_index or answer               → prompt, answer: a letter
     IFEval          prompt, instruction_id_list, kwargs                                → prompt, no answer
+    verl            prompt, reward_model: {ground_truth, style}, data_source, …        → prompt, answer: ground_truth
 
 What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
 labeled completion (with `label`) get `prompt` and their answers as messages; a prompt gets `prompt`, and what the row
 answers becomes the column `answer`. Formats: LLaMA-Factory data/README.md (ShareGPT, Alpaca), ms-swift custom data sets
-(query/response), tatsu-lab/stanford_alpaca (Alpaca).
+(query/response), tatsu-lab/stanford_alpaca (Alpaca), verl docs/preparation/prepare_data.rst (verl).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from runner.core.columns import column_value, json_type_name
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import CHECKED_COLUMN, Message, Reading, RowError, is_messages
-from runner.data.readers import json_type_name
+from runner.data.examples import CHECKED_COLUMN, Reading, RowError, is_messages
+from runner.data.message_keys import Message
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -45,23 +47,27 @@ class Dialogue:
     used: tuple[str, ...]
 
 
+Converted = tuple[dict[str, Any], tuple[str, ...]]  # a row in the columns of this project, the columns it was made of
+
+
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A format of another project."""
+    """A format of another project. `convert` leaves other columns as they are; it raises RowError."""
 
     name: str
     matches: Callable[[Mapping[str, Any], Reading], bool]
-    read: Callable[[Mapping[str, Any]], Dialogue]
+    convert: Callable[[Mapping[str, Any], Reading], Converted]
 
-    def apply(self, value: Mapping[str, Any], reading: Reading) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """(the row in the columns of this project, the columns it was made of).
 
-        Columns that the format does not know stay as they are. Raises RowError.
-        """
-        dialogue = self.read(value)
+def _dialogue(read: Callable[[Mapping[str, Any]], Dialogue]) -> Callable[[Mapping[str, Any], Reading], Converted]:
+    """The conversion of rows in which `read` finds a conversation."""
+
+    def convert(value: Mapping[str, Any], reading: Reading) -> Converted:
+        dialogue = read(value)
         rest = {name: content for name, content in value.items() if name not in dialogue.used}
-        columns = _columns(dialogue, rest, reading)
-        return {**rest, **columns}, dialogue.used
+        return {**rest, **_columns(dialogue, rest, reading)}, dialogue.used
+
+    return convert
 
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
@@ -207,6 +213,21 @@ def _is_ifeval(value: Mapping[str, Any], reading: Reading) -> bool:
     return reading in ("prompts", "questions") and wanted <= value.keys() and "answer" not in value
 
 
+TRUTH = "reward_model.ground_truth"
+
+
+def _is_verl(value: Mapping[str, Any], reading: Reading) -> bool:
+    return reading in ("prompts", "questions") and "prompt" in value and column_value(value, TRUTH) is not None
+
+
+def _read_verl(value: Mapping[str, Any], reading: Reading) -> Converted:
+    """The row with what it is scored by as its answer; its own columns stay for rewards."""
+    truth = column_value(value, TRUTH)
+    if truth is None:
+        raise RowError(f"no column {TRUTH}; found {', '.join(value)}")
+    return {**value, "answer": truth}, (TRUTH,)
+
+
 def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple[str, ...]) -> Dialogue:
     """The system prompt, the earlier exchanges, the question, and its answer if the row has one."""
     messages = [*_system(value), *_history(value), {"role": "user", "content": question}]
@@ -253,10 +274,12 @@ def _asks(question: str, answer: str) -> Callable[[Mapping[str, Any], Reading], 
 
 
 BESIDE: Mapping[Reading, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "judged": ("label",)}
+VERL = Conversion("verl", _is_verl, _read_verl)
 CONVERSIONS = (
-    Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _read_sharegpt),
-    Conversion("Alpaca", _asks("instruction", "output"), _read_alpaca),
-    Conversion("query/response", _asks("query", "response"), _read_query),
-    Conversion("multiple choice", _has_choices, _read_choices),
-    Conversion("IFEval", _is_ifeval, _read_ifeval),
+    VERL,
+    Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _dialogue(_read_sharegpt)),
+    Conversion("Alpaca", _asks("instruction", "output"), _dialogue(_read_alpaca)),
+    Conversion("query/response", _asks("query", "response"), _dialogue(_read_query)),
+    Conversion("multiple choice", _has_choices, _dialogue(_read_choices)),
+    Conversion("IFEval", _is_ifeval, _dialogue(_read_ifeval)),
 )

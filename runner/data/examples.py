@@ -13,63 +13,24 @@ The columns are there and of the format's type (`chat`: messages, else text) whe
 from __future__ import annotations
 
 import difflib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runner.core.columns import json_type_name
 from runner.core.untrusted_text import parse_json, without_nulls
-from runner.data.readers import Row, SourceLocation, json_type_name
+from runner.data.message_keys import Message, excluding_flags, flag_fault, is_trained
+from runner.data.readers import Row, SourceLocation
 from runner.spec.base import ItemKind
 
-Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Keys of a message that say whether it is trained on → the value that says so.
-TRAIN_FLAGS: Mapping[str, int] = {
-    "weight": 1,  # OpenAI
-    "loss": 1,  # ms-swift
-    "trainable": 1,  # verl
-    "loss_mask": 1,  # verl
-    "train": 1,  # axolotl
-    "training": 1,  # axolotl
-    "masked": 0,  # torchtune
-}
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
-# Keys that are read, and those that say nothing to a model.
-KNOWN_KEYS = frozenset({"role", "content", "tool_calls", "name", "id", "tool_call_id", *TRAIN_FLAGS, *REASONING_KEYS})
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # keys and columns of what is no text
 
 
 def is_messages(value: Any) -> bool:
     """Whether `value` is a list of objects; an empty list counts, so that it is reported as empty."""
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
-
-
-def is_trained(message: Message) -> bool:
-    """Whether an assistant turn is trained on: unless a flag of its own says no."""
-    return not excluding_flags(message)
-
-
-def excluding_flags(message: Message) -> list[str]:
-    """The flags of a message which say that it is not trained on, as `key: value`."""
-    return [f"{key}: {json.dumps(value)}" for key, value in _flags(message).items() if value != TRAIN_FLAGS[key]]
-
-
-def unused_keys(messages: Sequence[Message]) -> set[str]:
-    """Keys of messages that nothing here reads; a flag that asks to train on a turn of another role too."""
-    unknown = {str(key) for message in messages for key in message.keys() - KNOWN_KEYS}
-    others = [message for message in messages if message.get("role") != "assistant"]
-    return unknown | {
-        f"{key} (role {message['role']})"
-        for message in others
-        for key, value in _flags(message).items()
-        if value == TRAIN_FLAGS[key] and key != "masked"
-    }
-
-
-def _flags(message: Message) -> dict[str, Any]:
-    return {key: message[key] for key in TRAIN_FLAGS if message.get(key) is not None}
 
 
 def check_conversation(
@@ -112,7 +73,7 @@ def _message_fault(message: Message) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return _role_fault(message)
-    if fault := _flag_fault(message):
+    if fault := flag_fault(message):
         return fault
     if media := [key for key in MEDIA if message.get(key)]:
         return f".{media[0]}: only text can be trained on"
@@ -134,18 +95,6 @@ def _message_fault(message: Message) -> str | None:
         return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
         return f".content: the {role}'s turn is empty; expected text"
-    return None
-
-
-def _flag_fault(message: Message) -> str | None:
-    """What is wrong with the training flags of a message."""
-    flags = _flags(message)
-    for key, value in flags.items():
-        if value not in (0, 1):
-            return f".{key}: expected true or false, or 1 or 0, found {value!r}"
-    if len({value == TRAIN_FLAGS[key] for key, value in flags.items()}) > 1:
-        said = ", ".join(f"{key}: {json.dumps(value)}" for key, value in flags.items())
-        return f": {said} contradict each other; expected one of them"
     return None
 
 

@@ -23,15 +23,8 @@ from runner.core.errors import DataError
 from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
-from runner.data.examples import (
-    AnswersExample,
-    ChatExample,
-    Example,
-    Message,
-    PromptExample,
-    TextExample,
-    excluding_flags,
-)
+from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
+from runner.data.message_keys import Message, excluding_flags
 from runner.data.readers import Problems, SourceLocation
 
 if TYPE_CHECKING:

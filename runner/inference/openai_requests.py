@@ -200,8 +200,8 @@ class ConversationBody(StrictBody):
 
     def conversation(self) -> tuple[list[Json], list[Json], Json]:
         """Messages, tools and template variables as plain values."""
-        messages = [{"content": "", **_given(one)} for one in self.messages or ()]
-        return messages, list(map(_given, self.tools)), self.chat_template_kwargs
+        messages = [{"content": "", **_fields_without_nulls(one)} for one in self.messages or ()]
+        return messages, list(map(_fields_without_nulls, self.tools)), self.chat_template_kwargs
 
 
 class ChatBody(GenerationBody, ConversationBody):
@@ -249,7 +249,7 @@ class TokenizeBody(ConversationBody):
 B = TypeVar("B", bound=BaseModel)
 
 
-def _given(body: BaseModel) -> Json:
+def _fields_without_nulls(body: BaseModel) -> Json:
     """What a client has set, without nulls: to a chat template, null is not a missing key."""
     found: Json = without_nulls(body.model_dump(exclude_unset=True))
     return found

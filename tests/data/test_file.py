@@ -319,13 +319,13 @@ def test_keys_of_messages_that_nothing_reads_are_said_once_and_refused_by_strict
     talks = [{"messages": [m | {"channel": "final"} for m in row["messages"]]} for row in TALKS]
     path, decide = jsonl(talks), Decisions()
     data(tokenizer, tmp_path, decide, path=path, holdout=0.2)
-    [line] = said(decide, "data.messages")
+    [line] = said(decide, "data.columns")
     assert "not read: messages[].channel instead of every key read" in line
     with pytest.raises(EnvironmentProblem, match=r"strict=true .*messages\[\]\.channel"):
         data(tokenizer, tmp_path, Decisions(strict=True), path=path)
     decide = Decisions()
     data(byte_tokenizer(CHATML + "{# channel #}"), tmp_path, decide, path=path)
-    assert said(decide, "data.messages") == []
+    assert said(decide, "data.columns") == []
 
 
 def test_nulls_are_missing_keys_in_every_format(tmp_path: Path, jsonl: Jsonl) -> None:
@@ -359,3 +359,27 @@ def test_nulls_are_missing_keys_in_every_format(tmp_path: Path, jsonl: Jsonl) ->
     text = tokenizer.decode(items[0].ids)
     assert "None" not in text and "enum" not in text
     assert 'f {"a": null}' in text  # what the model wrote itself
+
+
+def test_rows_that_several_sources_share_are_on_one_side(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    rows = [{"text": f"row {i}"} for i in range(60)]
+    one, two = jsonl(rows[:40], "one.jsonl"), jsonl(rows[20:], "two.jsonl")
+    found = data(tokenizer, tmp_path, path=(one, two), holdout=0.3, max_eval_examples=None, shuffle=False)
+    training = set(texts(tokenizer, found, 0, len(found)))
+    held_out = [tokenizer.decode(question.item.ids) for question in found.held_out_questions()]
+    assert training.isdisjoint(held_out) and len(training) + len(set(held_out)) == 60
+    assert len(held_out) >= 24
+    with pytest.raises(DataError, match=r"of data\.path=.*two\.jsonl: 1 distinct rows or prompts leave no training"):
+        data(tokenizer, tmp_path, path=(one, jsonl(rows[:1], "two.jsonl")), holdout=0.3)
+
+
+def test_rows_of_a_group_are_on_one_side(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    rows = [{"text": f"user {i % 6}: {i}", "info": {"user": i % 6}} for i in range(60)]
+    path = jsonl(rows)
+    options: dict[str, Any] = {"holdout": 0.34, "holdout_group": "info.user", "max_eval_examples": None}
+    found = data(tokenizer, tmp_path, path=path, **options)
+    users = {text.partition(":")[0] for text in texts(tokenizer, found, 0, len(found))}
+    others = {tokenizer.decode(question.item.ids).partition(":")[0] for question in found.held_out_questions()}
+    assert (len(users), len(others), users & others, len(found)) == (4, 2, set(), 40)
+    with pytest.raises(DataError, match=r"rows\.jsonl:60: no column info\.user; data\.holdout_group needs one"):
+        data(tokenizer, tmp_path, path=jsonl([*rows[:59], {"text": "x"}]), **options)

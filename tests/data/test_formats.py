@@ -172,7 +172,7 @@ def test_a_flag_of_a_completion_that_counts_as_a_whole_is_refused() -> None:
 
 def test_keys_of_messages_that_nothing_reads_are_known() -> None:
     talk = [TALK[0] | {"train": True, "name": "Ann"}, TALK[1] | {"loss": True, "channel": "final", "id": 7}]
-    assert check({"messages": talk})[1].message_keys == {"messages[].train (role user)", "messages[].channel"}
+    assert check({"messages": talk})[1].unread == {"messages[].train (role user)", "messages[].channel"}
 
 
 PICTURE = {"messages": TALK, "images": ["cat.png"]}
