@@ -29,6 +29,7 @@ from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missi
 from runner.data.examples import Tools
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
 from runner.data.message_keys import Message, is_trained
+from runner.data.readers import read_whole_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -353,11 +354,11 @@ def load_template(name: str) -> str:
     """
     file = TEMPLATES / f"{name}.jinja" if name in TRAINING_TEMPLATES else Path(name)
     try:
-        source = file.read_text(encoding="utf-8")
+        source = read_whole_text(file, "chat.template")
         literal_text(source)
     except OSError as error:
         raise DataError(f"chat.template={name}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, TemplateSyntaxError) as error:
+    except TemplateSyntaxError as error:
         raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
     return source
 

@@ -43,7 +43,7 @@ from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.parallel_tokenization import TokenizerOptions, num_processes, show_progress, tokenize_batches
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
-from runner.data.tokenization import digest, tokenizer_digest
+from runner.data.tokenization import bos_and_eos, digest, tokenizer_digest
 from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
@@ -101,7 +101,8 @@ class SourcePreparation:
 
     def limit(self, reading: Reading) -> LengthLimit:
         """How long an item may be."""
-        return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit)
+        starts = frozenset(bos_and_eos(self.tokenizer)[0]) | {self.tokenizer.bos_token_id} - {None}
+        return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit, starts)
 
     def options(self, portion: DataSplit) -> TokenizerOptions:
         """What tokenizes the portion's examples."""

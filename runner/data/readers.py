@@ -155,6 +155,14 @@ def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES
             yield TextLine(place, raw.decode(errors="replace"))
 
 
+def read_whole_text(file: Path, key: str) -> str:
+    """The text of a user's file. Raises DataError where it is not UTF-8, OSError where it cannot be read."""
+    problems = Problems(key, str(file))
+    text = "".join(line.text for line in read_lines(file, problems, limit=None))
+    problems.raise_if_any()
+    return text
+
+
 def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tuple[int, int, bytes]]:
     """(line number, byte offset, bytes) of each line; one above the limit is a problem and left out."""
     most = -1 if limit is None else limit + 1

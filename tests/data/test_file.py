@@ -383,3 +383,12 @@ def test_rows_of_a_group_are_on_one_side(tokenizer: Any, tmp_path: Path, jsonl: 
     assert (len(users), len(others), users & others, len(found)) == (4, 2, set(), 40)
     with pytest.raises(DataError, match=r"rows\.jsonl:60: no column info\.user; data\.holdout_group needs one"):
         data(tokenizer, tmp_path, path=jsonl([*rows[:59], {"text": "x"}]), **options)
+
+
+def test_truncate_left_keeps_the_bos_of_the_tokenizer(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    path = jsonl([{"prompt": "x" * 50 + "q", "chosen": " yes", "rejected": " no"}])
+    options: dict[str, Any] = {"max_length": 16, "truncation": "truncate_left"}
+    [pair] = data(tokenizer, tmp_path, kind="pairs", path=path, **options).take(0, 1)
+    assert pair.prompt[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(pair.prompt[1:]).endswith("xxq") and len(pair.prompt) + 5 == 16

@@ -228,6 +228,11 @@ def test_a_template_of_the_users(tmp_path: Any) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(CHATML)
     assert load_template(str(path)) == CHATML
+    path.write_text(CHATML, encoding="utf-8-sig")
+    assert load_template(str(path)) == CHATML
+    path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"own\.jinja:1: not UTF-8 at byte offset 0"):
+        load_template(str(path))
     assert "｜Assistant｜" in load_template("deepseek_r1")
     path.write_text("{% for %}")
     with pytest.raises(DataError, match=r"own\.jinja: not a jinja template"):
