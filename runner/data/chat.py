@@ -81,7 +81,12 @@ class Renderer:
     notes: what was noticed in the conversations so far
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: ChatConfig | None = None,
+        special_tokens: Sequence[str] = (),
+    ) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template to render them\n"
@@ -91,7 +96,7 @@ class Renderer:
         self.tokenizer, self.chat = tokenizer, options or ChatConfig()
         self.notes: set[str] = set()
         self.source = str(tokenizer.get_chat_template())
-        self.control = ControlTokens(tokenizer, self.source)
+        self.control = ControlTokens(tokenizer, self.source, special_tokens)
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), context: int = 0, train_on: TrainOn | None = None

@@ -110,12 +110,22 @@ class SourcePreparation:
         train_on: TrainOn | None = None if reading == "sft" else "completion"
         schema, limit = _schema(reading), self.limit(reading)
         processes = num_processes(sharing_ranks=not self.config.cache)
-        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name, processes)
+        return TokenizerOptions(
+            self.tokenizer,
+            self.chat,
+            train_on,
+            limit,
+            schema,
+            source.key,
+            source.name,
+            processes,
+            self.config.special_tokens,
+        )
 
     def key(self, portion: DataSplit) -> str:
         """sha256 of everything that the portion's items depend on."""
         source, reading = portion.source, portion.reading
-        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
+        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns", "special_tokens")}
         options["max_length"] = self.limit(reading).most
         rule = portion.holdout
         side = [rule.fraction, rule.group, rule.content, portion.held_out] if rule else []

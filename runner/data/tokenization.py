@@ -93,9 +93,13 @@ class ExampleTokenizer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig | None = None, train_on: TrainOn | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig | None = None,
+        train_on: TrainOn | None = None,
+        special_tokens: Sequence[str] = (),
     ) -> None:
-        self.tokenizer, self.chat = tokenizer, chat or ChatConfig()
+        self.tokenizer, self.chat, self.special_tokens = tokenizer, chat or ChatConfig(), special_tokens
         self.train_on: TrainOn = train_on or self.chat.train_on
         self.notes: set[str] = set()
         self._text_notes: set[str] = set()
@@ -105,7 +109,7 @@ class ExampleTokenizer:
     @cached_property
     def renderer(self) -> Renderer:
         """The chat template. Raises DataError if there is none."""
-        return Renderer(self.tokenizer, self.chat)
+        return Renderer(self.tokenizer, self.chat, self.special_tokens)
 
     @property
     def chat_notes(self) -> set[str]:
@@ -151,13 +155,24 @@ class ExampleTokenizer:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
             _refuse_excluded(example.messages, self.train_on)
+            self._refuse_special_tokens(example.messages)
             return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
         if isinstance(example, TextExample):
             return [self._plain(example)]
         if isinstance(example.prompt, tuple):
+            self._refuse_special_tokens(example.prompt)
             return [self.renderer.render_prompt(example.prompt, example.tools)]
         self._note_special_tokens(example.prompt)
         return [[Segment(example.prompt, is_trained=False)]]
+
+    def _refuse_special_tokens(self, messages: Sequence[Message]) -> None:
+        """Raise RenderError for a token of data.special_tokens that is not the assistant's."""
+        others = [(at, m) for at, m in enumerate(messages) if self.special_tokens and m["role"] != "assistant"]
+        for at, message in others:
+            text = json.dumps(message, ensure_ascii=False, default=str)
+            if found := next((token for token in self.special_tokens if token in text), None):
+                why = "data.special_tokens allows it in assistant turns only"
+                raise RenderError(f"messages[{at}] (role {message['role']}) has the special token {found!r}; {why}")
 
     def _note_special_tokens(self, text: str) -> None:
         if self._control.special.search(text):

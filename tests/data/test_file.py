@@ -392,3 +392,19 @@ def test_truncate_left_keeps_the_bos_of_the_tokenizer(tmp_path: Path, jsonl: Jso
     [pair] = data(tokenizer, tmp_path, kind="pairs", path=path, **options).take(0, 1)
     assert pair.prompt[0] == tokenizer.bos_token_id
     assert tokenizer.decode(pair.prompt[1:]).endswith("xxq") and len(pair.prompt) + 5 == 16
+
+
+def test_special_tokens_of_the_user_are_tokens_in_assistant_turns_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<call>"]})
+    token = tokenizer.convert_tokens_to_ids("<call>")
+    path, options = jsonl([{"messages": chat("a", "<call>b")}]), {"special_tokens": ("<call>",)}
+    assert token not in data(tokenizer, tmp_path, path=path).take(0, 1)[0].ids
+    item = data(tokenizer, tmp_path, path=path, **options).take(0, 1)[0]
+    assert item.ids.count(token) == 1 and item.weights[item.ids.index(token)] == 1
+    bad = jsonl([{"messages": chat("a <call>", "b")}], "bad.jsonl")
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: messages\[0\] \(role user\) has the special token '<call>'"):
+        data(tokenizer, tmp_path, path=bad, **options)
+    for name, said in (("<none>", "the tokenizer has no special token"), ("<|im_end|>", "ends or opens turns")):
+        with pytest.raises(DataError, match=said):
+            data(tokenizer, tmp_path, path=path, special_tokens=(name,))
