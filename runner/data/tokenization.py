@@ -89,7 +89,7 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
 class ExampleTokenizer:
     """A tokenizer with the options that turn examples into tokens; `notes`: what a user should know.
 
-    train_on: None = as the options of `chat` say
+    train_on: None = as the options of `chat` say; special_tokens: those that assistant turns write as tokens
     """
 
     def __init__(

@@ -88,7 +88,10 @@ def _rope_settings(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _yarn_positions(rope: Mapping[str, Any], positions: int) -> int:
-    """The positions that YaRN (2309.00071) extends a model to; 0 for other kinds. Configs state either number."""
+    """The positions that YaRN (2309.00071) extends a model to; 0 for other kinds.
+
+    Configs state either number as max_position_embeddings.
+    """
     if rope.get("rope_type") != "yarn":
         return 0
     return int((rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1))
