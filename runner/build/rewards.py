@@ -25,7 +25,9 @@ MakeReward = Callable[[JobSpec, Sequence[Prompt], str], Reward | None]  # of a s
 
 def refuse_missing_columns(spec: JobSpec, data: Data) -> None:
     """Raise SpecError for a column that the reward needs and no row has, before the model is loaded."""
-    missing = [(key, name) for key, name in spec.reward.required_columns() if name not in data.columns]
+    known = data.columns  # of nested ones those of the first row: a dotted name may be in others
+    required = [(key, name, name.partition(".")[0]) for key, name in spec.reward.required_columns()]
+    missing = [(key, name) for key, name, head in required if name not in known and (head == name or head not in known)]
     if not missing:
         return
     sole = next(iter(data.columns)) if len(data.columns) == len(missing) == 1 else "NAME"

@@ -250,7 +250,9 @@ def verb_hint(word: str, verbs: Mapping[str, str]) -> str:
     if (known := of_other_tools.get(word.lower().replace("_", "-"))) is not None:
         return known
     if (conf_dir() / word).is_dir():
-        return f"'{word}' is a group; its options: run list {word}; to choose one: run {word}=NAME"
+        more = "\n  a row token by token, and what is trained on: run explain chat data=file data.path=FILE"
+        named = f"'{word}' is a group; its options: run list {word}; to choose one: run {word}=NAME"
+        return named + (more if word in ("data", "chat") else "")
     if of_component := component_hint(word):
         return of_component
     meant = nearest_word(word, [*verbs, *of_other_tools])

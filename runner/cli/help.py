@@ -147,7 +147,7 @@ MORE_EXAMPLES = """
   run +recipe=grpo_demo launch.devices=2 parallelism=ddp                       one job on two devices
   run -m +recipe=sft_demo seed=1,2,3            a sweep: a job for each combination
 
-more   run help recipes, run help options, run help verbs, run help VERB; docs/index.md"""
+more   run help recipes, run help options, run help verbs, run help VERB; a row: run explain chat data=file"""
 JOBS = """ways to select a job
   run +recipe=sft_demo optimizer.lr=1e-3         the command line overrides the recipe
   run +recipe=exp/mine.yaml                      a recipe by the path of its file

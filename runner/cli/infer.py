@@ -110,7 +110,9 @@ def _read_prompts(path: Path) -> list[str]:
     """One prompt per line of a text file; empty lines are left out."""
     if not path.exists() or path.is_dir():  # a pipe will do, as in --file <(command)
         raise EnvironmentProblem(f"{path}: no such file; expected one prompt per line")
-    return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    from runner.data.readers import read_whole_text
+
+    return [line.rstrip("\r") for line in read_whole_text(path, "--file").split("\n") if line.strip()]
 
 
 def _check_sampling(args: Namespace) -> None:

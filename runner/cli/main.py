@@ -5,6 +5,7 @@ argv ─▶ args ─▶ verb ─▶ handler (imported when chosen) ─▶ exit c
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import tempfile
@@ -49,6 +50,9 @@ HANDLERS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code (the table is in `runner.core.errors`)."""
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal without UTF-8 shows \u2026 and the like
+            stream.reconfigure(errors="backslashreplace")
     debug = "--debug" in words
     try:
         return _run_verb(words)

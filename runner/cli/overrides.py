@@ -23,7 +23,7 @@ from omegaconf.resolvers import oc
 from runner.cli.config_sources import GROUP, is_file_name, recipe_file_problem, recipe_member_name
 from runner.core.errors import Problem, SecurityError
 from runner.spec import suggest
-from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
+from runner.spec.base import COMMAND_LINE, origin_of
 from runner.spec.decode import MISSING
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, second_model_keys
@@ -200,21 +200,25 @@ def resolve_interpolations(config: DictConfig, origins: Mapping[str, str]) -> tu
 
     Raises SecurityError if one reads an environment variable that looks like a secret.
     """
-    data: dict[str, Any] = {}
-    problems = []
+    problems: list[Problem] = []
     raw = OmegaConf.to_container(config, resolve=False)
     assert isinstance(raw, dict)
+
+    def resolve(value: Any, key: str) -> Any:
+        if isinstance(value, dict):  # whose keys may have dots, as a column's name has
+            return {name: resolve(inner, f"{key}.{name}" if key else str(name)) for name, inner in value.items()}
+        if "${" in str(value):
+            try:
+                return _value(config, key)
+            except OmegaConfBaseException as error:
+                _raise_refusal(error, key, origins)
+                why = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2]
+                problems.append(Problem(key, f"{value}: {why}", origin_of(key, origins)))
+                return MISSING
+        return value
+
     with _guarded_environment():
-        for key, value in iter_leaves(raw):
-            if "${" in str(value):
-                try:
-                    value = _value(config, key)
-                except OmegaConfBaseException as error:
-                    _raise_refusal(error, key, origins)
-                    why = str(error).splitlines()[0].rpartition("raised while resolving interpolation: ")[2]
-                    problems.append(Problem(key, f"{value}: {why}", origin_of(key, origins)))
-                    value = MISSING
-            _put(data, key, value)
+        data: dict[str, Any] = resolve(raw, "")
     return data, problems
 
 
@@ -230,13 +234,6 @@ def escape_interpolations(value: Any) -> Any:
 def _value(config: DictConfig, key: str) -> Any:
     value = OmegaConf.select(config, key, throw_on_missing=True)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
-    *outer, last = key.split(".")
-    for name in outer:
-        data = data.setdefault(name, {})
-    data[last] = value
 
 
 def _environment(name: str, *default: str) -> Any:

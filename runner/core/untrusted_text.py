@@ -27,6 +27,17 @@ def parse_json(content: str | bytes) -> Any:
     return value
 
 
+def without_nulls(value: Any) -> Any:
+    """A JSON value without the keys whose value is null, at any depth.
+
+    Arrow gives every object in a column the same keys and fills the missing ones with null, and `datasets` writes these
+    into JSON. So a missing key and null mean the same.
+    """
+    if isinstance(value, dict):
+        return {k: without_nulls(v) for k, v in value.items() if v is not None}
+    return [without_nulls(v) for v in value] if isinstance(value, list) else value
+
+
 def check_depth(value: Any) -> None:
     """Raise ValueError for lists and objects nested too deeply for functions that call themselves."""
     level = [value]

@@ -26,8 +26,10 @@ from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ControlTokens, Placeholders, Segment, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
-from runner.data.examples import Message, Tools, is_trained
+from runner.data.examples import Tools
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
+from runner.data.message_keys import Message, is_trained
+from runner.data.readers import read_whole_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -79,7 +81,12 @@ class Renderer:
     notes: what was noticed in the conversations so far
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: ChatConfig | None = None,
+        special_tokens: Sequence[str] = (),
+    ) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template to render them\n"
@@ -89,7 +96,7 @@ class Renderer:
         self.tokenizer, self.chat = tokenizer, options or ChatConfig()
         self.notes: set[str] = set()
         self.source = str(tokenizer.get_chat_template())
-        self.control = ControlTokens(tokenizer, self.source)
+        self.control = ControlTokens(tokenizer, self.source, special_tokens)
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), context: int = 0, train_on: TrainOn | None = None
@@ -218,7 +225,7 @@ class Renderer:
         """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not upto.startswith(prefix):
-            raise RenderError(UNOPENED, self._unopened_hint(chat, turn, turn + 1))
+            raise self._unopened_error(chat, turn, turn + 1)
         self._refuse(find_missing(_statements_between(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
 
@@ -270,7 +277,7 @@ class Renderer:
         """All messages after the prompt as one answer."""
         prefix, whole = self._text(chat, chat.context, prompt=True), self._text(chat, len(chat.messages))
         if not whole.startswith(prefix):
-            raise RenderError(UNOPENED, self._unopened_hint(chat, chat.context, len(chat.messages)))
+            raise self._unopened_error(chat, chat.context, len(chat.messages))
         self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
         body = [replace(segment, answer=segment.is_trained) for segment in self._body(whole[len(prefix) :])]
@@ -317,6 +324,14 @@ class Renderer:
                 hint = "chat.drop=[system] trains without system prompts; chat.template=FILE sets another template"
             raise RenderError(f"the chat template does not render {first}", hint)
 
+    def _unopened_error(self, chat: _Chat, turn: int, stop: int) -> RenderError:
+        """Why the template does not open an answer as it writes it, and what to do."""
+        if turn and chat.messages[turn - 1]["role"] == chat.messages[turn]["role"]:
+            text = f"two assistant messages in a row, messages[{turn - 1}] and messages[{turn}]"
+            text = f"{text}; the chat template writes them as one turn, or changes the first"
+            return RenderError(text, "join the two messages, or put another one between them")
+        return RenderError(UNOPENED, self._unopened_hint(chat, turn, stop))
+
     def _unopened_hint(self, chat: _Chat, turn: int, stop: int) -> str:
         """What makes the template open an answer as it writes it."""
         for name in ("enable_thinking", "thinking"):
@@ -344,11 +359,11 @@ def load_template(name: str) -> str:
     """
     file = TEMPLATES / f"{name}.jinja" if name in TRAINING_TEMPLATES else Path(name)
     try:
-        source = file.read_text(encoding="utf-8")
+        source = read_whole_text(file, "chat.template")
         literal_text(source)
     except OSError as error:
         raise DataError(f"chat.template={name}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, TemplateSyntaxError) as error:
+    except TemplateSyntaxError as error:
         raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
     return source
 

@@ -184,11 +184,21 @@ class SourceConfig(DataConfig):
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
+    special_tokens: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Special tokens of the tokenizer that assistant turns may write, e.g. [<call>]; elsewhere in a "
+        "conversation they are an error. Others are encoded as text.",
+    )
     holdout: float | None = Field(
         default=None,
         gt=0,
         lt=1,
         description="Fraction of the rows held out for evaluation, e.g. 0.05, chosen by their contents; null = none.",
+    )
+    holdout_group: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Column whose equal values keep rows on one side of data.holdout, e.g. user_id; null = the prompt.",
     )
     max_eval_examples: int | None = Field(
         default=256, ge=1, description="Maximum held-out items per evaluation; null = all."
@@ -248,6 +258,8 @@ class SourceConfig(DataConfig):
 
     def _holdout_problems(self) -> list[tuple[str, str]]:
         other = self.eval_option()
+        if self.holdout is None and self.holdout_group is not None:
+            return [("data.holdout_group", "is used only by data.holdout; set data.holdout=0.05 too, or leave it out")]
         if self.holdout is None or other is None:
             return []
         return [("data.holdout", f"{self.holdout:g}, but {other} sets the held-out rows too; leave one of them out")]

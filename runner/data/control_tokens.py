@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from runner.core.errors import DataError
 from runner.data.jinja_sandbox import literal_text
 
 if TYPE_CHECKING:
@@ -63,15 +64,23 @@ class Placeholders:
 class ControlTokens:
     """The control tokens of a tokenizer and of the chat template `source`.
 
-    special: matches a special token in a text; anchor: see `join_anchor`
+    special: matches a special token in a text; anchor: see `join_anchor`; allowed: special tokens that the assistant's
+    turns write as tokens. Raises DataError for one that the tokenizer lacks, or that the template writes itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, allowed: Collection[str] = ()) -> None:
         self._tokenizer = tokenizer
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         special = {*map(str, tokenizer.all_special_tokens), *(name for name, is_special in added.items() if is_special)}
         written = literal_text(source)
+        for token in allowed:
+            if token not in special:
+                known = ", ".join(sorted(special))
+                raise DataError(f"data.special_tokens: the tokenizer has no special token {token!r}; it has: {known}")
+            if token in written or token in map(str, tokenizer.special_tokens_map.values()):
+                raise DataError(f"data.special_tokens: {token!r} ends or opens turns; no text may write it")
         self.special = _alternation(special)
+        self._of_assistant = _alternation(special - {*allowed})
         self._control = _alternation({*special, *(name for name in added if name in written)})
         self.anchor = join_anchor(tokenizer)
 
@@ -80,9 +89,8 @@ class ControlTokens:
         if not (self._is_in(messages) or self._is_in(tools)):
             return list(messages), tools, Placeholders("")
         placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False))
-        marked = [
-            _replace_texts(m, self.special if m["role"] in TRUSTED else self._control, placeholders) for m in messages
-        ]
+        patterns = {**dict.fromkeys(TRUSTED, self.special), "assistant": self._of_assistant}
+        marked = [_replace_texts(m, patterns.get(m["role"], self._control), placeholders) for m in messages]
         return marked, _replace_texts(tools, self.special, placeholders), placeholders
 
     def leading(self, text: str, most: int | None = None) -> str:

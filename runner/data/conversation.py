@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import Message, Tools, join_text_parts
+from runner.data.examples import Tools, join_text_parts
+from runner.data.message_keys import REASONING_KEYS, TRAIN_FLAGS, Message
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # one text under three names
 THINK = re.compile(r"</?think>|\[/?THINK\]")  # reasoning that stands in the content
 COUNTED = 40  # a text of at most so many characters must occur as often as it was made
 SHOWN = 40
@@ -59,7 +59,7 @@ def plain_messages(messages: Sequence[Message], drop: Sequence[str], form: CallF
 
 
 def _plain_message(message: Message, without_reasoning: bool, form: CallForm) -> dict[str, Any]:
-    found = {name: value for name, value in message.items() if name not in ("weight", *REASONING_KEYS)}
+    found = {name: value for name, value in message.items() if name not in (*TRAIN_FLAGS, *REASONING_KEYS)}
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     if reasoning and not without_reasoning:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}

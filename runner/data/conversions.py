@@ -5,23 +5,25 @@
     query/response  query, response; system, history                                   → messages
     MMLU-Pro        question, options or choices, answer_index or answer               → prompt, answer: a letter
     IFEval          prompt, instruction_id_list, kwargs                                → prompt, no answer
+    verl            prompt, reward_model: {ground_truth, style}, data_source, …        → prompt, answer: ground_truth
 
 What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
 labeled completion (with `label`) get `prompt` and their answers as messages; a prompt gets `prompt`, and what the row
 answers becomes the column `answer`. Formats: LLaMA-Factory data/README.md (ShareGPT, Alpaca), ms-swift custom data sets
-(query/response), tatsu-lab/stanford_alpaca (Alpaca).
+(query/response), tatsu-lab/stanford_alpaca (Alpaca), verl docs/preparation/prepare_data.rst (verl).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from runner.core.columns import column_value, json_type_name
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import CHECKED_COLUMN, Message, Reading, RowError, is_messages
-from runner.data.readers import json_type_name
+from runner.data.examples import CHECKED_COLUMN, Reading, RowError, is_messages
+from runner.data.message_keys import Message
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -39,30 +41,33 @@ SHAREGPT_ROLES = {
 
 @dataclass(slots=True)
 class Dialogue:
-    """A conversation found in a row. `used`: its columns; `unread`: keys of turns that are left out."""
+    """A conversation found in a row. `used`: its columns."""
 
     messages: list[dict[str, Any]]
     used: tuple[str, ...]
-    unread: set[str] = field(default_factory=set)
+
+
+Converted = tuple[dict[str, Any], tuple[str, ...]]  # a row in the columns of this project, the columns it was made of
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A format of another project."""
+    """A format of another project. `convert` leaves other columns as they are; it raises RowError."""
 
     name: str
     matches: Callable[[Mapping[str, Any], Reading], bool]
-    read: Callable[[Mapping[str, Any]], Dialogue]
+    convert: Callable[[Mapping[str, Any], Reading], Converted]
 
-    def apply(self, value: Mapping[str, Any], reading: Reading) -> tuple[dict[str, Any], tuple[str, ...], set[str]]:
-        """(the row in the columns of this project, the columns it was made of, the keys that are not read).
 
-        Columns that the format does not know stay as they are. Raises RowError.
-        """
-        dialogue = self.read(value)
+def _dialogue(read: Callable[[Mapping[str, Any]], Dialogue]) -> Callable[[Mapping[str, Any], Reading], Converted]:
+    """The conversion of rows in which `read` finds a conversation."""
+
+    def convert(value: Mapping[str, Any], reading: Reading) -> Converted:
+        dialogue = read(value)
         rest = {name: content for name, content in value.items() if name not in dialogue.used}
-        columns = _columns(dialogue, rest, reading)
-        return {**rest, **columns}, dialogue.used, dialogue.unread
+        return {**rest, **_columns(dialogue, rest, reading)}, dialogue.used
+
+    return convert
 
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
@@ -82,7 +87,7 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     if reading == "pairs":
         return {
             "prompt": messages,
-            **{name: _answer(rest[name], name, dialogue) for name in BESIDE["pairs"] if name in rest},
+            **{name: _answer(rest[name], name) for name in BESIDE["pairs"] if name in rest},
         }
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)
@@ -96,7 +101,7 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     return {"prompt": prompt, "answer": last["content"]}
 
 
-def _answer(value: Any, column: str, dialogue: Dialogue) -> Any:
+def _answer(value: Any, column: str) -> Any:
     """An answer of a pair as messages: text, one turn in either spelling, or a list of turns as it is."""
     if isinstance(value, str):
         return [{"role": "assistant", "content": value}]
@@ -104,10 +109,7 @@ def _answer(value: Any, column: str, dialogue: Dialogue) -> Any:
         value = [value]
     if not is_messages(value) or not any("from" in turn for turn in value):
         return value
-    unread: set[str] = set()
-    messages = [_message(turn, f"{column}[{number}]", unread) for number, turn in enumerate(value)]
-    dialogue.unread |= {f"{column}[].{key}" for key in unread}
-    return messages
+    return [_message(turn, f"{column}[{number}]") for number, turn in enumerate(value)]
 
 
 def _turns_column(value: Mapping[str, Any]) -> str | None:
@@ -123,16 +125,15 @@ def _read_sharegpt(value: Mapping[str, Any]) -> Dialogue:
     if column is None:
         found = json_type_name(value["conversations"]) if "conversations" in value else "no column conversations"
         raise RowError(f"column conversations: expected a list of turns with the keys from and value, found {found}")
-    unread: set[str] = set()
-    turns = [_message(turn, f"{column}[{i}]", unread) for i, turn in enumerate(value[column])]
+    turns = [_message(turn, f"{column}[{i}]") for i, turn in enumerate(value[column])]
     system = _system(value)
     if system and turns and turns[0]["role"] == "system":
         raise RowError(f"a column system and a system turn in {column}; expected one of them")
-    return Dialogue([*system, *turns], (column, *_columns_in(value, "system")), {f"{column}[].{key}" for key in unread})
+    return Dialogue([*system, *turns], (column, *_columns_in(value, "system")))
 
 
-def _message(turn: Message, where: str, unread: set[str]) -> dict[str, Any]:
-    """A turn with the keys role and content; one that has them already stays as it is."""
+def _message(turn: Message, where: str) -> dict[str, Any]:
+    """A turn with the keys role and content, and its other keys; one that has them already stays as it is."""
     if "from" not in turn:
         return dict(turn)
     role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
@@ -140,11 +141,14 @@ def _message(turn: Message, where: str, unread: set[str]) -> dict[str, Any]:
         raise RowError(f"{where}.from: unknown speaker {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}")
     if "value" not in turn:
         raise RowError(f"{where}: no value; expected the keys from and value, found {', '.join(turn)}")
-    kept = {"weight": turn["weight"]} if "weight" in turn else {}
-    unread |= turn.keys() - {"from", "value", "weight"}
+    if twice := [key for key in ("role", "content") if key in turn]:
+        raise RowError(
+            f"{where}: the keys from, value and {', '.join(twice)}; expected from and value, or role, content"
+        )
+    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
     if turn["from"] == "function_call":
-        return {"role": role, "content": "", "tool_calls": _tool_calls(turn["value"], f"{where}.value"), **kept}
-    return {"role": role, "content": turn["value"], **kept}
+        return {**others, "role": role, "content": "", "tool_calls": _tool_calls(turn["value"], f"{where}.value")}
+    return {**others, "role": role, "content": turn["value"]}
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -209,6 +213,21 @@ def _is_ifeval(value: Mapping[str, Any], reading: Reading) -> bool:
     return reading in ("prompts", "questions") and wanted <= value.keys() and "answer" not in value
 
 
+TRUTH = "reward_model.ground_truth"
+
+
+def _is_verl(value: Mapping[str, Any], reading: Reading) -> bool:
+    return reading in ("prompts", "questions") and "prompt" in value and column_value(value, TRUTH) is not None
+
+
+def _read_verl(value: Mapping[str, Any], reading: Reading) -> Converted:
+    """The row with what it is scored by as its answer; its own columns stay for rewards."""
+    truth = column_value(value, TRUTH)
+    if truth is None:
+        raise RowError(f"no column {TRUTH}; found {', '.join(value)}")
+    return {**value, "answer": truth}, (TRUTH,)
+
+
 def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple[str, ...]) -> Dialogue:
     """The system prompt, the earlier exchanges, the question, and its answer if the row has one."""
     messages = [*_system(value), *_history(value), {"role": "user", "content": question}]
@@ -255,10 +274,12 @@ def _asks(question: str, answer: str) -> Callable[[Mapping[str, Any], Reading], 
 
 
 BESIDE: Mapping[Reading, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "judged": ("label",)}
+VERL = Conversion("verl", _is_verl, _read_verl)
 CONVERSIONS = (
-    Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _read_sharegpt),
-    Conversion("Alpaca", _asks("instruction", "output"), _read_alpaca),
-    Conversion("query/response", _asks("query", "response"), _read_query),
-    Conversion("multiple choice", _has_choices, _read_choices),
-    Conversion("IFEval", _is_ifeval, _read_ifeval),
+    VERL,
+    Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _dialogue(_read_sharegpt)),
+    Conversion("Alpaca", _asks("instruction", "output"), _dialogue(_read_alpaca)),
+    Conversion("query/response", _asks("query", "response"), _dialogue(_read_query)),
+    Conversion("multiple choice", _has_choices, _dialogue(_read_choices)),
+    Conversion("IFEval", _is_ifeval, _dialogue(_read_ifeval)),
 )

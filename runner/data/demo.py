@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from runner.data.config import ChatConfig, DemoConfig
-from runner.data.examples import AnswersExample, ChatExample, Example, Message, PromptExample, Reading, held_out_reading
+from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, Reading, held_out_reading
 from runner.data.items import ITEMS, QUESTIONS, LengthLimit, TruncationCounts
+from runner.data.message_keys import Message
 from runner.data.readers import Problems, SourceLocation
 from runner.data.sampling_order import ProportionalOrder, RefillOrders, permutation, random_stream
 from runner.data.tokenization import (

@@ -18,22 +18,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from runner.core.untrusted_text import parse_json
-from runner.data.readers import Row, SourceLocation, json_type_name
+from runner.core.columns import json_type_name
+from runner.core.untrusted_text import parse_json, without_nulls
+from runner.data.message_keys import Message, excluding_flags, flag_fault, is_trained
+from runner.data.readers import Row, SourceLocation
 from runner.spec.base import ItemKind
 
-Message = Mapping[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")  # keys and columns of what is no text
 
 
 def is_messages(value: Any) -> bool:
     """Whether `value` is a list of objects; an empty list counts, so that it is reported as empty."""
     return isinstance(value, list) and all(isinstance(v, dict) for v in value)
-
-
-def is_trained(message: Message) -> bool:
-    """Whether an assistant turn is trained on: not where it says `weight: 0`, as OpenAI's format can."""
-    return message.get("weight") != 0
 
 
 def check_conversation(
@@ -47,7 +44,8 @@ def check_conversation(
     _check_messages(messages, names)
     said = [message for message in messages[context:] if message["role"] == "assistant"]
     if said and not any(map(is_trained, said)):
-        raise RowError(f"every assistant turn of {where} has weight 0; expected one to train on")
+        flag = excluding_flags(said[0])[0]
+        raise RowError(f"every assistant turn of {where} is excluded (here by {flag}); expected one to train on")
     if not said:
         found = ", ".join(m["role"] for m in messages[context:]) or "no message"
         raise RowError(f"{where} has no assistant turn; expected a message with role assistant, found {found}")
@@ -75,8 +73,10 @@ def _message_fault(message: Message) -> str | None:
     role, content = message.get("role"), message.get("content")
     if role not in ROLES:
         return _role_fault(message)
-    if message.get("weight") not in (None, 0, 1):
-        return f".weight: expected 0 (context) or 1 (in the loss), found {message['weight']!r}"
+    if fault := flag_fault(message):
+        return fault
+    if media := [key for key in MEDIA if message.get(key)]:
+        return f".{media[0]}: only text can be trained on"
     if message.get("function_call"):
         return ".function_call: an older form of tool calls, which templates do not read; expected tool_calls"
     if content is None and message.get("tool_calls"):
@@ -296,6 +296,8 @@ def _reply(row: Row, chat: bool, prompt: Any, answer: Any, column: str) -> Any:
     """A prompt and one answer, all of whose tokens count: so the assistant begins and ends it."""
     if not chat:
         return _plain(row, prompt, answer, column)
+    if flags := [flag for message in answer for flag in excluding_flags(message)]:
+        raise RowError(f"column {column}: every token of it counts, so {flags[0]} has no effect; expected no such key")
     found = _chat(row, prompt, answer, column)
     for end, message in (("begins", answer[0]), ("ends", answer[-1])):
         if message["role"] != "assistant":
@@ -362,7 +364,7 @@ def _tools(row: Row) -> Tools:
         return ()
     if isinstance(value, str):
         try:
-            value = parse_json(value)
+            value = without_nulls(parse_json(value))
         except ValueError as error:
             raise RowError(f"column tools: text that is not JSON ({error}); expected a list of JSON schemas") from error
     if not is_messages(value):

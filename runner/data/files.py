@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
 from runner.core.fsync_io import sha256
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, without_nulls
 from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_json, read_jsonl, read_text
 
 if TYPE_CHECKING:
@@ -127,16 +127,6 @@ def read_file(file: Path, problems: Problems) -> Iterator[Row]:
     except (OSError, EOFError, zlib.error) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         problems.add_fault(str(file), f"cannot be read: {text}")
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without the keys whose value is null, at any depth.
-
-    Arrow gives every object in a column the same keys and fills the missing ones with null.
-    """
-    if isinstance(value, dict):
-        return {k: without_nulls(v) for k, v in value.items() if v is not None}
-    return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _read_parquet(file: Path, problems: Problems) -> Iterator[Row]:

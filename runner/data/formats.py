@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from runner.data.conversions import Conversion, find_conversion
+from runner.core.columns import column_value, json_type_name, nested_names
+from runner.data.conversions import VERL, Conversion, find_conversion
 from runner.data.examples import (
+    MEDIA,
     AnswersExample,
     Example,
     Reading,
@@ -36,12 +38,16 @@ from runner.data.examples import (
     text_example,
 )
 from runner.data.files import find_sources
-from runner.data.readers import Problems, Row, SourceLocation, json_type_name
+from runner.data.message_keys import unused_keys
+from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
 
 
 class Renaming:
-    """`data.rename_columns`: name in the data → known name; `seen`: the names that occurred."""
+    """`data.rename_columns`: name in the data → known name; `seen`: the names that occurred.
+
+    A dotted name is read inside an object, which stays as it is.
+    """
 
     def __init__(self, columns: Mapping[str, str] | None) -> None:
         self.columns = dict(columns or {})
@@ -50,12 +56,15 @@ class Renaming:
     def apply(self, rows: Iterable[Row], problems: Problems) -> Iterator[Row]:
         """Each row with its new names; a row that has one of them already is a problem."""
         for row in rows:
-            self.seen |= self.columns.keys() & row.value.keys()
-            value = {self.columns.get(name, name): content for name, content in row.value.items()}
-            if len(value) == len(row.value):
+            inner = {old: column_value(row.value, old) for old in self.columns if old not in row.value}
+            nested = {old: value for old, value in inner.items() if value is not None}
+            self.seen |= nested.keys() | (self.columns.keys() & row.value.keys())
+            named = [*row.value.items(), *nested.items()]
+            value = {self.columns.get(name, name): content for name, content in named}
+            if len(value) == len(named):
                 yield replace(row, value=value)
             else:
-                problems.add_fault(row.place, self._collision(row.value))
+                problems.add_fault(row.place, self._collision(dict(named)))
 
     def _collision(self, value: Mapping[str, Any]) -> str:
         old, new = next((o, n) for o, n in self.columns.items() if o in value and n in value and n not in self.columns)
@@ -101,7 +110,6 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "sft": "these are completions for algorithm=sft",
 }
 OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
-MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
@@ -127,8 +135,9 @@ class FormatCheck:
     """Detects the format from the first row and holds the others to it.
 
     ignored: columns that are not read; reward_columns: those that rewards (held out: environments) see;
-    converted: those that a conversion made messages of; num_identical_pairs: pairs left out because their answers
-    are the same; num_several_turns: rows whose answers are more than one message
+    converted: those that a conversion made messages of; unread: keys of messages, and columns, that nothing reads;
+    num_identical_pairs: pairs left out because their answers are the same;
+    num_several_turns: rows whose answers are more than one message
     """
 
     def __init__(
@@ -146,6 +155,7 @@ class FormatCheck:
         self.ignored: set[str] = set()
         self.reward_columns: set[str] = set()
         self.converted: set[str] = set()
+        self.unread: set[str] = set()
         self.num_identical_pairs = self.num_several_turns = 0
 
     def examples(self, rows: Iterable[Row]) -> Iterator[Example]:
@@ -180,12 +190,13 @@ class FormatCheck:
         return example.is_identical_pair()
 
     def _convert(self, form: Format, row: Row) -> Row:
-        """The row in the columns of this project; notes the columns and the keys that it was made of."""
+        """The row in the columns of this project; notes the columns that it was made of."""
         if form.conversion is None:
             return row
-        value, used, unread = form.conversion.apply(row.value, self.reading)
+        value, used = form.conversion.convert(row.value, self.reading)
         self.converted.update(used)
-        self.ignored |= unread
+        if form.conversion is VERL and row.value.get("answer", value["answer"]) != value["answer"]:
+            self.unread.add(f"answer (replaced by {used[0]})")
         return replace(row, value=value)
 
     def _select_columns(self, form: Format, row: Row) -> Row:
@@ -197,6 +208,8 @@ class FormatCheck:
         known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
         self.ignored |= row.value.keys() - known.keys()
         self.reward_columns |= known.keys() - {*form.columns}
+        if row.place == self.first:  # of one row: objects may have other keys in each
+            self.reward_columns |= {path for name, value in known.items() for path in nested_names(name, value)}
         return replace(row, value=known)
 
     def _example(self, form: Format, row: Row) -> Example:
@@ -207,9 +220,13 @@ class FormatCheck:
             raise RowError(f"no column {', '.join(missing)}; expected {form}{like}, found {found}")
         for name in form.columns:
             value = row.value[name]
-            if name not in OTHER_TYPES and not (is_messages(value) if form.chat else isinstance(value, str)):
+            if name in OTHER_TYPES:
+                continue
+            if not (is_messages(value) if form.chat else isinstance(value, str)):
                 wanted = "a list of messages" if form.chat else "text"
                 raise RowError(f"column {name}: expected {wanted}{like}, found {json_type_name(value)}")
+            if form.chat:
+                self.unread |= {f"{name}[].{key}" for key in unused_keys(value)}
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 
@@ -227,11 +244,13 @@ def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     other projects come after those with `prompt` and before `text` and answers that begin alike: Alpaca's own data have
     a column `text` too.
     """
-    found = _detect_own_format(value, reading)
-    if found is not None and found.columns[0] == "prompt":
+    found, conversion = _detect_own_format(value, reading), find_conversion(value, reading)
+    if found is not None and found.columns[0] == "prompt" and conversion is not VERL:
         return found
-    conversion = find_conversion(value, reading)
-    return Format(next(iter(FORMATS[reading])), chat=True, conversion=conversion) if conversion else found
+    if conversion is None:
+        return found
+    chat = conversion is not VERL or is_messages(value["prompt"])
+    return Format(next(iter(FORMATS[reading])), chat, conversion)
 
 
 def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | None:

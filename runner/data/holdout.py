@@ -1,55 +1,72 @@
-"""data.holdout: a fraction of a source's rows for evaluation, chosen by what they say.
+"""data.holdout: a fraction of the rows for evaluation, chosen by what they say.
 
-    key of a row    hash of its prompt, or of all columns of its format where it has no column `prompt`
-    held out        the keys up to the quantile `fraction` of all distinct keys
+    key of a row    hash of its group (data.holdout_group), else of its prompt, else of all columns of its format
+    held out        of each source, the keys up to the quantile `fraction` of its distinct keys; in every source
 
-So the choice depends on no seed and no order, equal rows (and all rows of one prompt) are on one side, and the number
-of distinct keys that are held out is exact, at least one.
+So the choice depends on no seed and no order, equal rows (all rows of one prompt, or of one group) are on one side also
+where several sources have them, and at least one key of each source is held out.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from runner.core.columns import column_value
 from runner.core.errors import DataError
+from runner.data.examples import RowError
 
 if TYPE_CHECKING:
     from runner.data.formats import Format
     from runner.data.readers import Row
 
+ReadKeys = Callable[[], set[int]]
 
-def row_key(form: Format, row: Row) -> int:
-    """64 bits of the sha256 of what decides the row's side."""
-    columns = ("prompt",) if "prompt" in form.columns else form.columns
-    text = json.dumps([row.value.get(name) for name in columns], sort_keys=True, default=str)
+
+def row_key(form: Format, row: Row, group: str | None = None) -> int:
+    """64 bits of the sha256 of what decides the row's side. Raises RowError for a row without a group."""
+    if group is None:
+        columns = ("prompt",) if "prompt" in form.columns else form.columns
+        values = [row.value.get(name) for name in columns]
+    elif (value := column_value(row.value, group)) is None:
+        raise RowError(f"no column {group}; data.holdout_group needs one in every row")
+    else:
+        values = [value]
+    text = json.dumps(values, sort_keys=True, default=str)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
 @dataclass(frozen=True)
 class Holdout:
-    """The held-out rule of one source. `read_keys` reads all rows; `where` is for error messages."""
+    """The held-out rule of a job's sources.
+
+    read_keys: source → function that reads the keys of all its rows; group: the column that keeps rows together;
+    content: digest of all sources
+    """
 
     fraction: float
-    where: str
-    read_keys: Callable[[], set[int]]
+    read_keys: Mapping[str, ReadKeys]
+    content: str
+    group: str | None = None
 
     @cached_property
-    def cutoff_key(self) -> int:
-        """The largest key that is held out. Raises DataError where no row would be left to train on."""
-        keys = sorted(self.read_keys())
-        count = max(1, round(self.fraction * len(keys)))
-        if count >= len(keys):
-            raise DataError(
-                f"data.holdout={self.fraction:g} of {self.where}: {len(keys)} distinct rows or prompts leave no "
-                "training data; lower it, or set separate held-out rows (data.eval_path, data.eval_split)"
-            )
-        return keys[count - 1]
+    def held_out_keys(self) -> set[int]:
+        """The keys that are held out. Raises DataError where a source would have no row left to train on."""
+        keys = {where: read() for where, read in self.read_keys.items()}
+        chosen = {key for some in keys.values() for key in sorted(some)[: max(1, round(self.fraction * len(some)))]}
+        for where, some in keys.items():
+            if some <= chosen:
+                what = "groups" if self.group else "distinct rows or prompts"
+                raise DataError(
+                    f"data.holdout={self.fraction:g} of {where}: {len(some)} {what} leave no training data; lower it, "
+                    "or set separate held-out rows (data.eval_path, data.eval_split)"
+                )
+        return chosen
 
     def is_held_out(self, form: Format, row: Row) -> bool:
-        """Whether the row is for evaluation."""
-        return row_key(form, row) <= self.cutoff_key
+        """Whether the row is for evaluation. Raises RowError for a row without a group."""
+        return row_key(form, row, self.group) in self.held_out_keys

@@ -14,8 +14,8 @@ import datasets  # type: ignore[import-untyped]
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.fsync_io import sha256
 from runner.core.http_client import site_fault
+from runner.core.untrusted_text import without_nulls
 from runner.data.config import HubConfig, ModelScopeConfig, RemoteConfig
-from runner.data.files import without_nulls
 from runner.data.readers import Problems, Row, SourceLocation
 
 ANSWER_S = 5.0  # for ModelScope to answer

@@ -8,7 +8,7 @@ prompts  prompt             ─▶ Prompt              (held out, with the answe
 data.truncation
 error            a problem that names row and length
 skip             left out
-truncate_left    the last max_length tokens stay        truncate_right    the first ones stay
+truncate_left    the last max_length tokens stay, after BOS        truncate_right    the first ones stay
 split            pieces of max_length tokens, each beginning with the last token of the one before it,
                  which is context there: every token but the first is trained on exactly once
 
@@ -23,6 +23,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.data.examples import Reading
@@ -90,12 +91,14 @@ class LengthLimit:
     """The longest item in tokens, and the rule for longer ones.
 
     max_length: None = `model_limit`: the most tokens that the model allows, and why; None = any
+    starts: ids that a sequence begins with, such as BOS, which truncate_left keeps
     """
 
     max_length: int | None
     rule: OverlongRule
     reading: Reading = "sft"
     model_limit: tuple[int, str] | None = None
+    starts: frozenset[int] = frozenset()
 
     @property
     def most(self) -> int:
@@ -189,16 +192,23 @@ class LengthLimit:
 
     def _pieces(self, row: EncodedExample | EncodedAnswers, length: int) -> list[EncodedExample] | list[EncodedAnswers]:
         """What is left of the row, as far as anything is."""
+        cut = length - self.most
         if isinstance(row, EncodedAnswers):
-            rest = row.prompt[length - self.most :]
-            return [replace(row, prompt=rest)] if rest else []
+            start = self._start(row.prompt)
+            rest = row.prompt[cut + len(start) :]
+            return [replace(row, prompt=start + rest)] if rest else []
         if self.rule == "truncate_right":
             pieces = [_slice(row, 0, self.most)]
         elif self.rule == "truncate_left":
-            pieces = [_slice(row, length - self.most, length)]
+            start = self._start(row.ids)
+            pieces = [_prepend(start, _slice(row, cut + len(start), length))]
         else:
             pieces = [_slice(row, at, at + self.most) for at in range(0, length - 1, self.most - 1)]
         return [piece for piece in pieces if any(piece.loss_mask)]
+
+    def _start(self, ids: Sequence[int]) -> list[int]:
+        """The ids that a sequence begins with and keeps."""
+        return list(takewhile(self.starts.__contains__, ids))[: self.most - 1]
 
     def truncation_hint(self, tally: TruncationCounts) -> str:
         """What to type where rows are refused because of their length, counted to the end; empty if none is."""
@@ -233,6 +243,13 @@ def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
     first, last = row.answer
     whole = start < first and last <= stop
     return replace(row, ids=ids, loss_mask=loss_mask, answer=(first - start, last - start) if whole else (0, 0))
+
+
+def _prepend(start: list[int], row: EncodedExample) -> EncodedExample:
+    """The row after ids that are context."""
+    first, last = row.answer
+    answer = (first + len(start), last + len(start)) if last else (0, 0)
+    return replace(row, ids=start + row.ids, loss_mask=[0] * len(start) + row.loss_mask, answer=answer)
 
 
 Record = Mapping[str, Any]

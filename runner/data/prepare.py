@@ -8,8 +8,10 @@ What the rows are read as (`Reading`) follows from the kind of items that the al
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -41,7 +43,7 @@ from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.parallel_tokenization import TokenizerOptions, num_processes, show_progress, tokenize_batches
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
-from runner.data.tokenization import digest, tokenizer_digest
+from runner.data.tokenization import bos_and_eos, digest, tokenizer_digest
 from runner.interfaces import Data, Decide
 from runner.spec.base import ItemKind
 
@@ -99,7 +101,8 @@ class SourcePreparation:
 
     def limit(self, reading: Reading) -> LengthLimit:
         """How long an item may be."""
-        return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit)
+        starts = frozenset(bos_and_eos(self.tokenizer)[0]) | {self.tokenizer.bos_token_id} - {None}
+        return LengthLimit(self.config.max_length, self.config.truncation, reading, self.length_limit, starts)
 
     def options(self, portion: DataSplit) -> TokenizerOptions:
         """What tokenizes the portion's examples."""
@@ -107,14 +110,25 @@ class SourcePreparation:
         train_on: TrainOn | None = None if reading == "sft" else "completion"
         schema, limit = _schema(reading), self.limit(reading)
         processes = num_processes(sharing_ranks=not self.config.cache)
-        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, source.key, source.name, processes)
+        return TokenizerOptions(
+            self.tokenizer,
+            self.chat,
+            train_on,
+            limit,
+            schema,
+            source.key,
+            source.name,
+            processes,
+            self.config.special_tokens,
+        )
 
     def key(self, portion: DataSplit) -> str:
         """sha256 of everything that the portion's items depend on."""
         source, reading = portion.source, portion.reading
-        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
+        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns", "special_tokens")}
         options["max_length"] = self.limit(reading).most
-        side = [portion.holdout.fraction, portion.held_out] if portion.holdout else []
+        rule = portion.holdout
+        side = [rule.fraction, rule.group, rule.content, portion.held_out] if rule else []
         chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
 
@@ -134,24 +148,27 @@ class SourcePreparation:
         self.report_source(portion, summary, portion.where)
         return table, summary
 
-    def holdout(self, source: RowSource) -> Holdout | None:
-        """The rule that data.holdout makes for a source; it reads the rows when it is first used."""
-        if self.config.holdout is None:
+    def holdout(self, sources: Sequence[RowSource]) -> Holdout | None:
+        """The rule that data.holdout makes for the sources; it reads the rows when it is first used."""
+        config = self.config
+        if config.holdout is None:
             return None
+        keys = {f"{source.key}={source.name}": partial(self._row_keys, source) for source in sources}
+        content = digest([source.digest() for source in sources])
+        return Holdout(config.holdout, keys, content, config.holdout_group)
 
-        def read_keys() -> set[int]:
-            keys: set[int] = set()
+    def _row_keys(self, source: RowSource) -> set[int]:
+        """The keys of all rows of a source, by which data.holdout chooses."""
+        keys: set[int] = set()
 
-            def note(form: Format, row: Row) -> bool:
-                keys.add(row_key(form, row))
-                return False
+        def note(form: Format, row: Row) -> bool:
+            keys.add(row_key(form, row, self.config.holdout_group))
+            return False
 
-            problems = Problems(source.key, source.name)  # faults are raised by who reads the rows to the end
-            for _ in FormatCheck(problems, self.kind, self.config.rename_columns, note).examples(source.rows(problems)):
-                pass
-            return keys
-
-        return Holdout(self.config.holdout, f"{source.key}={source.name}", read_keys)
+        problems = Problems(source.key, source.name)  # faults are raised by who reads the rows to the end
+        for _ in FormatCheck(problems, self.kind, self.config.rename_columns, note).examples(source.rows(problems)):
+            pass
+        return keys
 
     def _fill(self, portion: DataSplit, write: Write) -> Summary:
         """Write every item of the portion. Raises DataError with all that is wrong with it."""
@@ -189,11 +206,11 @@ class SourcePreparation:
     def report_source(self, portion: DataSplit, summary: Summary, where: str) -> None:
         """Say format, counts, and what was left out or could not be had."""
         reading = portion.reading
-        made_of = f", messages made of {', '.join(summary['converted'])}" if summary["converted"] else ""
+        made_of = f", made of {', '.join(summary['converted'])}" if summary["converted"] else ""
         self.decide.record_fact("data.format", summary["format"], f"{where}: {summary['counts']}{made_of}")
         unsaid = summary
         if portion.held_out and reading == self.kind:  # the columns of the training rows, said with these
-            unsaid = summary | {"ignored": [], "given": []}
+            unsaid = summary | {"ignored": [], "given": [], "unread": []}
         self.report_rows(reading, unsaid, where)
         if summary["alike"]:
             left_out = f"{summary['alike']} skipped"
@@ -207,11 +224,16 @@ class SourcePreparation:
             self.decide.record_fact("chat.train_on", "every assistant turn", f"{where}: {summary['branches']}")
 
     def report_rows(self, reading: Reading, summary: Summary, where: str) -> None:
-        """Say which columns are not read or given to rewards, and the notes on rows."""
+        """Say which columns and keys are not read or given to rewards, and the notes on rows."""
         for note in summary["notes"]:
             self.decide("data.end_token", "trained on", "not trained on", f"{where}: {note}")
         for note in summary["chat_notes"]:
             self.decide.record_fact("chat", note, where)
+        template = str(self.tokenizer.chat_template or "")
+        names = [(key, re.escape(key.rpartition("[].")[2])) for key in summary["unread"]]
+        if unread := [key for key, name in names if not re.search(rf"\b{name}\b", template)]:
+            why = f"{where}: neither the program nor the chat template reads them"
+            self.decide("data.columns", "every key read", f"not read: {', '.join(unread)}", why)
         ignored = f"not read: {', '.join(summary['ignored'])}"
         seen_by = {"prompts": "rewards", "questions": "environments"}.get(reading)
         if summary["ignored"] and seen_by:
@@ -264,6 +286,7 @@ def summarize(check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -
         "renamed": sorted(check.renaming.seen),
         "ignored": sorted(check.ignored),
         "converted": sorted(check.converted),
+        "unread": sorted(check.unread),
         "given": sorted(check.reward_columns),
         "alike": check.num_identical_pairs,
         "several_turns": check.num_several_turns,
@@ -281,7 +304,8 @@ def build_data(
         from runner.data.streaming import build_stream
 
         return build_stream(prepare, sources[0], held_out, seed)
-    portions = [DataSplit(source, kind, prepare.holdout(source)) for source in sources]
+    holdout = prepare.holdout(sources)
+    portions = [DataSplit(source, kind, holdout) for source in sources]
     if held_out is not None:
         portions.append(DataSplit(held_out, held_out_reading(kind)))
     portions += [DataSplit(p.source, held_out_reading(kind), p.holdout, held_out=True) for p in portions if p.holdout]

@@ -1,7 +1,7 @@
 """Text files to rows, strictly: nothing is coerced or skipped, and errors name file and line.
 
     lines           UTF-8, gzip if the name ends in .gz; another encoding, or a line over 16 MiB, is a fault
-    JSONL, JSON     no NaN, no key twice
+    JSONL, JSON     no NaN, no key twice; a key with null is a missing key
     CSV, TSV        a header, separated by commas or tabs; every value is text, never a number or a date
     TXT             one row a line, column `text`; blank lines are no rows
 
@@ -15,15 +15,18 @@ import csv
 import gzip
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from runner.core.columns import json_type_name
 from runner.core.errors import DataError
-from runner.core.untrusted_text import check_depth
+from runner.core.untrusted_text import check_depth, without_nulls
 
-MAX_SHOWN = 10  # problems that a message spells out; the rest is counted
+MAX_SHOWN = 10  # different problems that a message spells out; the rest is counted
+MAX_NUMBERS = 20  # rows that a message names for one problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +49,44 @@ class Row:
     value: Mapping[str, Any]
 
 
+@dataclass(slots=True)
+class Fault:
+    """A fault of one or several rows of a source; `numbers`: of the first rows."""
+
+    count: int = 0
+    numbers: list[int] = field(default_factory=list)
+
+    def add(self, count: int, numbers: Sequence[int]) -> None:
+        """Count more rows that have it."""
+        self.count += count
+        self.numbers += numbers[: MAX_NUMBERS - len(self.numbers)]
+
+    def __str__(self) -> str:
+        """The numbers, neighbors as 2-5, and how many more rows there are."""
+        groups = groupby(enumerate(self.numbers), key=lambda pair: pair[1] - pair[0])
+        ranges = [[number for _, number in group] for _, group in groups]
+        shown = [str(one[0]) if len(one) == 1 else f"{one[0]}-{one[-1]}" for one in ranges]
+        more = self.count - len(self.numbers)
+        return ", ".join(shown) + (f" and {more} more" if more > 0 else "")
+
+
 class Problems:
-    """Collects the problems of a source, so that a user sees up to ten of them and their number."""
+    """Collects the problems of a source: ten different ones with their rows, and the number of all."""
 
     def __init__(self, key: str, source: str) -> None:
         self.key = key  # the option that named the source, e.g. data.path
         self.source = source
         self.count = 0
-        self._shown: list[str] = []
+        self._faults: dict[tuple[str, str, str], Fault] = {}  # source, unit, message
         self._hints: dict[str, None] = {}
 
     def add_fault(self, place: SourceLocation | str, message: str, hint: str = "") -> None:
         """One more fault; `hint` says what to type next and is shown once below all faults."""
         self.count += 1
-        if len(self._shown) < MAX_SHOWN:
-            self._shown.append(f"{place}: {message}")
+        if isinstance(place, str):
+            self._add((place, "", message), 1, [])
+        else:
+            self._add((place.source, place.unit, message), 1, [place.number])
         if hint:
             self.add_hint(hint)
 
@@ -71,20 +97,34 @@ class Problems:
     def extend(self, other: Problems) -> None:
         """Add the problems of another part of the source."""
         self.count += other.count
-        self._shown += other._shown[: MAX_SHOWN - len(self._shown)]
+        for known, fault in other._faults.items():
+            self._add(known, fault.count, fault.numbers)
         self._hints |= other._hints
+
+    def _add(self, known: tuple[str, str, str], count: int, numbers: Sequence[int]) -> None:
+        if known in self._faults or len(self._faults) < MAX_SHOWN:
+            self._faults.setdefault(known, Fault()).add(count, numbers)
 
     def error(self) -> DataError:
         """All of it as one error."""
         head = f"{self.key}={self.source}: {self.count} problem{'s' if self.count != 1 else ''}"
-        if self.count > len(self._shown):
-            head += f" (the first {len(self._shown)})"
-        return DataError("\n  ".join([head, *self._shown, *self._hints]))
+        shown = sum(fault.count for fault in self._faults.values())
+        if self.count > shown:
+            head += f" (the first {shown})"
+        lines = [f"{_place_text(known, fault)}: {known[2]}" for known, fault in self._faults.items()]
+        return DataError("\n  ".join([head, *lines, *self._hints]))
 
     def raise_if_any(self) -> None:
         """Raise DataError if anything was added."""
         if self.count:
             raise self.error()
+
+
+def _place_text(known: tuple[str, str, str], fault: Fault) -> str:
+    source, unit, _ = known
+    if not unit:
+        return source
+    return f"{source}:{fault}" if unit == "line" else f"{source}: {unit}{'s' if fault.count > 1 else ''} {fault}"
 
 
 MAX_ROW_BYTES = 16 * 2**20  # a longer row is no training example but a mistake, e.g. a JSON list in a .jsonl
@@ -113,6 +153,14 @@ def read_lines(file: Path, problems: Problems, limit: int | None = MAX_ROW_BYTES
         except UnicodeDecodeError as error:
             problems.add_fault(place, _not_utf8(raw, error, start))
             yield TextLine(place, raw.decode(errors="replace"))
+
+
+def read_whole_text(file: Path, key: str) -> str:
+    """The text of a user's file. Raises DataError where it is not UTF-8, OSError where it cannot be read."""
+    problems = Problems(key, str(file))
+    text = "".join(line.text for line in read_lines(file, problems, limit=None))
+    problems.raise_if_any()
+    return text
 
 
 def _raw_lines(file: Path, problems: Problems, limit: int | None) -> Iterator[tuple[int, int, bytes]]:
@@ -203,12 +251,6 @@ def _header_is_sound(header: tuple[SourceLocation, list[str]], problems: Problem
 
 BLANKS = re.compile(r"[ \t\r\n]*")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
-KINDS: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
-
-
-def json_type_name(value: Any) -> str:
-    """The word for the JSON type of `value`."""
-    return KINDS.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
 
 
 def read_jsonl(file: Path, problems: Problems) -> Iterator[Row]:
@@ -320,4 +362,4 @@ def _row(place: SourceLocation, value: Any, source: str, problems: Problems) -> 
     elif "\\u" in source and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         problems.add_fault(place, "half a surrogate pair (\\ud800-\\udfff alone); expected whole characters")
     else:
-        yield Row(place, value)
+        yield Row(place, without_nulls(value))

@@ -43,7 +43,7 @@ from runner.data.tokenization import digest
 
 log = logging.getLogger("runner")
 SHUFFLE_BUFFER = 1000  # rows, where data.shuffle_buffer is null
-BY_ROW = ("ignored", "given", "notes", "chat_notes")  # of a summary: what any later row may add to
+BY_ROW = ("ignored", "given", "unread", "notes", "chat_notes")  # of a summary: what any later row may add to
 
 
 class RowBlocks:

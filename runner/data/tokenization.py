@@ -24,12 +24,13 @@ from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
+from runner.data.message_keys import Message, excluding_flags
 from runner.data.readers import Problems, SourceLocation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 3  # raise it when the same rows give other tokens, so that no old cache is used
+VERSION = 4  # raise it when the same rows give other tokens, so that no old cache is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +89,17 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
 class ExampleTokenizer:
     """A tokenizer with the options that turn examples into tokens; `notes`: what a user should know.
 
-    train_on: None = as the options of `chat` say
+    train_on: None = as the options of `chat` say; special_tokens: those that assistant turns write as tokens
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig | None = None, train_on: TrainOn | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig | None = None,
+        train_on: TrainOn | None = None,
+        special_tokens: Sequence[str] = (),
     ) -> None:
-        self.tokenizer, self.chat = tokenizer, chat or ChatConfig()
+        self.tokenizer, self.chat, self.special_tokens = tokenizer, chat or ChatConfig(), special_tokens
         self.train_on: TrainOn = train_on or self.chat.train_on
         self.notes: set[str] = set()
         self._text_notes: set[str] = set()
@@ -104,7 +109,7 @@ class ExampleTokenizer:
     @cached_property
     def renderer(self) -> Renderer:
         """The chat template. Raises DataError if there is none."""
-        return Renderer(self.tokenizer, self.chat)
+        return Renderer(self.tokenizer, self.chat, self.special_tokens)
 
     @property
     def chat_notes(self) -> set[str]:
@@ -149,13 +154,25 @@ class ExampleTokenizer:
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
+            _refuse_excluded(example.messages, self.train_on)
+            self._refuse_special_tokens(example.messages)
             return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
         if isinstance(example, TextExample):
             return [self._plain(example)]
         if isinstance(example.prompt, tuple):
+            self._refuse_special_tokens(example.prompt)
             return [self.renderer.render_prompt(example.prompt, example.tools)]
         self._note_special_tokens(example.prompt)
         return [[Segment(example.prompt, is_trained=False)]]
+
+    def _refuse_special_tokens(self, messages: Sequence[Message]) -> None:
+        """Raise RenderError for a token of data.special_tokens that is not the assistant's."""
+        others = [(at, m) for at, m in enumerate(messages) if self.special_tokens and m["role"] != "assistant"]
+        for at, message in others:
+            text = json.dumps(message, ensure_ascii=False, default=str)
+            if found := next((token for token in self.special_tokens if token in text), None):
+                why = "data.special_tokens allows it in assistant turns only"
+                raise RenderError(f"messages[{at}] (role {message['role']}) has the special token {found!r}; {why}")
 
     def _note_special_tokens(self, text: str) -> None:
         if self._control.special.search(text):
@@ -227,6 +244,14 @@ class ExampleTokenizer:
             self.notes.add(
                 "the chat template ends an assistant turn without a special token, so its end is not trained"
             )
+
+
+def _refuse_excluded(messages: Sequence[Message], train_on: TrainOn) -> None:
+    """Raise RenderError for a message that says it is not trained on, where train_on says that it is."""
+    turns = [m for m in messages if m["role"] == "assistant"][-1:] if train_on == "last" else messages
+    flags = [flag for message in turns for flag in excluding_flags(message)] if train_on in ("last", "all") else []
+    if flags:
+        raise RenderError(f"a message has {flags[0]}, but chat.train_on={train_on}", "type chat.train_on=assistant")
 
 
 def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:

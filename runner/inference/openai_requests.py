@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from runner.core.untrusted_text import parse_json
+from runner.core.untrusted_text import parse_json, without_nulls
 from runner.inference.engine import SamplingParams
 
 MAX_CHOICES = 128  # of one prompt
@@ -200,8 +200,8 @@ class ConversationBody(StrictBody):
 
     def conversation(self) -> tuple[list[Json], list[Json], Json]:
         """Messages, tools and template variables as plain values."""
-        messages = [{"content": "", **one.model_dump(exclude_unset=True)} for one in self.messages or ()]
-        return messages, [one.model_dump(exclude_unset=True) for one in self.tools], self.chat_template_kwargs
+        messages = [{"content": "", **_fields_without_nulls(one)} for one in self.messages or ()]
+        return messages, list(map(_fields_without_nulls, self.tools)), self.chat_template_kwargs
 
 
 class ChatBody(GenerationBody, ConversationBody):
@@ -247,6 +247,12 @@ class TokenizeBody(ConversationBody):
 
 
 B = TypeVar("B", bound=BaseModel)
+
+
+def _fields_without_nulls(body: BaseModel) -> Json:
+    """What a client has set, without nulls: to a chat template, null is not a missing key."""
+    found: Json = without_nulls(body.model_dump(exclude_unset=True))
+    return found
 
 
 def parse_body(kind: type[B], content: bytes) -> B:

@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from runner.core.columns import column_value, json_type_name, nested_names
 from runner.core.errors import DataError, RunnerError
 
 if TYPE_CHECKING:
@@ -162,12 +163,27 @@ def score_each(rate: Callable[[Completion], float]) -> Callable[[Group], GroupSc
 
 def require_column(completion: Completion, name: str, option: str) -> Any:
     """The value of a column. Raises UnscorableError where the row has none; `option` names the column."""
-    value = completion.prompt.columns.get(name)
+    value = column_value(completion.prompt.columns, name)
     if value is None:
         has = ", ".join(completion.prompt.columns) or "none"
         state = "is empty (null)" if name in completion.prompt.columns else "is not there"
         raise UnscorableError(f"no column {name}", f"column '{name}' {state}; the row has: {has} (set reward.{option})")
     return value
+
+
+def require_text(completion: Completion, name: str, option: str) -> str:
+    """The text of a column of texts or numbers.
+
+    Raises UnscorableError where the row has none, and DataError for another value: its text would be no answer.
+    """
+    value = require_column(completion, name, option)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    inner = " or ".join(f"reward.{option}={path}" for path in nested_names(name, value))
+    raise DataError(
+        f"reward.{option}={name}: expected text or a number, found {json_type_name(value)}, in the row of the prompt "
+        f"{completion.prompt.text[-60:]!r}\n  type {inner or f'reward.{option}=NAME, a column of text or numbers'}"
+    )
 
 
 def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:

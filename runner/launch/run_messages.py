@@ -69,13 +69,14 @@ def ranks_text(spec: JobSpec, place: RankInfo, folder: Path) -> str:
 
 
 def data_text(spec: JobSpec, items: int) -> str:
-    """The number of data items, items per step, steps and epochs."""
+    """The number of data items, items per step, steps and epochs; how to look at a row of the user's."""
     per_step = spec.algorithm.batch_size
     amount = "a stream" if spec.data.is_stream else count_noun(items, "item")
     text = f"data     {amount} · {per_step} per step · {count_noun(spec.steps, 'step')}"
-    if spec.data.is_mixture or spec.data.is_stream:  # the sources of a mixture have different epochs
-        return text
-    return f"{text} = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
+    if not (spec.data.is_mixture or spec.data.is_stream):  # the sources of a mixture have different epochs
+        text += f" = {format_number(float(f'{spec.steps * per_step / items:.3g}'))} epochs"
+    look = "\ntokens   run explain chat, with the options of this run: a row token by token, and what is trained on"
+    return text + (look if spec.data.renames_columns else "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,9 +61,11 @@ def max_row_length(config: Any) -> tuple[int, str] | None:
     """The most tokens of a row for the model with this transformers config, and why; None = no limit."""
     text = config.get_text_config()
     limits = []
+    ropes = _rope_settings(getattr(text, "rope_parameters", None) or {})
     if (positions := getattr(text, "max_position_embeddings", None)) is not None:
-        limits.append((positions, f"the model has {positions} positions"))
-    for rope in _rope_settings(getattr(text, "rope_parameters", None) or {}):
+        most = max([positions, *(_yarn_positions(rope, positions) for rope in ropes)])
+        limits.append((most, f"the model has {most} positions" + (" by YaRN" if most > positions else "")))
+    for rope in ropes:
         kind = str(rope.get("rope_type"))
         reason = f"above this length, its {kind} positions depend on the longest sequence of a micro-batch"
         if "dynamic" in kind and positions is not None:
@@ -83,6 +85,16 @@ def check_row_length(longest: int, limit: tuple[int, str] | None) -> None:
 def _rope_settings(parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The settings of each kind of layer; most models have one for all."""
     return [v for v in parameters.values() if isinstance(v, Mapping)] or [parameters]
+
+
+def _yarn_positions(rope: Mapping[str, Any], positions: int) -> int:
+    """The positions that YaRN (2309.00071) extends a model to; 0 for other kinds.
+
+    Configs state either number as max_position_embeddings.
+    """
+    if rope.get("rope_type") != "yarn":
+        return 0
+    return int((rope.get("original_max_position_embeddings") or positions) * (rope.get("factor") or 1))
 
 
 class BatchTokens:

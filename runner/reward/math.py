@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem
-from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
+from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_text, score_each
 from runner.reward.config import MathConfig
 from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
 
@@ -27,7 +27,7 @@ def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> GroupS
         raise EnvironmentProblem(f'math-verify cannot be used: {error}\n  pip install "posttrain-run[math]"') from error
 
     def rate(completion: Completion) -> float:
-        wanted = str(require_column(completion, config.column, "column"))
+        wanted = require_text(completion, config.column, "column")
         scored = pool.call({"answers": [completion.text], "wanted": [wanted]}, 1, seed=0)
         for failure in scored.failures:
             raise UnscorableError(failure.kind, failure.message)

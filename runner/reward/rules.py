@@ -22,7 +22,14 @@ from typing import TYPE_CHECKING, Any
 import regex  # type: ignore[import-untyped]  # Python's own `re` cannot be stopped
 
 from runner.core.untrusted_text import NotArithmetic, evaluate
-from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_column, score_each
+from runner.interfaces.rewards import (
+    GroupScorer,
+    ScoringFailures,
+    UnscorableError,
+    require_column,
+    require_text,
+    score_each,
+)
 from runner.reward.config import (
     CountdownConfig,
     ExactConfig,
@@ -89,7 +96,7 @@ def build_exact(config: ExactConfig, **_: Any) -> GroupScorer:
     """The reward; an answer in which `extract` finds nothing scores 0."""
 
     def rate(completion: Completion) -> float:
-        wanted = str(require_column(completion, config.column, "column"))
+        wanted = require_text(completion, config.column, "column")
         answer = extract_answer(completion, config)
         return float(answer is not None and is_equal(answer, wanted, config.ignore_case))
 
@@ -151,10 +158,10 @@ def is_close(a: Decimal, b: Decimal, tolerance: float) -> bool:
 
 def expected_number(completion: Completion, name: str) -> Decimal:
     """The right number: the last one of the column's text. Raises UnscorableError if there is none."""
-    value = require_column(completion, name, "column")
-    number = last_number(str(value)) if not isinstance(value, bool) else None
+    text = require_text(completion, name, "column")
+    number = last_number(text)
     if number is None:
-        raise UnscorableError("no number in the column", f"column '{name}' has no number but {str(value)[:80]!r}")
+        raise UnscorableError("no number in the column", f"column '{name}' has no number but {text[:80]!r}")
     return number
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.core.columns import column_value
 from runner.core.errors import DataError
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.trainer.evaluation_metrics import with_interval
@@ -99,7 +100,7 @@ def _accuracy(name: str, chosen: Sequence[int], rights: Sequence[int]) -> dict[s
 
 
 def _options(question: EvalQuestion, column: str, key: str) -> list[str]:
-    found = question.columns.get(column)
+    found = column_value(question.columns, column)
     if not isinstance(found, list) or len(found) < 2 or not all(isinstance(one, str) and one for one in found):
         text = f"the question {question.prompt[:60]!r} has no list of two or more texts in its column {column}"
         raise DataError(f"{key}={column}: {text}; columns: {', '.join(question.columns) or 'none'}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import subprocess
@@ -105,13 +106,26 @@ def test_cfg_prints_yaml_that_is_the_job(workdir: Path, capsys: pytest.CaptureFi
 
 def test_prompts_come_from_a_file_or_a_pipe(tmp_path: Path) -> None:
     reading, writing = os.pipe()
-    os.write(writing, b"one\n\ntwo\n")
+    os.write(writing, b"\xef\xbb\xbfone\r\n\ntwo\xe2\x80\xa8lines\n")
     os.close(writing)
-    assert infer._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two"]
+    assert infer._read_prompts(Path(f"/dev/fd/{reading}")) == ["one", "two\u2028lines"]
     os.close(reading)
     for path in (tmp_path, tmp_path / "nowhere.txt"):
         with pytest.raises(EnvironmentProblem, match="no such file; expected one prompt per line"):
             infer._read_prompts(path)
+
+
+@pytest.mark.parametrize("words", ["list", "help verbs", "explain loss", "explain chat"])
+def test_a_terminal_without_utf_8_shows_escapes(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    assert main(words.split()) == 0
+    assert raw.getvalue().isascii()
+
+
+def test_a_row_token_by_token_is_found(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "run explain chat data=file" in in_process(["help"], capsys)[1]
+    assert "run explain chat data=file" in in_process(["data"], capsys)[2]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from tokenizers import AddedToken
 
 from runner.data.chat import TEMPLATES
 from runner.data.config import ChatConfig
-from runner.data.examples import ChatExample, Message
+from runner.data.examples import ChatExample
+from runner.data.message_keys import Message
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import EncodedExample, EncodedRows, ExampleTokenizer
 from tests.data.conftest import byte_tokenizer

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.core.columns import column_value, json_type_name, nested_names
 from runner.data.formats import Renaming, is_json
 from runner.data.readers import Problems, Row, SourceLocation
 
@@ -28,6 +29,17 @@ def test_columns_take_their_new_names_and_others_stay() -> None:
 
 def test_names_can_be_exchanged() -> None:
     assert rename({"a": "b", "b": "a"}, {"a": 1, "b": 2})[0] == [{"b": 1, "a": 2}]
+
+
+def test_a_dotted_name_is_read_inside_an_object() -> None:
+    row = {"reward_model": {"ground_truth": "4", "style": "rule"}, "a.b": 1}
+    found, renaming, message = rename({"reward_model.ground_truth": "gold", "a.b": "c"}, row, {"id": 2})
+    assert (found, message) == ([{"reward_model": row["reward_model"], "c": 1, "gold": "4"}, {"id": 2}], "")
+    assert renaming.seen == {"reward_model.ground_truth", "a.b"}
+    assert "already has `style`" in rename({"reward_model.style": "style"}, row | {"style": 1})[2]
+    assert column_value(row, "reward_model.none.x") is column_value(row, "a.x") is None
+    assert list(nested_names("a", {"b": {"c": 1, "d": {}}, "e": [1]})) == ["a.b.c", "a.b.d", "a.e"]
+    assert json_type_name({"b": 1, "c": 2}) == "an object with the keys b, c"
 
 
 def test_a_name_that_is_taken_is_a_problem_of_that_row() -> None:

@@ -20,7 +20,7 @@ SHAREGPT: dict[str, Any] = {
     "conversations": [
         {"from": "system", "value": "be brief"},
         {"from": "human", "value": "2+2?"},
-        {"from": "gpt", "value": "4", "markdown": None},
+        {"from": "gpt", "value": "4"},
     ],
     "id": 7,
 }
@@ -57,8 +57,10 @@ def test_a_format_of_another_project_becomes_messages(row: Any, name: str, messa
 
 
 def test_columns_and_keys_that_are_not_read_are_known() -> None:
-    found = check("sft", SHAREGPT, {**SHAREGPT, "source": "x"})[1]
-    assert (found.converted, found.ignored) == ({"conversations"}, {"id", "source", "conversations[].markdown"})
+    turns = [{**turn, "markdown": False} for turn in SHAREGPT["conversations"]]
+    found = check("sft", SHAREGPT, {**SHAREGPT, "conversations": turns, "source": "x"})[1]
+    assert (found.converted, found.ignored) == ({"conversations"}, {"id", "source"})
+    assert found.unread == {"messages[].markdown"}
     assert check("sft", {**ALPACA, "text": "x"})[1].ignored == {"text"}
 
 
@@ -67,7 +69,7 @@ def test_function_calls_and_observations_become_tool_calls_and_tool_turns() -> N
         {"from": "human", "value": "2+2?"},
         {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 2, "b": 2}}'},
         {"from": "observation", "value": "4"},
-        {"from": "gpt", "value": "four", "weight": 0},
+        {"from": "gpt", "value": "four", "loss": False},
     ]
     tools = [{"type": "function", "function": {"name": "add"}}]
     [example], found, message = check("sft", {"conversations": turns, "tools": json.dumps(tools)})
@@ -77,7 +79,7 @@ def test_function_calls_and_observations_become_tool_calls_and_tool_turns() -> N
     assert list(example.messages[1:]) == [
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "4"},
-        {"role": "assistant", "content": "four", "weight": 0},
+        {"role": "assistant", "content": "four", "loss": False},
     ]
 
 
@@ -94,7 +96,7 @@ def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
     turns = {"chosen": {"from": "gpt", "value": "4"}, "rejected": {"from": "gpt", "value": "5"}}
     turns["chosen"]["score"] = "9"
     [pair], found, message = check("pairs", {"conversations": SHAREGPT["conversations"][:2], **turns})
-    assert (message, found.ignored) == ("", {"chosen[].score"})
+    assert (message, found.unread) == ("", {"chosen[].score"})
     assert list(pair.answers[1].messages) == chat("2+2?", "5", system="be brief")
     [judged], _, message = check("judged", {**ALPACA, "label": False})
     assert message == "" and (list(judged.answers[0].messages), judged.facts) == (ADDED, {"good": False})
@@ -160,8 +162,8 @@ def test_a_file_trains_on_the_same_tokens_in_each_format(
     assert found.take(0, 1) == plain.take(0, 1)
     assert "be brief" in texts(tokenizer, found, 0, 1)[0]
     assert "ShareGPT → messages" in said(decide, "data.format")[0]
-    assert "messages made of conversations" in said(decide, "data.format")[0]
-    assert "not read: conversations[].markdown, id" in said(decide, "data.rename_columns")[0]
+    assert "made of conversations" in said(decide, "data.format")[0]
+    assert "not read: id" in said(decide, "data.rename_columns")[0]
 
 
 def test_an_answer_that_would_be_lost_is_refused() -> None:
@@ -169,3 +171,30 @@ def test_an_answer_that_would_be_lost_is_refused() -> None:
     call = {"from": "function_call", "value": '{"name": "add", "arguments": {}}'}
     row = {"conversations": [SHAREGPT["conversations"][1], call]}
     assert "the last turn is a tool call; use a column `prompt`" in check("prompts", row)[2]
+
+
+VERL: dict[str, Any] = {
+    "data_source": "math",
+    "prompt": [{"role": "user", "content": "2+2?"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": 7},
+}
+
+
+def test_what_verl_rows_are_scored_by_is_the_answer() -> None:
+    [prompt], found, message = check("prompts", VERL)
+    assert message == "" and isinstance(prompt, PromptExample)
+    assert (str(found.format), found.converted) == ("verl → prompt (messages)", {"reward_model.ground_truth"})
+    assert prompt.columns == {name: value for name, value in VERL.items() if name != "prompt"} | {"answer": "4"}
+    assert found.reward_columns >= {"answer", "reward_model", "reward_model.ground_truth", "extra_info.index"}
+    [question], _, message = check("questions", VERL)
+    assert message == "" and list(question.answers[0].messages) == chat("2+2?", "4")
+    [prompt], found, _ = check("prompts", {**VERL, "prompt": "2+2?", "answer": "Answer: 2"})
+    assert (prompt.prompt, prompt.columns["answer"]) == ("2+2?", "4")
+    assert found.unread == {"answer (replaced by reward_model.ground_truth)"}
+    assert "no column reward_model.ground_truth; found " in check("prompts", VERL, {"prompt": VERL["prompt"]})[2]
+    other = {**VERL, "reward_model": {"ground_truth": {"target": ["4"]}}}
+    assert (
+        "column answer: expected text or a number, found an object with the keys target" in check("questions", other)[2]
+    )

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, StorageError
+from runner.core.errors import DataError, EnvironmentProblem, StorageError
 from runner.data.config import ChatConfig, FileConfig
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
@@ -309,3 +311,100 @@ def test_rows_that_are_too_long_are_named_with_the_value_that_keeps_them(
     ]
     assert "3 of 4 rows are too long; type data.max_length=31 to keep all, or data.truncation=skip" in lines[4]
     assert len(data(tokenizer, tmp_path, path=path, max_length=31)) == 4
+
+
+def test_keys_of_messages_that_nothing_reads_are_said_once_and_refused_by_strict(
+    tokenizer: Any, tmp_path: Path, jsonl: Jsonl
+) -> None:
+    talks = [{"messages": [m | {"channel": "final"} for m in row["messages"]]} for row in TALKS]
+    path, decide = jsonl(talks), Decisions()
+    data(tokenizer, tmp_path, decide, path=path, holdout=0.2)
+    [line] = said(decide, "data.columns")
+    assert "not read: messages[].channel instead of every key read" in line
+    with pytest.raises(EnvironmentProblem, match=r"strict=true .*messages\[\]\.channel"):
+        data(tokenizer, tmp_path, Decisions(strict=True), path=path)
+    decide = Decisions()
+    data(byte_tokenizer(CHATML + "{# channel #}"), tmp_path, decide, path=path)
+    assert said(decide, "data.columns") == []
+
+
+def test_nulls_are_missing_keys_in_every_format(tmp_path: Path, jsonl: Jsonl) -> None:
+    """As `datasets` writes them into JSON: templates test for keys, and schemas have none of them."""
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": '{"a": null}', "parameters": None}}
+    messages = [
+        {"role": "user", "content": "w?", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": None, "name": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "name": None, "tool_calls": None},
+        {"role": "assistant", "content": "it is 42", "name": None, "tool_calls": None},
+    ]
+    schema = {"name": "f", "description": None, "parameters": {"a": {"type": "integer", "enum": None}}}
+    rows = [{"messages": messages, "tools": [{"type": "function", "function": schema}], "id": None}]
+    template = (
+        "{{ tools | tojson }}{% for m in messages %}<|im_start|>{{ m.role }}{{ ' ' ~ m.name if 'name' in m }}\n"
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments | tojson }}"
+        "{% endfor %}<|im_end|>{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table, tmp_path / "rows.parquet")
+    as_text = [rows[0] | {"tools": json.dumps(rows[0]["tools"])}]
+    paths = [
+        jsonl(rows),
+        jsonl(table.to_pylist(), "arrow.jsonl"),
+        jsonl(as_text, "text.jsonl"),
+        str(tmp_path / "rows.parquet"),
+    ]
+    tokenizer = byte_tokenizer(template)
+    items = [data(tokenizer, tmp_path, path=path).take(0, 1)[0] for path in paths]
+    assert len({item.ids for item in items}) == len({item.weights for item in items}) == 1
+    text = tokenizer.decode(items[0].ids)
+    assert "None" not in text and "enum" not in text
+    assert 'f {"a": null}' in text  # what the model wrote itself
+
+
+def test_rows_that_several_sources_share_are_on_one_side(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    rows = [{"text": f"row {i}"} for i in range(60)]
+    one, two = jsonl(rows[:40], "one.jsonl"), jsonl(rows[20:], "two.jsonl")
+    found = data(tokenizer, tmp_path, path=(one, two), holdout=0.3, max_eval_examples=None, shuffle=False)
+    training = set(texts(tokenizer, found, 0, len(found)))
+    held_out = [tokenizer.decode(question.item.ids) for question in found.held_out_questions()]
+    assert training.isdisjoint(held_out) and len(training) + len(set(held_out)) == 60
+    assert len(held_out) >= 24
+    with pytest.raises(DataError, match=r"of data\.path=.*two\.jsonl: 1 distinct rows or prompts leave no training"):
+        data(tokenizer, tmp_path, path=(one, jsonl(rows[:1], "two.jsonl")), holdout=0.3)
+
+
+def test_rows_of_a_group_are_on_one_side(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
+    rows = [{"text": f"user {i % 6}: {i}", "info": {"user": i % 6}} for i in range(60)]
+    path = jsonl(rows)
+    options: dict[str, Any] = {"holdout": 0.34, "holdout_group": "info.user", "max_eval_examples": None}
+    found = data(tokenizer, tmp_path, path=path, **options)
+    users = {text.partition(":")[0] for text in texts(tokenizer, found, 0, len(found))}
+    others = {tokenizer.decode(question.item.ids).partition(":")[0] for question in found.held_out_questions()}
+    assert (len(users), len(others), users & others, len(found)) == (4, 2, set(), 40)
+    with pytest.raises(DataError, match=r"rows\.jsonl:60: no column info\.user; data\.holdout_group needs one"):
+        data(tokenizer, tmp_path, path=jsonl([*rows[:59], {"text": "x"}]), **options)
+
+
+def test_truncate_left_keeps_the_bos_of_the_tokenizer(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    path = jsonl([{"prompt": "x" * 50 + "q", "chosen": " yes", "rejected": " no"}])
+    options: dict[str, Any] = {"max_length": 16, "truncation": "truncate_left"}
+    [pair] = data(tokenizer, tmp_path, kind="pairs", path=path, **options).take(0, 1)
+    assert pair.prompt[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(pair.prompt[1:]).endswith("xxq") and len(pair.prompt) + 5 == 16
+
+
+def test_special_tokens_of_the_user_are_tokens_in_assistant_turns_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<call>"]})
+    token = tokenizer.convert_tokens_to_ids("<call>")
+    path, options = jsonl([{"messages": chat("a", "<call>b")}]), {"special_tokens": ("<call>",)}
+    assert token not in data(tokenizer, tmp_path, path=path).take(0, 1)[0].ids
+    item = data(tokenizer, tmp_path, path=path, **options).take(0, 1)[0]
+    assert item.ids.count(token) == 1 and item.weights[item.ids.index(token)] == 1
+    bad = jsonl([{"messages": chat("a <call>", "b")}], "bad.jsonl")
+    with pytest.raises(DataError, match=r"bad\.jsonl:1: messages\[0\] \(role user\) has the special token '<call>'"):
+        data(tokenizer, tmp_path, path=bad, **options)
+    for name, said in (("<none>", "the tokenizer has no special token"), ("<|im_end|>", "ends or opens turns")):
+        with pytest.raises(DataError, match=said):
+            data(tokenizer, tmp_path, path=path, special_tokens=(name,))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from runner.data.examples import ChatExample, TextExample
+from runner.data.examples import ChatExample, Reading, TextExample
 from runner.data.formats import FormatCheck
 from runner.data.readers import Problems, Row, SourceLocation
 from tests.data.conftest import chat
@@ -15,10 +15,10 @@ TALK = chat("2+2?", "4")
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
 
 
-def check(*rows: dict[str, Any]) -> tuple[list[Any], FormatCheck, str]:
+def check(*rows: dict[str, Any], reading: Reading = "sft") -> tuple[list[Any], FormatCheck, str]:
     """Examples, the check, and the error's text or nothing."""
     problems = Problems("data.path", "a.jsonl")
-    found = FormatCheck(problems, "sft")
+    found = FormatCheck(problems, reading)
     examples = list(found.examples(Row(SourceLocation("a.jsonl", i), row) for i, row in enumerate(rows, 1)))
     return examples, found, str(problems.error()) if problems.count else ""
 
@@ -149,17 +149,30 @@ def test_all_faults_are_reported_at_once_except_after_an_unknown_format() -> Non
 
 
 @pytest.mark.parametrize(
-    ("weights", "said"),
+    ("flags", "said"),
     [
-        ((0,), "every assistant turn of the conversation has weight 0; expected one to train on"),
-        (("no",), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 'no'"),
-        ((0.5,), "messages[1].weight: expected 0 (context) or 1 (in the loss), found 0.5"),
+        ({"weight": 0}, "every assistant turn of the conversation is excluded (here by weight: 0)"),
+        ({"loss": False}, "every assistant turn of the conversation is excluded (here by loss: false)"),
+        ({"masked": True}, "every assistant turn of the conversation is excluded (here by masked: true)"),
+        ({"weight": "no"}, "messages[1].weight: expected true or false, or 1 or 0, found 'no'"),
+        ({"loss_mask": 0.5}, "messages[1].loss_mask: expected true or false, or 1 or 0, found 0.5"),
+        ({"train": True, "trainable": 0}, "messages[1]: trainable: 0, train: true contradict each other"),
+        ({"images": ["a.png"]}, "messages[1].images: only text can be trained on"),
     ],
 )
-def test_weights_of_messages_are_zero_or_one_and_leave_something_to_learn(weights: tuple[Any], said: str) -> None:
-    talk = [dict(message) for message in TALK]
-    talk[1]["weight"] = weights[0]
+def test_training_flags_are_true_or_false_agree_and_leave_something_to_learn(flags: dict[str, Any], said: str) -> None:
+    talk = [TALK[0], TALK[1] | flags]
     assert said in check({"messages": talk})[2]
+
+
+def test_a_flag_of_a_completion_that_counts_as_a_whole_is_refused() -> None:
+    row = {"prompt": TALK[:1], "chosen": [TALK[1] | {"loss": False}], "rejected": [TALK[1]]}
+    assert "column chosen: every token of it counts, so loss: false has no effect" in check(row, reading="pairs")[2]
+
+
+def test_keys_of_messages_that_nothing_reads_are_known() -> None:
+    talk = [TALK[0] | {"train": True, "name": "Ann"}, TALK[1] | {"loss": True, "channel": "final", "id": 7}]
+    assert check({"messages": talk})[1].unread == {"messages[].train (role user)", "messages[].channel"}
 
 
 PICTURE = {"messages": TALK, "images": ["cat.png"]}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,6 +87,19 @@ def test_truncation_keeps_an_end_and_never_the_first_weight(length: int, context
         else:
             assert rule == "truncate_right" or most <= length - given_row.answer[0]
         assert tally.cut_tokens == max(length - most, 0)
+
+
+def test_truncate_left_keeps_what_a_sequence_begins_with() -> None:
+    bos = EncodedExample(HERE, [500, 501, *range(10)], [0, 0, 0, 0, *[1] * 8], (4, 12))
+    pair = EncodedAnswers(HERE, [500, 501, 1, 2, 3, 4], [[7, 8], [9]])
+    limit = LengthLimit(6, "truncate_left", starts=frozenset({500, 501}))
+    tally, problems = TruncationCounts(), Problems("data.path", "a.jsonl")
+    [item] = limit.apply(bos, tally, problems)
+    assert item == EncodedExample(HERE, [500, 501, 6, 7, 8, 9], [0, 0, 0, 1, 1, 1])
+    assert tally.cut_tokens == 6
+    limit = replace(limit, reading="pairs")
+    assert list(limit.apply(pair, tally, problems)) == [replace(pair, prompt=[500, 501, 3, 4])]
+    assert list(replace(limit, max_length=4).apply(pair, tally, problems)) == []  # no prompt but its beginning
 
 
 def test_a_row_whose_answer_is_cut_off_entirely_is_left_out_and_said() -> None:

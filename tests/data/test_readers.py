@@ -20,7 +20,7 @@ from runner.core.errors import DataError
 from runner.data import readers
 from runner.data.config import FileConfig
 from runner.data.files import FileList, find_files, read_file
-from runner.data.readers import Problems, Row
+from runner.data.readers import Problems, Row, SourceLocation
 
 
 def read(path: Path) -> tuple[list[Row], str]:
@@ -82,10 +82,10 @@ def test_a_fault_names_file_line_and_what_was_expected(
 
 
 def test_ten_problems_are_shown_and_all_are_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b"[]\n" * 25)
+    (tmp_path / "a.jsonl").write_bytes(b"".join(b" " * n + b"{\n" for n in range(25)))
     message = read(tmp_path / "a.jsonl")[1]
     assert "25 problems (the first 10)" in message
-    assert message.count("expected an object") == 10
+    assert message.count("broken JSON at column") == 10
 
 
 def test_rows_between_faults_are_still_read(tmp_path: Path) -> None:
@@ -316,3 +316,25 @@ def test_an_arrow_file_may_be_a_stream_or_a_file(tmp_path: Path) -> None:
         with open_writer(str(tmp_path / "a.arrow"), table.schema) as writer:
             writer.write_table(table)
         assert [row.value for row in read(tmp_path / "a.arrow")[0]] == table.to_pylist()
+
+
+def test_equal_problems_of_many_rows_are_one_line_with_their_numbers() -> None:
+    problems, more = Problems("data.path", "a.jsonl"), Problems("data.path", "a.jsonl")
+    for number in (2, 3, 4, 9):
+        problems.add_fault(SourceLocation("a.jsonl", number), "no column text", "type this")
+    more.add_fault(SourceLocation("a.jsonl", 11), "no column text")
+    more.add_fault(SourceLocation("b", 1, "row"), "empty")
+    more.add_fault(SourceLocation("b", 2, "row"), "empty")
+    problems.extend(more)
+    assert str(problems.error()).splitlines() == [
+        "data.path=a.jsonl: 7 problems",
+        "  a.jsonl:2-4, 9, 11: no column text",
+        "  b: rows 1-2: empty",
+        "  type this",
+    ]
+    for number in range(100, 200, 2):
+        problems.add_fault(SourceLocation("a.jsonl", number), "no column text")
+    assert ", 128 and 35 more: no column text" in str(problems.error())
+    for number in range(30):
+        problems.add_fault(SourceLocation("a.jsonl", number), f"{number} tokens")
+    assert "87 problems (the first 65)\n" in str(problems.error())

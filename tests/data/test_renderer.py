@@ -228,6 +228,11 @@ def test_a_template_of_the_users(tmp_path: Any) -> None:
     path = tmp_path / "own.jinja"
     path.write_text(CHATML)
     assert load_template(str(path)) == CHATML
+    path.write_text(CHATML, encoding="utf-8-sig")
+    assert load_template(str(path)) == CHATML
+    path.write_bytes(b"\xff")
+    with pytest.raises(DataError, match=r"own\.jinja:1: not UTF-8 at byte offset 0"):
+        load_template(str(path))
     assert "｜Assistant｜" in load_template("deepseek_r1")
     path.write_text("{% for %}")
     with pytest.raises(DataError, match=r"own\.jinja: not a jinja template"):
@@ -236,3 +241,11 @@ def test_a_template_of_the_users(tmp_path: Any) -> None:
         ChatConfig(template="nothing").preflight()
     ChatConfig(template="deepseek_r1").preflight()
     assert ChatConfig(template="deepseek_r1").with_absolute_paths().template == "deepseek_r1"
+
+
+def test_two_assistant_messages_in_a_row_are_named() -> None:
+    """Where the template writes them otherwise than it opens them; Gemma 4 joins them."""
+    talk = [*chat("a", "b"), {"role": "assistant", "content": "c"}]
+    refused = encode_chat(tokenizer_of("Gemma-4"), talk)
+    assert isinstance(refused, str) and "two assistant messages in a row, messages[1] and messages[2]" in refused
+    assert "join the two messages" in refused and "generation prompt" not in refused

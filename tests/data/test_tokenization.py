@@ -81,14 +81,23 @@ def test_several_turns(tokenizer: Any, train_on: TrainOn, expected: str) -> None
     assert tokenizer.decode(row.ids).endswith("bye<|im_end|>\n") == (train_on == "assistant")
 
 
-def test_a_turn_of_weight_zero_is_context(tokenizer: Any) -> None:
+@pytest.mark.parametrize(
+    ("key", "no"),
+    [("weight", 0), ("loss", False), ("trainable", False), ("loss_mask", 0), ("train", False), ("masked", True)],
+)
+def test_a_turn_with_a_flag_of_its_own_is_context(tokenizer: Any, key: str, no: Any) -> None:
     messages = chat("2+2?", "5", "3+3?", "6")
-    messages[1]["weight"] = 0
+    plain = encode(tokenizer, ChatExample(HERE, tuple(messages)))
+    messages[1][key] = no
     row = encode(tokenizer, ChatExample(HERE, tuple(messages)))
-    assert learnt(tokenizer, row) == "6<|im_end|>"
-    messages[1]["weight"], messages[3]["weight"] = 1, 0
+    assert (learnt(tokenizer, row), row.ids) == ("6<|im_end|>", plain.ids)
+    messages[1][key], messages[3][key] = not no, no
     row = encode(tokenizer, ChatExample(HERE, tuple(messages)))
     assert learnt(tokenizer, row) == tokenizer.decode(row.ids[slice(*row.answer)]) == "5<|im_end|>"
+    for train_on in ("last", "all"):
+        problems = Problems("data.path", "x")
+        ExampleTokenizer(tokenizer, train_on=train_on).encode([ChatExample(HERE, tuple(messages))], problems)
+        assert f"a message has {key}: " in str(problems.error()) and "chat.train_on=assistant" in str(problems.error())
 
 
 def test_train_on_all_learns_everything_but_the_first_token(tokenizer: Any) -> None:
@@ -251,7 +260,7 @@ def test_golden_tokens(tokenizer: Any) -> None:
         for row in ExampleTokenizer(tokenizer, train_on=train_on).encode(examples, Problems("k", "a"))
     ]
     found = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-    assert (VERSION, found) == (3, "44a2e48f5a269405")
+    assert (VERSION, found) == (4, "44a2e48f5a269405")
 
 
 def test_a_template_that_does_not_end_is_an_error_of_the_first_row(monkeypatch: pytest.MonkeyPatch) -> None:

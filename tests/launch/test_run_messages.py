@@ -92,7 +92,8 @@ def test_steps_are_said_in_epochs() -> None:
     once = compose_job(["+recipe=sft_demo", "algorithm.batch_size=1", "steps=1"]).spec
     assert data_text(once, 1) == "data     1 item · 1 per step · 1 step = 1 epochs"
     mixture = ["data=file", "data.path=[a,b]", "data.mixture_weights=[1,2]"]
-    assert data_text(compose_job(mixture).spec, 3).endswith(" steps")
+    data, tokens = data_text(compose_job(mixture).spec, 3).splitlines()
+    assert data.endswith(" steps") and "run explain chat" in tokens
 
 
 @pytest.mark.parametrize(

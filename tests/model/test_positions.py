@@ -42,6 +42,8 @@ def test_limits_as_the_configs_say() -> None:
         32,
         "the model has 32 positions",
     )
+    config = Qwen2Config(max_position_embeddings=16, rope_parameters={**yarn, "original_max_position_embeddings": 16})
+    assert max_row_length(config) == (64, "the model has 64 positions by YaRN")
     by_layer = {"full_attention": dict(DYNAMIC), "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     config = Gemma3TextConfig(max_position_embeddings=32, rope_parameters=by_layer)
     assert (max_row_length(config) or (0, ""))[0] == 31

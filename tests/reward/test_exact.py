@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.core.errors import DataError
-from runner.reward.config import ExactConfig
+from runner.reward.config import ExactConfig, MathConfig, NumericConfig, RewardConfig
 from runner.reward.rules import is_equal
 from tests.reward.samples import answer, made, scores
 
@@ -55,3 +57,15 @@ def test_a_column_that_no_row_has_stops_the_run() -> None:
 def test_a_pattern_is_checked_with_the_spec() -> None:
     assert ExactConfig(extract="a").problems(None)[0][0] == "reward.extract"
     assert ExactConfig(extract="(a)").problems(None) == [] == ExactConfig().problems(None)
+
+
+@pytest.mark.parametrize("config", [ExactConfig, NumericConfig, MathConfig])
+def test_a_column_inside_an_object_is_named_with_dots_and_an_object_is_no_text(config: type[RewardConfig]) -> None:
+    row: dict[str, Any] = {"reward_model": {"ground_truth": "31", "style": "MATH_v2"}}
+    good = answer("31", **row), answer("2", **row)
+    assert scores(config.model_validate({"column": "reward_model.ground_truth"}), *good) == [1, 0]
+    with pytest.raises(DataError, match="an object with the keys ground_truth, style") as raised:
+        scores(config.model_validate({"column": "reward_model"}), *good)
+    with pytest.raises(DataError, match="expected text or a number, found true or false"):
+        scores(config(), answer("1", answer=True))
+    assert "type reward.column=reward_model.ground_truth or reward.column=reward_model.style" in str(raised.value)
