@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
+from runner.core.fsync_io import full_disk_error
 from runner.core.package import import_frozen, plugin_warnings
 from runner.core.signals import survive_early_save
 from runner.tracker.text import print_text
@@ -68,8 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        _print_error(_our_bug(error, debug))
-        return 1
+        full = full_disk_error(error)
+        _print_error(_our_bug(error, debug) if full is None else str(full))
+        return 1 if full is None else full.exit_code
 
 
 def _run_verb(words: list[str]) -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from runner.core.errors import RunnerError
+from runner.core.fsync_io import full_disk_error
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.launch.heartbeat import ExitReport, HeartbeatWriter
@@ -56,6 +57,9 @@ def run_and_report(heartbeat: HeartbeatWriter, folder: RunFolder, work: Callable
             heartbeat.report(ExitReport.from_error(error))
             return error.exit_code
         except Exception as error:
+            if (full := full_disk_error(error)) is not None:
+                heartbeat.report(ExitReport.from_error(full))
+                return full.exit_code
             log.write(redact(traceback.format_exc()))
             text = f"this is a bug in this project: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
             heartbeat.report(ExitReport.from_error(RunnerError(text)))

@@ -221,7 +221,8 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     column: str = Field(
         default="tests",
         min_length=1,
-        description="Column with the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+        description="Column with the tests: Python code, a list of it, or tests in the form of APPS, TACO or "
+        "LiveCodeBench (docs/rewards.md).",
     )
     extract: str | None = Field(
         default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
@@ -234,7 +235,7 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     )
     workers: int = Field(default=1, ge=1, description="Number of groups that are scored in parallel.")
     timeout_s: float = Field(default=10.0, gt=0, description="Timeout in seconds for one execution; then it fails.")
-    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of each process.")
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of each process, and of all files.")
     output_bytes: int = Field(default=1 << 20, ge=1, description="Limit of the output, and of each file.")
     processes: int = Field(default=16, ge=1, description="Maximum processes and threads; not with reward.url.")
 
