@@ -8,9 +8,10 @@ because each is a subclass of RewardConfig.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
@@ -20,6 +21,7 @@ from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
 
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
+TRL_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")  # what a function gets too
 
 
 class RewardConfig(ComponentConfig):
@@ -31,6 +33,10 @@ class RewardConfig(ComponentConfig):
 
     def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
+        return self
+
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
         return self
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:

@@ -4,8 +4,8 @@
 
 `ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 
-The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
-that it needs. `fit` puts the device's own operators and attention into a transformers model.
+The factory of every reward is called with the keywords device, tokenizer, seed, steps, decide, folder and fit, and
+names those that it needs. `fit` puts the device's own operators and attention into a transformers model.
 
 A reward function or service gets a group in TRL's arguments, as plain JSON values (`reward_arguments`):
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError, RunnerError
-from runner.reward.base import RESERVED_ARGUMENTS
+from runner.reward.base import RESERVED_ARGUMENTS, TRL_ARGUMENTS
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion
@@ -174,7 +174,7 @@ def require_column(completion: Completion, name: str, option: str) -> Any:
 def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
     """name → one value per answer of the group. Raises DataError for a column named like an argument."""
     columns = dict.fromkeys(name for completion in group for name in completion.prompt.columns)
-    for name in RESERVED_ARGUMENTS:
+    for name in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS):
         if name in columns:
             raise DataError(
                 f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"

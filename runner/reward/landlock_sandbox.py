@@ -47,7 +47,7 @@ CALLS: dict[str, Numbers] = {
     "utimensat": (280, 88), "futimesat": (261, None), "open_by_handle_at": (304, 265),
 }  # fmt: skip
 # calls that are refused with one value of an argument: the value, its place, the numbers of the call
-OPTIONS: dict[str, tuple[int, int, Numbers]] = {
+OPTIONS: dict[str, tuple[int, int, tuple[int, int]]] = {
     "F_SETOWN": (8, 1, (72, 25)), "F_SETOWN_EX": (15, 1, (72, 25)), "FIOSETOWN": (0x8901, 1, (16, 29)),
     "SIOCSPGRP": (0x8902, 1, (16, 29)), "PR_SET_PDEATHSIG": (DIE_WITH_PARENT, 0, (157, 167)),
 }  # fmt: skip
@@ -107,7 +107,7 @@ def restrict_files(readable: list[str]) -> None:
     os.close(rules)
 
 
-def seccomp_filter(calls: dict[str, Numbers], options: dict[str, tuple[int, int, Numbers]]) -> bytes:
+def seccomp_filter(calls: dict[str, Numbers], options: dict[str, tuple[int, int, tuple[int, int]]]) -> bytes:
     """The program that refuses these of CALLS and OPTIONS with EPERM, unknown ones with ENOSYS. Raises OSError."""
     if platform.machine() not in MACHINES:
         raise OSError(f"seccomp: {platform.machine()} is not supported, only {', '.join(MACHINES)}")
