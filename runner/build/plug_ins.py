@@ -1,4 +1,4 @@
-"""Which code of plug-ins a job uses, by digest: a resumed run says where it changed, as with versions of torch."""
+"""Which code of plug-ins a job uses, by digest: a resumed run says where it changed."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import hashlib
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 from runner.algorithm.loss_registry import choices, functions
-from runner.reward.base import require_components
-from runner.reward.config import SumConfig
+from runner.reward.config import RewardConfig
 from runner.spec.base import ComponentConfig
 from runner.spec.job import JobSpec
+from runner.spec.registry import default_registry
 
 
 def plug_in_digests(spec: JobSpec) -> dict[str, str]:
-    """`plug-in NAME` of each package outside of this project that has a component or a loss of the job → its digest."""
+    """`plug-in NAME` → digest, of each package that has a component or a loss of the job."""
     packages = {module.partition(".")[0] for config in _components(spec) for module in _modules(config)}
     return {f"plug-in {name}": _digest(name) for name in sorted(packages - {"runner"})}
 
 
 def _components(spec: JobSpec) -> Iterator[ComponentConfig]:
     """Every component of a job, those of sums and of evaluation sets included."""
-    given = [value for _, value in spec if isinstance(value, ComponentConfig)]
-    given += [part for one in spec.evaluation.decoded_sets() for part in one.components.values()]
-    for config in (*given, *spec.callbacks.by_name.values()):
-        yield config
-        if isinstance(config, SumConfig):
-            yield from (part.config for part in require_components(config.parts))
+    parts = [{group: getattr(spec, group) for group in default_registry().groups() if hasattr(spec, group)}]
+    parts += [dict(one.components) for one in spec.evaluation.decoded_sets()]
+    for one in parts:
+        reward = one.pop("reward", None)
+        yield from () if reward is None else cast(RewardConfig, reward).components()
+        yield from (config for group, config in one.items() if group != "callbacks")
+    yield from spec.callbacks.by_name.values()
 
 
 def _modules(config: ComponentConfig) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A lock among the processes of several machines: the kernel's, or a file with a heartbeat where a disk has no locks.
+"""A lock among processes of several machines: the kernel's, or else a file with a heartbeat.
 
     FileLock.acquire ─▶ flock(PATH) ──┬─ locked: the kernel releases it when the process ends
                                       └─ this file system has no locks ─▶ PATH.heartbeat, touched every BEAT_S seconds
@@ -17,6 +17,7 @@ import secrets
 import socket
 import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from threading import Event, Thread
 from typing import Self
@@ -154,13 +155,13 @@ def _machine() -> str:
 
 
 def _clock(folder: Path) -> float:
-    """The time of a folder's disk, which may be another machine's; of this machine where it cannot be written."""
+    """The time of a folder's disk, which may be another machine's; else that of this machine."""
     probe = folder / f".clock-{secrets.token_hex(4)}"
     try:
         probe.touch(exist_ok=False)
         return probe.stat().st_mtime
     except OSError:
-        return time.time()
+        return datetime.now().timestamp()
     finally:
         with suppress(OSError):
             probe.unlink()

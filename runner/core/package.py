@@ -94,7 +94,10 @@ def plugin_warnings() -> list[str]:
 
 
 def plug_in_fault(error: BaseException) -> str | None:
-    """Which plug-in raised an error, and where; None if its innermost frame of ours or a plug-in's is ours."""
+    """Which plug-in raised an error, and where; None if this project did.
+
+    The innermost frame counts that is this project's or a plug-in's.
+    """
     points = [point for group in PLUG_IN_GROUPS for point in entry_points(group=group)]
     owners = {point.value.partition(":")[0].partition(".")[0]: _distribution_name(point) for point in points}
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):

@@ -244,13 +244,13 @@ def result_fault(one: Registration, result: Any, size: int) -> str | None:
     else:
         parts = {"the result": result}
     if not parts:
-        return f"expected {RESULTS[one.kind]}, got {_described(result)}"
+        return f"expected {RESULTS[one.kind]}, got {_describe(result)}"
     for name, value in parts.items():
         if not isinstance(value, torch.Tensor) or tuple(value.shape) != (size,):
-            return f"{name}: expected a tensor of shape [{size}], a number for each {unit}, got {_described(value)}"
+            return f"{name}: expected a tensor of shape [{size}], a number for each {unit}, got {_describe(value)}"
         may_be_bool = name == "affected" or (one.kind == "policy_loss" and name != "the loss")
         if not (value.is_floating_point() or (may_be_bool and value.dtype == torch.bool)):
-            return f"{name}: expected a floating data type, got {_described(value)}"
+            return f"{name}: expected a floating data type, got {_describe(value)}"
     return None
 
 
@@ -261,7 +261,7 @@ RESULTS = {
 }
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     """A value in an error message: a tensor by its shape and data type."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"

@@ -51,6 +51,10 @@ class RewardConfig(ComponentConfig):
         """Whether it, or a part of it, is a model on the device."""
         return self.runs_model
 
+    def components(self) -> list[RewardConfig]:
+        """This reward, and the parts of a sum."""
+        return [self]
+
     def model_dtype(self) -> Dtype | None:
         """The data type of a model that scores; None = there is none, or it is left open."""
         return None

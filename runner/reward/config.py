@@ -345,6 +345,9 @@ class SumConfig(RewardConfig):
         parts = (component_record(change(part.config), part.weight) for part in require_components(self.parts))
         return self.model_copy(update={"parts": tuple(parts)})
 
+    def components(self) -> list[RewardConfig]:
+        return [self, *(part.config for part in require_components(self.parts))]
+
     def uses_device_model(self) -> bool:
         return any(part.config.uses_device_model() for part in require_components(self.parts))
 

@@ -108,7 +108,10 @@ def restrict_files(readable: list[str]) -> None:
 
 
 def seccomp_filter(calls: dict[str, Numbers], options: dict[str, tuple[int, int, tuple[int, int]]]) -> bytes:
-    """The program that refuses these of CALLS and OPTIONS with EPERM, unknown ones with ENOSYS. Raises OSError."""
+    """The program that refuses calls with EPERM, unknown ones with ENOSYS. Raises OSError.
+
+    calls, options: those of CALLS and OPTIONS
+    """
     if platform.machine() not in MACHINES:
         raise OSError(f"seccomp: {platform.machine()} is not supported, only {', '.join(MACHINES)}")
     machine, column = MACHINES[platform.machine()]

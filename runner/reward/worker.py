@@ -33,7 +33,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 STDIN, STDERR = 0, 2
@@ -45,7 +45,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: descriptors of socket and stack file, file, function, `here` to allow modules beside it, its copy."""
+    """argv: descriptors of socket and stack file, file, function, `here` for modules beside it, copy."""
     descriptor, stack, path, name, where, copy = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -173,18 +173,23 @@ def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
 
 
 class CopyLoader(importlib.machinery.SourceFileLoader):
-    """Imports a module from a copy as if it were imported from its own path, which __file__ and tracebacks show."""
+    """Imports a module from a copy under its own path, which __file__ and tracebacks show."""
 
     root = ""  # of the tree of copies
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the copy."""
         module.__file__ = self.path.removeprefix(self.root)
-        exec(compile(self.get_data(self.path), module.__file__, "exec"), module.__dict__)
+        super().exec_module(module)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The compiled copy; nothing is cached beside it."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path.removeprefix(self.root))
+        return code
 
 
 def find_copies(path: str, copy: str) -> None:
-    """Let modules beside `path` be imported from their copies, and those without a copy from their own place."""
+    """Import modules beside `path` from their copies, and those without a copy from their own place."""
     CopyLoader.root = copy.removesuffix(path)
     finder = importlib.machinery.FileFinder.path_hook((CopyLoader, importlib.machinery.SOURCE_SUFFIXES))
 

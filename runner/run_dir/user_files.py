@@ -1,4 +1,4 @@
-"""Copies of the user's files in the run folder: every process of a run, and a resumed one, reads what it began with.
+"""Copies of the user's files in the run folder: a run reads what it began with until its end.
 
     my_reward.py ─────────copy_user_files──▶ user_files/home/me/my_reward.py ──with_copied_files──▶ each process
     helper.py, imported by it ─────────────▶ user_files/home/me/helper.py
@@ -38,10 +38,10 @@ def copy_user_files(spec: JobSpec, folder: RunFolder) -> None:
 def with_copied_files(spec: JobSpec, folder: RunFolder) -> JobSpec:
     """The spec with the copies in place of the user's files, where there are copies."""
 
-    def copied(file: Path) -> Path:
+    def copy_path(file: Path) -> Path:
         return copy if (copy := _copy_of(folder, file)).is_file() else file
 
-    return _with_files(spec, copied) if folder.user_files.is_dir() else spec
+    return _with_files(spec, copy_path) if folder.user_files.is_dir() else spec
 
 
 def original_path(file: Path) -> Path:
@@ -53,7 +53,7 @@ def original_path(file: Path) -> Path:
 
 
 def imported_files(file: Path) -> list[Path]:
-    """The Python files beside `file` that it imports, packages completely, and those that they import."""
+    """The Python files beside `file` that it imports, whole packages, and those that they import."""
     found: dict[Path, None] = {}
     unread = [file]
     while unread:
@@ -65,7 +65,7 @@ def imported_files(file: Path) -> list[Path]:
 
 
 def _imports(file: Path, beside: Path) -> Iterator[Path]:
-    """The modules in the folder `beside` that a file imports by a statement; none of one that is not Python."""
+    """The modules in the folder `beside` that a file imports by a statement."""
     if file.suffix != ".py":
         return
     try:

@@ -132,8 +132,10 @@ class RunEvaluation(BaseCallback):
         say: Callable[[str], None],
         at_start: bool = True,
     ) -> None:
-        """evaluate: is called with the number of finished steps; record: of samples; log_first: of the numbers before
-        the first step, which no step has."""
+        """evaluate: called with the number of finished steps; record: of samples.
+
+        log_first: of the numbers before the first step, which no step has.
+        """
         self._evaluate, self._every, self._record = evaluate, every, record
         self._log_first, self._say, self._at_start = log_first, say, at_start
 
