@@ -72,11 +72,11 @@ class Episode:
         """Every turn but the policy's last; empty where there was one turn."""
         return tuple(self.messages[:-1])
 
-    def completion(self) -> Completion:
-        """The episode as a reward sees it."""
+    def completion(self, step: int) -> Completion:
+        """The episode as a reward sees it after `step` steps."""
         own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
         messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
-        return Completion(self.prompt, own, self.text, self.finish, messages)
+        return Completion(self.prompt, own, self.text, self.finish, messages, step)
 
 
 # The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each

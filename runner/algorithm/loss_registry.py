@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler, create_model
 
-from runner.core.errors import RunnerError
+from runner.core.errors import Problem, RunnerError, SpecError
 from runner.core.package import load_plugins
-from runner.interfaces.losses import Kind, Option, Registration, registration_of
+from runner.interfaces.losses import Kind, Option, Registration, registration_of, result_fault
 
 BUILT_IN = ("policy.losses", "policy.advantages", "policy.importance", "preference.losses", "kl_divergence")
 ENTRY_POINT_GROUP = "runner.losses"
@@ -152,10 +152,56 @@ def resolved_options(config: BaseModel, choice: str) -> dict[str, Any]:
 
 
 def compute_selected(config: BaseModel, choice: str, offered: Mapping[str, Callable[[], Any]]) -> Any:
-    """The value of the chosen function, with the inputs that it takes; others are not computed."""
-    function = selected_function(config, choice)
-    inputs = {name: offered[name]() for name in function.inputs}
-    return function.function(**inputs, **resolved_options(config, choice))
+    """The value of the chosen function, with the inputs that it takes; others are not computed.
+
+    Raises SpecError where a function of a plug-in raises, or returns something else than its kind promises.
+    """
+    chosen = selected_function(config, choice)
+    inputs = {name: offered[name]() for name in chosen.inputs}
+    if chosen is built_in()[chosen.kind].get(chosen.name):
+        return chosen.function(**inputs, **resolved_options(config, choice))
+    try:
+        result = chosen.function(**inputs, **resolved_options(config, choice))
+    except Exception as error:  # foreign code may raise anything
+        if isinstance(error, RunnerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            raise
+        raise _plug_in_error(chosen, choice, f"{type(error).__name__}: {error}") from error
+    mask = offered["mask"]() if "mask" in offered else None
+    if fault := _fault(chosen, inputs, result, len(offered[SIZED[chosen.kind]]()), mask):
+        raise _plug_in_error(chosen, choice, fault)
+    return result
+
+
+SIZED: Mapping[Kind, str] = {  # the input with an element for each number of the result
+    "policy_loss": "mask", "advantage": "group", "kl_estimator": "logprobs", "aggregation": "mask",
+    "correction": "mask", "preference_loss": "chosen_logprobs", "divergence": "student",
+}  # fmt: skip
+_FINITE: set[Callable[..., Any]] = set()  # functions whose first result was finite: looking again costs time
+
+
+def _fault(one: Registration, inputs: Mapping[str, Any], result: Any, size: int, mask: Any) -> str | None:
+    """What is wrong with the result of a plug-in's function; its values are looked at once in a process."""
+    per_token = one.per_token or one.kind not in ("advantage", "preference_loss", "divergence")
+    size = len(mask) if per_token and mask is not None else size
+    if fault := result_fault(one, result, size):
+        return fault
+    value = result[0] if isinstance(result, tuple) else result
+    if not value.requires_grad and any(getattr(x, "requires_grad", False) for x in inputs.values()):
+        return "it has no gradient, although an input carries one (detach, no_grad)"
+    if one.function in _FINITE:
+        return None
+    seen = value if mask is None or not per_token else value[mask != 0]
+    if not bool(seen.isfinite().all()):
+        return f"{int((~seen.isfinite()).sum())} of {len(seen)} numbers are not finite (NaN or infinity)"
+    _FINITE.add(one.function)
+    return None
+
+
+def _plug_in_error(one: Registration, choice: str, fault: str) -> SpecError:
+    code = one.function.__code__
+    where = f"{code.co_filename}:{code.co_firstlineno}, {code.co_name}"
+    text = f"{one.name} of a plug-in ({where}): {fault}; runner.testing.check_loss({code.co_name}) tests the function"
+    return SpecError([Problem(f"algorithm.{choice}", text)])
 
 
 def unused_options(config: BaseModel) -> Iterator[tuple[str, str]]:

@@ -145,8 +145,14 @@ class RolloutCollector:
     environments: EnvironmentFactory | None = None
     extend: ExtendConversation | None = None
 
-    def collect_groups(self, prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
-        """G scored answers to each prompt; seeds: (seed, step, round, prompt, sample, turn)."""
+    def collect_groups(
+        self, prompts: Sequence[Prompt], step: int, round: int, finished: int | None = None
+    ) -> list[Group]:
+        """G scored answers to each prompt; seeds: (seed, step, round, prompt, sample, turn).
+
+        finished: the steps before an evaluation, whose `step` is always 0
+        """
+        before = step if finished is None else finished
         size = self.group_size
 
         def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
@@ -157,17 +163,19 @@ class RolloutCollector:
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [
             Group(prompt, tuple(to_sample(*one) for one in zip(group, rewards, parts, strict=True)))
-            for prompt, group, rewards, parts in zip(prompts, grouped, *self._score_groups(grouped), strict=True)
+            for prompt, group, rewards, parts in zip(
+                prompts, grouped, *self._score_groups(grouped, before), strict=True
+            )
         ]
 
     def _score_groups(
-        self, grouped: Sequence[Sequence[Episode]]
+        self, grouped: Sequence[Sequence[Episode]], step: int
     ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]:
         """The reward of each sample of each group, and its parts."""
         empty: list[list[RewardComponents]] = [[{} for _ in group] for group in grouped]
         if self.reward is None:
             return [[None] * len(group) for group in grouped], empty
-        asked = [[e.completion() for e in group] for group in grouped]
+        asked = [[e.completion(step) for e in group] for group in grouped]
         if isinstance(self.reward, CompositeReward):
             return self.reward.score_components(asked)
         return self.reward.score(asked), empty

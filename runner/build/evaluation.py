@@ -47,7 +47,7 @@ from runner.trainer.evaluator import (
 from runner.trainer.learner import LocalLearner
 from runner.trainer.reference_model import FrozenModel
 
-Evaluation = Callable[[], Report]
+Evaluation = Callable[[int], Report]  # after a number of steps
 
 
 def no_reward(spec: JobSpec, prompts: Sequence[Prompt], option: str) -> None:
@@ -80,7 +80,7 @@ def build_evaluation(
         shown = spec.evaluation.logged_samples if items else 0  # questions are shown with their answers
         held_out = HeldOutLoss(algorithm, given, spec.algorithm.batch_size, shown, model.tokenizer)
         known = {role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
-        own.append(lambda: held_out.evaluate(known))
+        own.append(lambda step: held_out.evaluate(known))
     policy = as_generative(model)
     parts = (world, decide, make_reward, environments, extend, partial(score_items, learner))
     answers = None if policy is None else AnswerParts(spec, policy, *parts)
@@ -218,12 +218,12 @@ def _check_room(
         decide(key, f"{wanted} tokens", f"{min(less)} to {max(less)} for {len(less)} of {len(rooms)} questions", reason)
 
 
-def _merge_evaluations(own: Sequence[Evaluation], sets: Sequence[Evaluation], keep: int) -> Report:
+def _merge_evaluations(own: Sequence[Evaluation], sets: Sequence[Evaluation], keep: int, step: int = 0) -> Report:
     """Merge evaluations; later numbers win over earlier ones of the same name, times are summed.
 
     keep: most samples of the job's own questions, and of each set
     """
-    first, others = [evaluate() for evaluate in own], [evaluate() for evaluate in sets]
+    first, others = [evaluate(step) for evaluate in own], [evaluate(step) for evaluate in sets]
     values = {name: value for report in (*first, *others) for name, value in report.values.items()}
     values["time/eval_s"] = sum(report.values["time/eval_s"] for report in (*first, *others))
     samples = [sample for report in first for sample in report.samples][:keep]

@@ -25,6 +25,7 @@ from runner.build.components import (
     build_tokenizer,
 )
 from runner.build.data import build_data, build_environments, build_extend, resolve_max_length
+from runner.build.plug_ins import plug_in_digests
 from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
@@ -48,6 +49,7 @@ from runner.interfaces.learning import AlgorithmInputs
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import check_compatible, run_identity
+from runner.run_dir.user_files import with_copied_files
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.trainer.callbacks import (
@@ -171,13 +173,17 @@ def build(
     outlets: OutputSinks,
     place: RankInfo = SINGLE_RANK,
 ) -> BuiltJob:
-    """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another."""
+    """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another.
+
+    The user's files are read from their copies in the folder, if it has them.
+    """
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
-    tokenizer = build_tokenizer(spec)
-    data = _data(spec, tokenizer, world, decide)
+    copied = with_copied_files(spec, folder)
+    tokenizer = build_tokenizer(copied)
+    data = _data(copied, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
-    spec = resolve_max_length(given, data, decide)
+    spec = with_copied_files(resolve_max_length(given, data, decide), folder)
     environments = build_environments(spec, world.rollout_peers, decide)
     extend = build_extend(spec, tokenizer, environments, decide)
     rewards = RewardBuilder(tokenizer, device, world, decide, folder)
@@ -264,7 +270,7 @@ def _build_evaluation(
     extend: ExtendConversation | None,
     decide: Decisions,
     make_reward: MakeReward,
-) -> Callable[[], Report] | None:
+) -> Callable[[int], Report] | None:
     """What evaluates, in the thread that trains; None where nothing does."""
     if not spec.evaluation.every:
         return None
@@ -333,7 +339,7 @@ def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext)
     own = run_identity(spec, data.fingerprint, data.prompt_style, origin, world.device.describe())
     own["frozen"] = dict(zip(models.frozen, others, strict=True))
     own["mesh"] = world.layout
-    return own
+    return own | plug_in_digests(spec)
 
 
 def _plugin_callbacks(
@@ -348,7 +354,7 @@ def _plugin_callbacks(
 def _callbacks(
     spec: JobSpec,
     folder: RunFolder,
-    evaluate: Callable[[], Report] | None,
+    evaluate: Callable[[int], Report] | None,
     activity: DeviceStats,
     publisher: Publisher | None,
     outlets: OutputSinks,
@@ -370,7 +376,7 @@ def _callbacks(
     ]
 
 
-def _evaluation(spec: JobSpec, evaluate: Callable[[], Report], outlets: OutputSinks) -> RunEvaluation:
+def _evaluation(spec: JobSpec, evaluate: Callable[[int], Report], outlets: OutputSinks) -> RunEvaluation:
     return RunEvaluation(
         evaluate,
         every=spec.evaluation.every,

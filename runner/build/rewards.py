@@ -72,6 +72,7 @@ class RewardBuilder:
             device=self.device.torch_device,
             tokenizer=self.tokenizer,
             seed=spec.seed,
+            steps=spec.steps,
             decide=self.decide,
             folder=self.folder.root,
             fit=device_op_installer(self.device, self.decide),

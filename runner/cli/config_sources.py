@@ -32,11 +32,11 @@ from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
+from runner.cli.user_yaml import load_yaml
 from runner.core.errors import EnvironmentProblem
 from runner.core.package import conf_dir, load_plugins, recipes_dir
-from runner.core.untrusted_text import check_yaml
 from runner.run_dir.folder import display_path
 from runner.spec import suggest
 from runner.spec.registry import Registry
@@ -113,10 +113,7 @@ class FolderSource(ConfigSource):
         try:
             with place.open(encoding="utf-8") as file:
                 text = file.read()
-                check_yaml(text)
-                header = self._get_header_dict(text)
-                file.seek(0)
-                config = OmegaConf.load(file)
+                header, config = self._get_header_dict(text), load_yaml(text, str(place))
         except UnicodeDecodeError as error:
             raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
         except (OSError, ValueError) as error:

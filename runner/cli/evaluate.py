@@ -7,12 +7,15 @@ import signal
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from runner.cli.args import UsageError, is_override
 from runner.cli.job_builder import compose_job
 from runner.cli.overrides import TRUST
 from runner.core.errors import Interrupted
+from runner.run_dir.folder import RunFolder
+from runner.run_dir.user_files import with_copied_files
 from runner.spec.evaluation import EvaluationSet
 from runner.spec.job import JobSpec
 
@@ -101,7 +104,7 @@ def _of_first_run(
         raise UsageError(
             "run eval: no model is a run, which would have held-out rows; name sets: '+evaluation=[gsm8k]'"
         )
-    own = source_spec(source)
+    own = with_copied_files(source_spec(source), RunFolder(Path(source.path)))
     typed = {word.lstrip("+").partition("=")[0] for word in words}
     options = {name: value for name, value in spec.evaluation if f"evaluation.{name}" in typed}
     changed = {

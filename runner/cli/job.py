@@ -81,12 +81,12 @@ def _start(args: Namespace, words: Sequence[str]) -> int:
         lacking = [] if args.spec or not drafts else _machine_problems(drafts[0], error)
         raise SpecError([*error.problems, *lacking]) from error
     from runner.launch import local
-    from runner.run_dir.folder import OUTPUTS, RunFolder
+    from runner.run_dir.folder import RunFolder, latest_path
 
-    if not args.folder and (OUTPUTS / "latest").is_dir():
+    if not args.folder and latest_path().is_dir():
         from runner.tools.report.run_status import note_killed
 
-        note_killed(RunFolder((OUTPUTS / "latest").resolve()))
+        note_killed(RunFolder(latest_path().resolve()))
     if not job.spec.launch.queued:
         with _explain_environment_problem(job, _again(args, words, job)):
             return local.start_run(job.spec, job.overrides, job.origins, args.folder)

@@ -42,8 +42,8 @@ from runner.cli.overrides import (
     resolve_interpolations,
     with_demo,
 )
+from runner.cli.user_yaml import load_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.core.untrusted_text import check_yaml
 from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import decode, with_origins
 from runner.spec.job import RECIPE, JobSpec
@@ -314,8 +314,7 @@ def _load_spec(path: Path) -> DictConfig:
     if not path.is_file():
         raise EnvironmentProblem(f"{path}: no such file; expected the spec.yaml of a run")
     try:
-        check_yaml(path.read_text(encoding="utf-8"))
-        config = OmegaConf.load(path)
+        config = load_yaml(path.read_text(encoding="utf-8"), str(path))
     except (yaml.YAMLError, ValueError) as error:
         raise SpecError([composition_problem(error, (), ())]) from error
     content = OmegaConf.to_container(config)

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import io
 import os
+import pwd
 import sys
 import tempfile
 import traceback
 from argparse import Namespace
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
-from runner.core.package import import_frozen, plugin_warnings
+from runner.core.fsync_io import full_disk_error
+from runner.core.package import import_frozen, plug_in_fault, plugin_warnings
 from runner.core.signals import survive_early_save
 from runner.tracker.text import print_text
 
@@ -72,12 +75,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        _print_error(_our_bug(error, debug))
-        return 1
+        if (full := full_disk_error(error)) is not None:
+            _print_error(str(full))
+            return full.exit_code
+        fault = plug_in_fault(error)
+        bug = f"this is a bug in this project: {type(error).__name__}: {error}"
+        _print_error(_with_traceback(fault or bug, debug))
+        return RunnerError.exit_code if fault is None else EnvironmentProblem.exit_code
+
+
+def _complete_user() -> None:
+    """Give a user without an entry in /etc/passwd, as in OpenShift's containers, a name and a home folder.
+
+    Libraries ask for both, and write into a folder called ~ otherwise. Raises EnvironmentProblem.
+    """
+    try:
+        pwd.getpwuid(os.getuid())
+        return
+    except KeyError:
+        user = f"uid-{os.getuid()}"
+    os.environ.setdefault("USER", user)
+    if "HOME" in os.environ:
+        return
+    home = Path(tempfile.gettempdir(), f"run-home-{user}")
+    home.mkdir(mode=0o700, exist_ok=True)
+    if home.is_symlink() or home.stat().st_uid != os.getuid():
+        raise EnvironmentProblem(f"{home} is another user's; set HOME to a folder that you can write to")
+    os.environ["HOME"] = str(home)
+    print_text(
+        f"warning: user {os.getuid()} has no home folder; using {home}; set HOME to keep caches", file=sys.stderr
+    )
 
 
 def _run_verb(words: list[str]) -> int:
     """Run a verb of ours or of a plug-in, and name the plug-ins that were left out."""
+    _complete_user()
     try:
         os.getcwd()
     except FileNotFoundError as error:
@@ -129,8 +161,8 @@ def _print_error(message: str) -> None:
     print_text(redact(message), file=sys.stderr)  # in a sweep or a queue, the screen is a file
 
 
-def _our_bug(error: Exception, debug: bool) -> str:
-    summary = f"this is a bug in this project: {type(error).__name__}: {error}"
+def _with_traceback(summary: str, debug: bool) -> str:
+    """The summary of an unexpected error with the file of its traceback, which --debug prints."""
     text = _redacted_traceback()
     try:
         if not debug:

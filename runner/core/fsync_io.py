@@ -25,6 +25,8 @@ from contextlib import suppress
 from datetime import datetime, timedelta
 from pathlib import Path
 
+from runner.core.errors import StorageError
+
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 STAGED = ".staging-"
 STALE = timedelta(hours=1)  # a younger file may be in use by another process
@@ -93,6 +95,14 @@ def error_reason(error: Exception) -> str:
     if number is None and (match := OS_ERROR.search(str(error))):
         number = int(match[1])
     return str(error) if number is None else FULL.get(number) or os.strerror(number)
+
+
+def full_disk_error(error: Exception) -> StorageError | None:
+    """The error for the user where an OSError means a full disk; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return None
+    where = os.fsdecode(error.filename) if error.filename else f"{os.environ.get('TMPDIR', '/tmp')} or the run folder"
+    return StorageError(f"{where}: {FULL[error.errno]}\n  free space there, or set TMPDIR to a folder on another disk")
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -10,6 +10,7 @@ import gc
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -21,6 +22,7 @@ import yaml
 from runner.core.errors import RunnerError
 
 COMPONENTS_GROUP = "runner.components"  # the entry points of components
+PLUG_IN_GROUPS = (COMPONENTS_GROUP, "runner.losses", "runner.verbs")  # those of code
 LEFT_OUT: dict[tuple[str, str], str] = {}  # group and name of an entry point that was left out → why
 _FAILED: dict[str, dict[str, list[str]]] = {}  # package → why → names of its entry points
 
@@ -91,6 +93,24 @@ def plugin_warnings() -> list[str]:
     return found
 
 
+def plug_in_fault(error: BaseException) -> str | None:
+    """Which plug-in raised an error, and where; None if this project did.
+
+    The innermost frame counts that is this project's or a plug-in's.
+    """
+    points = [point for group in PLUG_IN_GROUPS for point in entry_points(group=group)]
+    owners = {point.value.partition(":")[0].partition(".")[0]: _distribution_name(point) for point in points}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package == "runner":
+            return None
+        if package in owners:
+            code = frame.f_code
+            what = f"{type(error).__name__}: {error}"
+            return f"the plug-in {owners[package]} raised {what}\n  {code.co_filename}:{line}, {code.co_name}"
+    return None
+
+
 def _distribution_name(point: EntryPoint) -> str:
     """The installed package that an entry point belongs to."""
     return point.dist.name if point.dist else point.value.partition(":")[0]
@@ -120,8 +140,9 @@ def recipes_dir() -> Path:
 
 def cache_folder() -> Path:
     """Cache of tokens, reference log-probabilities and plug-ins: $RUNNER_CACHE, else the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("RUNNER_CACHE") or Path(base) / "runner")
+    if given := os.environ.get("RUNNER_CACHE"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "runner")
 
 
 def _shipped_dir(name: str) -> Path:

@@ -1,5 +1,6 @@
 """What a user can set of the data."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -37,6 +38,11 @@ class ChatConfig(Config):
         """The same config with the path of a template file made absolute."""
         file = self.template_file()
         return self.model_copy(update={"template": absolute_if_local(str(file))}) if file else self
+
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        """The same config with the path of the user's own template changed."""
+        file = self.template_file()
+        return self.model_copy(update={"template": str(change(file))}) if file else self
 
     def template_file(self) -> Path | None:
         """The user's own template; None for the tokenizer's and for a training template of this project."""

@@ -12,7 +12,6 @@ its checksum and made again.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -29,6 +28,7 @@ from typing import IO, TYPE_CHECKING, Any
 import pyarrow as pa
 
 from runner.core.errors import StorageError
+from runner.core.file_lock import FileLock
 from runner.core.fsync_io import sha256
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
@@ -110,8 +110,8 @@ def load_or_build(
 @contextmanager
 def _folder_lock(folder: Path) -> Iterator[None]:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(folder.parent / f".{folder.name}.lock") as lock:
+        lock.acquire(wait=True)
         yield
 
 

@@ -34,6 +34,7 @@ from runner.model.model_folder import (
 )
 from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
 from runner.run_dir.manifest import PromptStyle, check_model_unchanged, check_spec_unchanged
+from runner.run_dir.user_files import with_copied_files
 from runner.spec.base import COMMAND_LINE, iter_leaves
 from runner.spec.decode import decode
 from runner.spec.job import JobSpec
@@ -329,7 +330,8 @@ def load_run(
     check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.trained_models().items()))
-    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
+    tokenizer = build.build_tokenizer(with_copied_files(spec, folder))
+    model: TrainableModel = build.build_model(spec, tokenizer, device, decide, head)
     check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()

@@ -228,6 +228,46 @@ def divergence(name: str, *, paper: str, formula: str) -> Callable[[T], T]:
     return lambda function: _register(function, "divergence", name, paper, formula)
 
 
+def result_fault(one: Registration, result: Any, size: int) -> str | None:
+    """What is wrong with the shapes and data types that a function returned; None if nothing is.
+
+    size: the number of tokens, rows or pairs that it was called with: T, N, P, or S of a divergence
+    """
+    unit = {"preference_loss": "pair", "advantage": "token" if one.per_token else "row"}.get(one.kind, "token")
+    if one.kind == "policy_loss":
+        fits = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
+        parts = {"the loss": result[0]} | dict(result[1]) if fits else {}
+    elif one.kind in ("correction", "preference_loss"):
+        record = ImportanceWeights if one.kind == "correction" else PreferenceLosses
+        fits = isinstance(result, tuple) and len(result) == len(record._fields)
+        parts = dict(zip(record._fields, result, strict=True)) if fits else {}
+    else:
+        parts = {"the result": result}
+    if not parts:
+        return f"expected {RESULTS[one.kind]}, got {_describe(result)}"
+    for name, value in parts.items():
+        if not isinstance(value, torch.Tensor) or tuple(value.shape) != (size,):
+            return f"{name}: expected a tensor of shape [{size}], a number for each {unit}, got {_describe(value)}"
+        may_be_bool = name == "affected" or (one.kind == "policy_loss" and name != "the loss")
+        if not (value.is_floating_point() or (may_be_bool and value.dtype == torch.bool)):
+            return f"{name}: expected a floating data type, got {_describe(value)}"
+    return None
+
+
+RESULTS = {
+    "policy_loss": "(loss [T], diagnostics by name, [T] each)",
+    "correction": "ImportanceWeights(weights, affected), [T] each",
+    "preference_loss": "PreferenceLosses(losses, chosen_rewards, rejected_rewards), [P] each",
+}
+
+
+def _describe(value: Any) -> str:
+    """A value in an error message: a tensor by its shape and data type."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}, {str(value.dtype).removeprefix('torch.')}"
+    return f"{value!r:.80} ({type(value).__name__})"
+
+
 def registration_of(value: object) -> Registration | None:
     """What a decorator of this module attached to a function; None for anything else."""
     found = getattr(value, "registration", None) if isinstance(value, FunctionType) else None

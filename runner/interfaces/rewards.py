@@ -4,8 +4,8 @@
 
 `ScoringFailures` logs each kind of failure once, counts all of them, and raises when nothing is scored any more.
 
-The factory of every reward is called with the keywords device, tokenizer, seed, decide, folder and fit, and names those
-that it needs. `fit` puts the device's own operators and attention into a transformers model.
+The factory of every reward is called with the keywords device, tokenizer, seed, steps, decide, folder and fit, and
+names those that it needs. `fit` puts the device's own operators and attention into a transformers model.
 
 A reward function or service gets a group in TRL's arguments, as plain JSON values (`reward_arguments`):
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("runner")
 CHOSEN = "the reward returned None for every sample"
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
+TRL_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")  # what a function gets too
 MOST_KINDS = 20  # of failures, which are printed one by one; further kinds are only counted
 
 
@@ -189,7 +190,7 @@ def require_text(completion: Completion, name: str, option: str) -> str:
 def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
     """name → one value per answer of the group. Raises DataError for a column named like an argument."""
     columns = dict.fromkeys(name for completion in group for name in completion.prompt.columns)
-    for name in RESERVED_ARGUMENTS:
+    for name in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS):
         if name in columns:
             raise DataError(
                 f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"

@@ -183,7 +183,8 @@ class Sampler(Protocol):
 class Completion:
     """An answer as a reward sees it.
 
-    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one
+    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one;
+    step: optimizer steps before the one that it is sampled for, or before the evaluation
     """
 
     prompt: Prompt
@@ -191,6 +192,7 @@ class Completion:
     text: str
     finish: str
     messages: tuple[Mapping[str, Any], ...] | None = None
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

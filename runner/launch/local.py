@@ -42,6 +42,7 @@ from runner.run_dir.folder import (
     refuse_used_folder,
 )
 from runner.run_dir.manifest import immutable_fields, redact_values
+from runner.run_dir.user_files import copy_user_files
 from runner.spec.base import COMMAND_LINE
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -76,6 +77,7 @@ def start_run(spec: JobSpec, typed: Sequence[str], origins: Mapping[str, str], w
         spec = prepare_spec(spec)
     folder = create_run_folder(spec.name) if where is None else claim_folder(where)
     with hold_lock(folder):
+        copy_user_files(spec, folder)
         write_spec(folder, spec)
         if spec.launch.queued and not later:
             srun_task.record_run_folder(folder)

@@ -13,9 +13,11 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
-from runner.core.errors import RunnerError
+from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.core.fsync_io import full_disk_error
+from runner.core.package import plug_in_fault
 from runner.core.rank_info import RankInfo
 from runner.core.signals import StopSignal
 from runner.launch.heartbeat import ExitReport, HeartbeatWriter
@@ -56,11 +58,19 @@ def run_and_report(heartbeat: HeartbeatWriter, folder: RunFolder, work: Callable
             heartbeat.report(ExitReport.from_error(error))
             return error.exit_code
         except Exception as error:
-            log.write(redact(traceback.format_exc()))
-            text = f"this is a bug in this project: {type(error).__name__}: {error}\n  the traceback is in {folder.log}"
-            heartbeat.report(ExitReport.from_error(RunnerError(text)))
-            return RunnerError.exit_code
+            reported = full_disk_error(error) or _report_traceback(error, log, folder)
+            heartbeat.report(ExitReport.from_error(reported))
+            return reported.exit_code
     return 0
+
+
+def _report_traceback(error: Exception, log: TextIO, folder: RunFolder) -> RunnerError:
+    """Write the traceback of an error that is not worded for the user; the error that names it."""
+    log.write(redact(traceback.format_exc()))
+    where = f"\n  the traceback is in {folder.log}"
+    if (fault := plug_in_fault(error)) is not None:
+        return EnvironmentProblem(fault + where)
+    return RunnerError(f"this is a bug in this project: {type(error).__name__}: {error}{where}")
 
 
 def serve_store(listener: int) -> object:

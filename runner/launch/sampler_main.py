@@ -22,6 +22,7 @@ from runner.launch.rank_main import exit_process, read_spec, run_and_report
 from runner.launch.run_messages import console_logging
 from runner.launch.session import translate_memory_errors
 from runner.run_dir.folder import RunFolder
+from runner.run_dir.user_files import with_copied_files
 from runner.sampler.server.job_token import job_token, take_token
 
 
@@ -43,7 +44,7 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
 
 def _serve(folder: RunFolder, attempt: int, index: int) -> None:
     """Serve until a signal or an error."""
-    spec = read_spec(folder)
+    spec = with_copied_files(read_spec(folder), folder)
     with console_logging(folder.log, silent=True) as console:
         console.message(f"sampler {index}, attempt {attempt}, process {os.getpid()}")
         decide = Decisions(spec.strict)

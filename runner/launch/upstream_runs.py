@@ -16,7 +16,6 @@ are not part of the key.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
@@ -34,6 +33,7 @@ from typing import Any
 import yaml
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RankLost, RunnerError, SpecError, StorageError
+from runner.core.file_lock import FileLock
 from runner.core.rank_info import without_rank_variables
 from runner.core.signals import SignalRecorder, signal_name
 from runner.core.subprocess import ChildProcess
@@ -321,16 +321,14 @@ def _lock_upstream_run(folder: RunFolder, whose: str) -> Iterator[int]:
     """Hold an upstream run's lock; yields the descriptor, which its process inherits. Raises StorageError."""
     try:
         folder.root.parent.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder.root.with_suffix(".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        lock = FileLock(folder.root.with_suffix(".lock"))
     except OSError as error:
         raise StorageError(f"cannot write in {folder.root.parent}: {error.strerror}") from error
-    try:
+    with lock:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock.acquire()
         except BlockingIOError:
             text = f"another job runs {whose}; waiting for it ({display_path(folder.root)})"
             print_text(text, file=sys.stderr, flush=True)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield handle
-    finally:
-        os.close(handle)
+            lock.acquire(wait=True)
+        yield lock.handle

@@ -7,13 +7,16 @@ A sample depends only on its request's seed, and a score only on its group: not 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Self, TypeVar
 
 from torch import Tensor
 
+from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
     Completion,
@@ -132,7 +135,14 @@ class PartitionedReward:
     def score(self, groups: Sequence[Sequence[Completion]]) -> Scores:
         """See `Reward`; all ranks pass the same."""
         owners = self._owners(groups)
-        return run_partitioned(self._peers, owners, lambda mine: self._reward.score([groups[i] for i in mine]))
+
+        def score(mine: Sequence[int]) -> Scores:
+            chosen = [groups[i] for i in mine]
+            found: Scores = self._reward.score(chosen)
+            refuse_wrong_scores(self._reward, found, chosen)
+            return found
+
+        return run_partitioned(self._peers, owners, score)
 
     def with_peers(self, peers: RankCollectives) -> Self:
         """The same reward for another thread with its own collectives."""
@@ -146,6 +156,20 @@ class PartitionedReward:
         return balance_by_cost([sum(len(one.ids) for one in group) for group in groups], self._peers.size)
 
 
+def refuse_wrong_scores(reward: Any, found: Any, groups: Sequence[Sequence[Completion]]) -> None:
+    """Raise EnvironmentProblem unless a reward returned a finite number or None for each completion."""
+    shape = isinstance(found, list) and [len(one) if isinstance(one, list) else None for one in found]
+    if shape == [len(group) for group in groups] and all(
+        score is None or (isinstance(score, Real) and math.isfinite(score)) for one in found for score in one
+    ):
+        return
+    name = f"{type(reward).__module__}.{type(reward).__qualname__}"
+    raise EnvironmentProblem(
+        f"{name}.score returned {found!r:.200}\n  expected a list for each of {len(groups)} groups, with a finite "
+        "number or None for each completion; runner.testing.check_reward tests a reward"
+    )
+
+
 class PartitionedSumReward(PartitionedReward):
     """A `PartitionedReward` of a reward with components."""
 
@@ -153,7 +177,10 @@ class PartitionedSumReward(PartitionedReward):
         """The scores, and those of each component."""
 
         def work(mine: list[int]) -> list[tuple[Any, Any]]:
-            return list(zip(*self._reward.score_components([groups[i] for i in mine]), strict=True))
+            chosen = [groups[i] for i in mine]
+            scores, parts = self._reward.score_components(chosen)
+            refuse_wrong_scores(self._reward, scores, chosen)
+            return list(zip(scores, parts, strict=True))
 
         found = run_partitioned(self._peers, self._owners(groups), work)
         return [scores for scores, _ in found], [parts for _, parts in found]

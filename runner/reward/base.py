@@ -8,9 +8,10 @@ because each is a subclass of RewardConfig.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from pydantic import Field, ValidationError
@@ -31,6 +32,10 @@ class RewardConfig(ComponentConfig):
         """The same config with the paths of local files made absolute."""
         return self
 
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
+        return self
+
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
         """The same config with the folder or hub id that a model's path means; see `ModelConfig`."""
         return self
@@ -42,6 +47,10 @@ class RewardConfig(ComponentConfig):
     def uses_device_model(self) -> bool:
         """Whether it, or a part of it, is a model on the device."""
         return self.runs_model
+
+    def components(self) -> list[RewardConfig]:
+        """This reward, and the parts of a sum."""
+        return [self]
 
     def model_dtype(self) -> Dtype | None:
         """The data type of a model that scores; None = there is none, or it is left open."""

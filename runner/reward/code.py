@@ -1,7 +1,8 @@
 """Run the code of completions against tests: in a sandbox here, or in a SandboxFusion service.
 
-    completion ──extract──▶ code ─┬─ + tests ──▶ one run: the last line of its output shows that all tests passed
-                                  └─ inputs, outputs ──▶ a run per input: what it prints is the output
+    completion ──extract──▶ code ─┬─ Assertions ──▶ one run: the last line of its output shows that all tests passed
+                                  ├─ CallTests ──▶ one run: its last line has the results
+                                  └─ ProgramTests ──▶ a run per input: what it prints is the output
 
 bwrap (https://github.com/containers/bubblewrap): namespaces of its own for users, network, processes and IPC; of the
 files only Python and the system's libraries, read-only; no variables. Root's processes cannot be limited in number and
@@ -9,11 +10,15 @@ may read root's files, so under root the code runs as an otherwise unused user, 
 
 Where namespaces are forbidden, as in many containers, `landlock_sandbox` closes the process of the code itself.
 
+The files of a run are bounded: by the size of its tmpfs, or under Landlock by looking at its folder while it runs. What
+no file system bounds (memory without a name, shared memory of System V) is refused.
+
 Tests run in the process of the code, which can fool them on purpose. Outputs are compared here: they cannot be fooled.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import secrets
@@ -22,12 +27,15 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from runner.core import fsync_io
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces.rewards import (
     GroupScorer,
@@ -37,7 +45,9 @@ from runner.interfaces.rewards import (
     require_column,
     score_each,
 )
+from runner.reward.code_tests import Assertions, CallTests, ProgramTests, Tests, parse_tests, prints_same, read_results
 from runner.reward.config import CodeConfig
+from runner.reward.landlock_sandbox import CALLS, OPEN_FILES, seccomp_filter
 from runner.reward.rules import extract_answer
 
 if TYPE_CHECKING:
@@ -50,7 +60,11 @@ OWN_USER = ("--unshare-user", "--disable-userns", "--cap-drop", "ALL")
 # under root: what is needed to become another user, and lost by it
 OTHER_USER = ("--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID")
 FIRST_FREE_USER = 1 << 30  # of user numbers: far above those of people and of containers
+KNOWN_TESTS = 4096  # texts of which it is remembered whether they pass without code
 SERVICE_MARGIN_S = 30.0  # for a service to queue a run, beside the run itself
+UNBOUNDED = ("memfd_create", "memfd_secret", "shmget")  # calls that make memory which no limit counts
+WATCH_S = 0.05  # between two looks at the folder of a run
+MOST_FILES = 10_000  # in it
 LANDLOCK = Path(__file__).with_name("landlock_sandbox.py")
 
 # The first lines of the process: limits, then the code. argv: memory, file size, processes, CPU seconds, user.
@@ -61,7 +75,7 @@ if user:
     os.setgroups([]); os.setresgid(user, user, user); os.setresuid(user, user, user)
 for limit, value in (
     (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_FSIZE, size),
-    (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_AS, memory),
+    (resource.RLIMIT_NPROC, processes), (resource.RLIMIT_AS, memory), (resource.RLIMIT_NOFILE, {OPEN_FILES}),
 ):
     resource.setrlimit(limit, (value, value))
 sys.argv = [{PROGRAM!r}]
@@ -90,9 +104,13 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError("bwrap is not installed")
-    with _file(code) as program, _file(stdin) as given, _file() as out, _file() as stderr, _file() as status:
-        command = [bwrap, *_sandbox(config, program.fileno(), status.fileno()), *_python(config)]
-        passed = (program.fileno(), status.fileno())
+    rules = seccomp_filter({name: CALLS[name] for name in UNBOUNDED}, {})
+    with (
+        _file(code) as program, _file(rules) as calls,
+        _file(stdin) as given, _file() as out, _file() as stderr, _file() as status,
+    ):  # fmt: skip
+        passed = (program.fileno(), calls.fileno(), status.fileno())
+        command = [bwrap, *_sandbox(config, *passed), *_python(config)]
         exit_code = _run(command, config.timeout_s, (given, out, stderr), passed)
         if exit_code is None:
             return RunResult(False, "")
@@ -106,7 +124,7 @@ def run_in_bubblewrap(config: CodeConfig, code: str, stdin: str) -> RunResult:
 def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
     """Run code in a process under Landlock and seccomp, without namespaces. Raises SandboxError.
 
-    Its files are not limited together, only each: `output_bytes`.
+    Its files may take `memory_bytes`, and at most its share of half of what is free on the disk.
     """
     limits = _limits(config)
     with (
@@ -119,7 +137,8 @@ def run_in_landlock(config: CodeConfig, code: str, stdin: str) -> RunResult:
             os.chown(folder, user, user)
         words = [status.fileno(), program, *limits, *READABLE, sys.base_prefix, sys.prefix]
         command = [sys.executable, "-I", "-c", LANDLOCK.read_text(encoding="utf-8"), *map(str, words)]
-        ended = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder)
+        space = min(config.memory_bytes, fsync_io.free_bytes(Path(folder)) // (2 * config.workers))
+        ended = _run(command, config.timeout_s, (given, out, stderr), (status.fileno(),), folder, space)
         if not _read_all(status):
             raise SandboxError(_last_line(stderr) or "the process ended before its sandbox was ready")
         return RunResult(ended == 0, _read_all(out).decode(errors="replace"))
@@ -131,22 +150,48 @@ def _run(
     files: tuple[IO[bytes], IO[bytes], IO[bytes]],
     passed: Sequence[int],
     folder: str | None = None,
+    space: int = 0,
 ) -> int | None:
-    """Exit code of a command in a process group of its own, which is killed; None: it took too long."""
+    """Exit code of a command in a process group of its own, which is killed.
+
+    None: it took too long, or more than `space` bytes in the folder that it runs in.
+    """
     given, out, stderr = files
+    end = time.monotonic() + timeout_s
     with subprocess.Popen(
         command, stdin=given, stdout=out, stderr=stderr, env={}, pass_fds=passed, start_new_session=True, cwd=folder
     ) as process:
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
+            while (left := end - time.monotonic()) > 0 and (folder is None or _takes_at_most(folder, space)):
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(left if folder is None else min(left, WATCH_S))
             return None
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # bwrap ends its namespace with it (--die-with-parent)
 
 
-def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
+def _takes_at_most(folder: str, space: int) -> bool:
+    """Whether the files of a folder take at most `space` bytes of the disk, and none of them is hidden."""
+    used, count, folders = 0, 0, [folder]
+    while folders:
+        try:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    with suppress(FileNotFoundError):  # it was removed meanwhile
+                        used += entry.stat(follow_symlinks=False).st_blocks * 512
+                    folders += [entry.path] if entry.is_dir(follow_symlinks=False) else []
+                    count += 1
+                    if used > space or count > MOST_FILES:
+                        return False
+        except FileNotFoundError:
+            continue
+        except OSError:  # its mode, or the length of its path
+            return False
+    return True
+
+
+def _sandbox(config: CodeConfig, program: int, calls: int, status: int) -> Iterator[str]:
     """The options of bwrap."""
     yield from (*NAMESPACES, *(OTHER_USER if os.geteuid() == 0 else OWN_USER), "--die-with-parent", "--new-session")
     yield from ("--size", str(config.memory_bytes), "--perms", "1777", "--tmpfs", "/tmp")
@@ -158,7 +203,7 @@ def _sandbox(config: CodeConfig, program: int, status: int) -> Iterator[str]:
         yield from ("--ro-bind-try", path, path)
     yield from ("--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev")
     yield from ("--perms", "0444", "--file", str(program), PROGRAM, "--chdir", "/tmp", "--remount-ro", "/")
-    yield from ("--json-status-fd", str(status))
+    yield from ("--seccomp", str(calls), "--json-status-fd", str(status))
 
 
 def _python(config: CodeConfig) -> list[str]:
@@ -172,10 +217,11 @@ def _limits(config: CodeConfig) -> tuple[int, ...]:
     return config.memory_bytes, config.output_bytes, config.processes, math.ceil(config.timeout_s) + 1, user
 
 
-def _file(content: str = "") -> IO[bytes]:
+def _file(content: str | bytes = b"") -> IO[bytes]:
     """A file without a name, read from its start."""
+    fsync_io.failpoint("reward.code")
     file = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
-    file.write(content.encode(errors="replace"))
+    file.write(content if isinstance(content, bytes) else content.encode(errors="replace"))
     file.seek(0)
     return file
 
@@ -251,31 +297,24 @@ def find_sandbox(config: CodeConfig) -> tuple[Sandbox, dict[str, str]]:
     )
 
 
-def passes(run: Runner, code: str, tests: Any) -> bool:
-    """Whether code passes tests: Python text, a list of such, or {"inputs": […], "outputs": […]}.
-
-    Raises UnscorableError for tests of another kind, SandboxError.
-    """
-    if isinstance(tests, Mapping):
-        inputs, outputs = tests.get("inputs"), tests.get("outputs")
-        if not (isinstance(inputs, list) and isinstance(outputs, list) and inputs and len(inputs) == len(outputs)):
-            raise UnscorableError("no tests", 'expected equally many "inputs" and "outputs", at least one of each')
-        return all(_prints(run, code, str(given), str(wanted)) for given, wanted in zip(inputs, outputs, strict=True))
-    lines = [tests] if isinstance(tests, str) else tests
-    if not isinstance(lines, list) or not lines or not all(isinstance(line, str) and line.strip() for line in lines):
-        raise UnscorableError(
-            "no tests", f"expected Python code, a list of it, or inputs and outputs, got {tests!r:.80}"
+def passes(run: Runner, code: str, tests: Tests) -> bool:
+    """Whether code passes tests. Raises SandboxError."""
+    if isinstance(tests, ProgramTests):
+        return all(
+            _prints(run, code, given, wanted, tests.exact)
+            for given, wanted in zip(tests.inputs, tests.outputs, strict=True)
         )
     word = secrets.token_hex(16)  # code that ends the process before the tests does not print it
-    result = run("\n".join([code, *lines, f"print('\\n{word}')"]), "")
+    if isinstance(tests, CallTests):
+        result = run(tests.program(code, word), json.dumps(tests.calls))
+        return result.succeeded and tests.accepts(read_results(result.stdout, word))
+    result = run(tests.program(code, word), "")
     return result.succeeded and result.stdout.rstrip().endswith(word)
 
 
-def _prints(run: Runner, code: str, given: str, wanted: str) -> bool:
-    """Whether code prints what is wanted, but for blanks at the ends of lines and of the text."""
+def _prints(run: Runner, code: str, given: str, wanted: str, exact: bool) -> bool:
     result = run(code, given)
-    lines = [[line.rstrip() for line in text.strip().splitlines()] for text in (result.stdout, wanted)]
-    return result.succeeded and lines[0] == lines[1]
+    return result.succeeded and prints_same(result.stdout, wanted, exact)
 
 
 def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
@@ -284,13 +323,24 @@ def build(config: CodeConfig, *, decide: Decide, **_: Any) -> GroupScorer:
     for name, reason in reasons.items():
         decide("reward", f"a sandbox of {name}", "one of Landlock and seccomp, without namespaces", reason)
 
-    def rate(completion: Completion) -> float:
-        tests = require_column(completion, config.column, "column")
-        code = extract_answer(completion, config)
-        if code is None:
-            return 0.0
+    def run(text: str, stdin: str) -> RunResult:
         try:
-            return float(passes(lambda text, stdin: backend(config, text, stdin), code, tests))
+            return backend(config, text, stdin)
+        except OSError as error:
+            raise fsync_io.full_disk_error(error) or SandboxError(fsync_io.error_reason(error)) from error
+
+    @lru_cache(maxsize=KNOWN_TESTS)
+    def assert_nothing(tests: Assertions) -> bool:
+        return passes(run, "", tests)
+
+    def rate(completion: Completion) -> float:
+        value = require_column(completion, config.column, "column")
+        tests = parse_tests(value, completion.prompt.columns.get("metadata"))
+        code = extract_answer(completion, config)
+        try:
+            if isinstance(tests, Assertions) and assert_nothing(tests):
+                raise UnscorableError("no tests", f"the tests assert nothing: they pass without code: {value!r:.80}")
+            return float(code is not None and passes(run, code, tests))
         except SandboxError as error:
             raise UnscorableError("the sandbox failed", str(error)) from error
 

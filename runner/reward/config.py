@@ -200,6 +200,9 @@ class FunctionConfig(FallibleConfig, PooledConfig):
     def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
 
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        return self.model_copy(update={"path": f"{change(self.file)}:{self.function}"})
+
     def preflight(self) -> None:
         """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
         from runner.reward.preflight import function_fault
@@ -221,7 +224,8 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     column: str = Field(
         default="tests",
         min_length=1,
-        description="Column with the tests: Python code, a list of it, or {inputs: [...], outputs: [...]}.",
+        description="Column with the tests: Python code, a list of it, or tests in the form of APPS, TACO or "
+        "LiveCodeBench (docs/rewards.md).",
     )
     extract: str | None = Field(
         default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
@@ -234,7 +238,9 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     )
     workers: int = Field(default=1, ge=1, description="Number of groups that are scored in parallel.")
     timeout_s: float = Field(default=10.0, gt=0, description="Timeout in seconds for one execution; then it fails.")
-    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of each process.")
+    memory_bytes: int = Field(
+        default=1 << 30, ge=1 << 26, description="Memory limit of each process, and of all files."
+    )
     output_bytes: int = Field(default=1 << 20, ge=1, description="Limit of the output, and of each file.")
     processes: int = Field(default=16, ge=1, description="Maximum processes and threads; not with reward.url.")
 
@@ -332,9 +338,15 @@ class SumConfig(RewardConfig):
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
         return self._with_parts(lambda config: config.with_resolved_source(resolve))
 
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        return self._with_parts(lambda config: config.with_user_files(change))
+
     def _with_parts(self, change: Callable[[RewardConfig], RewardConfig]) -> Self:
         parts = (component_record(change(part.config), part.weight) for part in require_components(self.parts))
         return self.model_copy(update={"parts": tuple(parts)})
+
+    def components(self) -> list[RewardConfig]:
+        return [self, *(part.config for part in require_components(self.parts))]
 
     def uses_device_model(self) -> bool:
         return any(part.config.uses_device_model() for part in require_components(self.parts))

@@ -14,23 +14,28 @@ from runner.core.rng import derive_seed
 from runner.interfaces.rewards import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
 from runner.reward.config import FunctionConfig
 from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
+from runner.run_dir.user_files import original_path
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
 
 
-def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | None = None, **_: Any) -> GroupScorer:
+def build(
+    config: FunctionConfig, *, seed: int, decide: Decide, steps: int = 0, folder: Path | None = None, **_: Any
+) -> GroupScorer:
     """Start the first worker. Raises SpecError if the file or the function is missing or does not import.
 
-    folder: where reward.log is kept, with what the function prints and full tracebacks
+    steps: of the job; folder: where reward.log is kept, with what the function prints and logs, and full tracebacks
     """
     config.preflight()
-    file = config.file.resolve()
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    decide("reward.path", config.path, config.path, f"sha256 {digest}")
+    source = config.file.resolve()
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    file = original_path(source)
+    path = f"{file}:{config.function}"
+    decide("reward.path", path, path, f"sha256 {digest}")
     label = f"{file.name}:{config.function}"
     pool = WorkerPool(
-        FunctionTarget(file, config.function, env=config.env),
+        FunctionTarget(file, config.function, env=config.env, copy=source),
         config.workers,
         config.timeout_s,
         CapturedOutput(label, folder),
@@ -43,6 +48,8 @@ def build(config: FunctionConfig, *, seed: int, decide: Decide, folder: Path | N
 
     def ask(group: Group) -> GroupScores:
         given = reward_arguments(group)
-        return pool.call(given, len(group), derive_seed(seed, "reward", hashlib.sha256(encode_json(given)).hexdigest()))
+        own = derive_seed(seed, "reward", hashlib.sha256(encode_json(given)).hexdigest())
+        state = {"global_step": group[0].step, "max_steps": steps}
+        return pool.call(given | {"trainer_state": state}, len(group), own)
 
     return GroupScorer(ask, ScoringFailures(label, config.max_failures, f"fix {file}"), pool.workers, pool.close)

@@ -26,12 +26,15 @@ KEEP_CAPABILITIES, READ_SEARCH, CAPABILITIES_3 = 8, 2, 0x20080522
 NO_NEW_PRIVILEGES, DIE_WITH_PARENT, SECCOMP, FILTER = 38, 1, 22, 2  # of prctl
 LOAD_NUMBER, LOAD_MACHINE, EQUAL, AT_LEAST, RETURN = (0x20, 0), (0x20, 4), 0x15, 0x35, 0x06
 ALLOW, REFUSE = 0x7FFF0000, 0x00050000
+OPEN_FILES = 64  # of a process; deleted files and memory without a name exist as long as they are open
 NEWER = 452  # system calls from this number on are not known here
+Numbers = tuple[int | None, int | None]
 MACHINES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # of seccomp, and the column of CALLS
-CALLS = {
+CALLS: dict[str, Numbers] = {
     "socket": (41, 198), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "setsid": (112, 157), "setpgid": (109, 154),
-    "shmget": (29, 194), "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "prlimit64": (302, 261),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "msgget": (68, 186),
+    "semget": (64, 190), "mq_open": (240, 180), "prlimit64": (302, 261),
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "sched_setaffinity": (203, 122), "ioprio_set": (251, 30), "add_key": (248, 217),
     "request_key": (249, 218), "keyctl": (250, 219), "bpf": (321, 280), "perf_event_open": (298, 241),
@@ -43,7 +46,8 @@ CALLS = {
     "lremovexattr": (198, 15), "fremovexattr": (199, 16), "utime": (132, None), "utimes": (235, None),
     "utimensat": (280, 88), "futimesat": (261, None), "open_by_handle_at": (304, 265),
 }  # fmt: skip
-OPTIONS = {  # calls that are refused with one value of an argument: the value, its place, the numbers of the call
+# calls that are refused with one value of an argument: the value, its place, the numbers of the call
+OPTIONS: dict[str, tuple[int, int, tuple[int, int]]] = {
     "F_SETOWN": (8, 1, (72, 25)), "F_SETOWN_EX": (15, 1, (72, 25)), "FIOSETOWN": (0x8901, 1, (16, 29)),
     "SIOCSPGRP": (0x8902, 1, (16, 29)), "PR_SET_PDEATHSIG": (DIE_WITH_PARENT, 0, (157, 167)),
 }  # fmt: skip
@@ -82,7 +86,7 @@ def limit_resources(memory: int, size: int, processes: int, seconds: int) -> Non
             continue
     limits = {
         resource.RLIMIT_CORE: 0, resource.RLIMIT_CPU: seconds, resource.RLIMIT_FSIZE: size,
-        resource.RLIMIT_NPROC: processes - 1, resource.RLIMIT_AS: memory,
+        resource.RLIMIT_NPROC: processes - 1, resource.RLIMIT_AS: memory, resource.RLIMIT_NOFILE: OPEN_FILES,
     }  # fmt: skip
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
@@ -103,23 +107,34 @@ def restrict_files(readable: list[str]) -> None:
     os.close(rules)
 
 
-def refuse_system_calls() -> None:
-    """By seccomp: those of CALLS and OPTIONS with EPERM, unknown ones with ENOSYS."""
+def seccomp_filter(calls: dict[str, Numbers], options: dict[str, tuple[int, int, tuple[int, int]]]) -> bytes:
+    """The program that refuses calls with EPERM, unknown ones with ENOSYS. Raises OSError.
+
+    calls, options: those of CALLS and OPTIONS
+    """
     if platform.machine() not in MACHINES:
-        sys.exit(f"seccomp: {platform.machine()} is not supported, only {', '.join(MACHINES)}")
+        raise OSError(f"seccomp: {platform.machine()} is not supported, only {', '.join(MACHINES)}")
     machine, column = MACHINES[platform.machine()]
-    refused = [number for numbers in CALLS.values() if (number := numbers[column]) is not None]
-    refuse = len(refused) + 4 * len(OPTIONS) + 5  # the place of this step; a jump counts from the step after it
+    refused = [number for numbers in calls.values() if (number := numbers[column]) is not None]
+    refuse = len(refused) + 4 * len(options) + 5  # the place of this step; a jump counts from the step after it
     steps = [(*LOAD_MACHINE, 0, 0), (EQUAL, machine, 0, refuse - 2), (*LOAD_NUMBER, 0, 0)]
     steps += [(AT_LEAST, NEWER, refuse + 1 - 4, 0)]
     steps += [(EQUAL, number, refuse - at, 0) for at, number in enumerate(refused, 5)]
-    for value, place, numbers in OPTIONS.values():
+    for value, place, numbers in options.values():
         steps += [(EQUAL, numbers[column], 0, 3), (0x20, 16 + 8 * place, 0, 0)]  # the argument's lower half
         steps += [(EQUAL, value, refuse - len(steps) - 1, 0), (*LOAD_NUMBER, 0, 0)]
     steps += [(RETURN, ALLOW, 0, 0), (RETURN, REFUSE | errno.EPERM, 0, 0), (RETURN, REFUSE | errno.ENOSYS, 0, 0)]
-    program = b"".join(struct.pack("HBBI", code, true, false, value) for code, value, true, false in steps)
+    return b"".join(struct.pack("HBBI", code, true, false, value) for code, value, true, false in steps)
+
+
+def refuse_system_calls() -> None:
+    """By seccomp: those of CALLS and OPTIONS."""
+    try:
+        program = seccomp_filter(CALLS, OPTIONS)
+    except OSError as error:
+        sys.exit(str(error))
     stored = ctypes.create_string_buffer(program)
-    filters = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(stored))
+    filters = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(stored))
     check(LIBC.prctl(SECCOMP, FILTER, filters, 0, 0), "seccomp")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.untrusted_text import parse_json
-from runner.interfaces.rewards import RESERVED_ARGUMENTS
+from runner.interfaces.rewards import RESERVED_ARGUMENTS, TRL_ARGUMENTS
 from runner.spec.suggest import nearest_word
 
 BLOCKS = (ast.If, ast.Try, ast.With, ast.For, ast.While)  # what may bind a name at the level of the module
@@ -42,7 +42,7 @@ def required_columns(file: Path, function: str) -> list[str]:
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = plain[: len(plain) - len(node.args.defaults)]
     needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-    return [arg.arg for arg in needed if arg.arg not in RESERVED_ARGUMENTS]
+    return [arg.arg for arg in needed if arg.arg not in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS)]
 
 
 def _missing(file: Path, function: str, tree: ast.Module) -> str | None:

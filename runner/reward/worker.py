@@ -17,6 +17,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import faulthandler
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import inspect
 import json
@@ -31,6 +33,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import CodeType, ModuleType
 from typing import Any
 
 STDIN, STDERR = 0, 2
@@ -42,8 +45,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(arguments: Sequence[str]) -> int:
-    """argv: descriptors of socket and stack file, file, function, `here` to allow modules beside it."""
-    descriptor, stack, path, name, where = int(arguments[0]), int(arguments[1]), *arguments[2:]
+    """argv: descriptors of socket and stack file, file, function, `here` for modules beside it, copy."""
+    descriptor, stack, path, name, where, copy = int(arguments[0]), int(arguments[1]), *arguments[2:]
     runner = os.getppid()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     woken, waking = os.pipe()
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(number, signal.SIG_DFL)
         os.close(woken)
         os.close(waking)
-        return run_worker(socket.socket(fileno=descriptor), stack, path, name, where == "here")
+        return run_worker(socket.socket(fileno=descriptor), stack, path, name, where == "here", copy)
     os.close(descriptor)
     os.close(stack)
     status = run_guard(child, runner, woken)
@@ -120,7 +123,7 @@ def _children() -> list[int]:
 # --- the worker ------------------------------------------------------------------------------------------------------
 
 
-def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: bool) -> int:
+def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: bool, copy: str) -> int:
     """Import the function, report it, and answer requests until the socket ends."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -134,7 +137,7 @@ def run_worker(channel: socket.socket, stack: int, path: str, name: str, here: b
     me = os.getpid()
     _answer(channel, {"started": True})  # before foreign code runs: from now on this process alone is listened to
     try:
-        function = load_function(path, name, here)
+        function = load_function(path, name, here, copy)
     except Exception as error:  # whatever the user's file raises is the answer
         _answer(channel, {"failed": describe_error(error, path), "trace": traceback.format_exc()})
         return 0
@@ -169,12 +172,45 @@ def _answer(channel: socket.socket, reply: Mapping[str, Any]) -> None:
     channel.sendall(json.dumps(reply).encode("ascii") + b"\n")
 
 
-def load_function(path: str, name: str, here: bool) -> Callable[..., Any]:
+class CopyLoader(importlib.machinery.SourceFileLoader):
+    """Imports a module from a copy under its own path, which __file__ and tracebacks show."""
+
+    root = ""  # of the tree of copies
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the copy."""
+        module.__file__ = self.path.removeprefix(self.root)
+        super().exec_module(module)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The compiled copy; nothing is cached beside it."""
+        code: CodeType = self.source_to_code(self.get_data(self.path), self.path.removeprefix(self.root))
+        return code
+
+
+def find_copies(path: str, copy: str) -> None:
+    """Import modules beside `path` from their copies, and those without a copy from their own place."""
+    CopyLoader.root = copy.removesuffix(path)
+    finder = importlib.machinery.FileFinder.path_hook((CopyLoader, importlib.machinery.SOURCE_SUFFIXES))
+
+    def hook(folder: str) -> importlib.abc.PathEntryFinder:
+        if not folder.startswith(CopyLoader.root + os.sep):
+            raise ImportError  # another hook finds what is there
+        return finder(folder)
+
+    sys.path_hooks.insert(0, hook)
+    sys.path.insert(0, os.path.dirname(copy))
+
+
+def load_function(path: str, name: str, here: bool, copy: str) -> Callable[..., Any]:
     """Import the file as a module of its own name and return the function; raises what the file raises."""
     if here:
         sys.path.insert(0, os.path.dirname(path))
+        if copy != path:
+            find_copies(path, copy)
     module_name = os.path.splitext(os.path.basename(path))[0]
-    spec = importlib.util.spec_from_file_location(module_name, path)
+    loader = CopyLoader(module_name, copy) if copy != path else None
+    spec = importlib.util.spec_from_file_location(module_name, copy, loader=loader)
     assert spec is not None and spec.loader is not None  # the file ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
@@ -187,17 +223,32 @@ def load_function(path: str, name: str, here: bool) -> Callable[..., Any]:
 
 def call_function(function: Callable[..., Any], question: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Call the function for one group: {"values": [...], "faults": [[kind, message, samples], ...]}."""
-    size = int(question["size"])
+    size, logged = int(question["size"]), list[str]()
+    given = dict(question["arguments"])
+    if "trainer_state" in given:  # a user's function, in TRL's signature
+        given["trainer_state"] = TrainerState(**given["trainer_state"])
+        given["log_extra"] = lambda column, values: logged.append(f"log_extra {column}: {list(values)!r}")
+        given["log_metric"] = lambda name, value: logged.append(f"log_metric {name}: {value}")
     _seed(question["seed"])
     try:
-        returned = function(**select_arguments(function, question["arguments"]))
+        returned = function(**select_arguments(function, given))
         if inspect.isawaitable(returned):
             returned = asyncio.run(_await_result(returned))
-        return validate_scores(returned, size)
+        return validate_scores(returned, size) | {"logged": logged}
     except Exception as error:  # foreign code may raise anything; it is reported, and this group has no scores
         kind = f"{type(error).__name__} at {_error_location(error, path)}"
         reply = {"values": [None] * size, "faults": [[kind, describe_error(error, path), size]]}
         return reply | {"trace": traceback.format_exc()}
+
+
+class TrainerState:
+    """TRL's argument `trainer_state`, with what is known here."""
+
+    def __init__(self, global_step: int, max_steps: int) -> None:
+        self.global_step, self.max_steps = global_step, max_steps
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer_state.{name} is not known to a run; it has: {', '.join(vars(self))}")
 
 
 @contextmanager

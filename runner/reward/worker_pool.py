@@ -23,13 +23,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from queue import LifoQueue
 from threading import Lock, Thread
 from typing import IO, Any
 
+from runner.core.fsync_io import error_reason
 from runner.core.signals import signal_name
 from runner.core.subprocess import ChildProcess, JsonLines
 from runner.interfaces.rewards import GroupScores, ScoringFailure, encode_json, unscored_group
@@ -50,6 +51,7 @@ class CapturedOutput:
         self._path = None if folder is None else folder / "reward.log"
         self._lock = Lock()
         self._lines = self._kept = self._dropped = 0
+        self._has_logged = False
 
     def add_line(self, text: str) -> None:
         """A line that was printed."""
@@ -61,6 +63,14 @@ class CapturedOutput:
                 log.info("%s| … further lines: %s", self._label, self._path or "not stored, only counted")
             if not self._keep(text) and self._lines > PRINTED_LINES:
                 self._dropped += 1
+
+    def append_logged(self, lines: Sequence[str]) -> None:
+        """What the function gave to TRL's log_extra and log_metric: for the file only, which is said once."""
+        if not self._has_logged:
+            self._has_logged = True
+            log.info("%s: log_extra and log_metric go to %s, not to the metrics", self._label, self._path or "nowhere")
+        for line in lines:
+            self.append_to_file(line)
 
     def append_to_file(self, text: str) -> None:
         """Text for the file only."""
@@ -80,8 +90,13 @@ class CapturedOutput:
             return False
         line = f"{redact(text)}\n".encode(errors="replace")
         self._kept += len(line)
-        with self._path.open("ab") as file:
-            file.write(line)
+        try:
+            with self._path.open("ab") as file:
+                file.write(line)
+        except OSError as error:  # in a thread that must go on reading what the function prints
+            log.warning("%s cannot be written: %s; what follows is not kept", self._path, error_reason(error))
+            self._path = None
+            return False
         return True
 
 
@@ -115,13 +130,15 @@ class WorkerStartError(Exception):
 class FunctionTarget:
     """The function to run.
 
-    imports_siblings: modules beside the file can be imported; env: extra variables.
+    imports_siblings: modules beside the file can be imported; env: extra variables; copy: the file to read in place of
+    `file`, in a tree of copies that ends with the path of `file`
     """
 
     file: Path
     function: str
     imports_siblings: bool = True
     env: tuple[str, ...] = ()
+    copy: Path | None = None
 
     def environment(self) -> dict[str, str]:
         """Its environment: no variable with a secret, unless `env` names it."""
@@ -145,7 +162,13 @@ class RewardWorker:
             passed = (theirs.fileno(), self._stack.fileno())
             command = [sys.executable, "-P", "-u", worker.__file__, *map(str, passed)]
             self._process = ChildProcess(
-                [*command, self._file, target.function, "here" if target.imports_siblings else "apart"],
+                [
+                    *command,
+                    self._file,
+                    target.function,
+                    "here" if target.imports_siblings else "apart",
+                    str(target.copy or target.file),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -319,6 +342,8 @@ class WorkerPool:
     def _to_group_scores(self, answer: Mapping[str, Any]) -> GroupScores:
         if "trace" in answer:
             self._output.append_to_file(answer["trace"])
+        if answer.get("logged"):
+            self._output.append_logged(answer["logged"])
         failures = tuple(ScoringFailure(*fault) for fault in answer["faults"])
         return GroupScores(answer["values"], failures, raised="trace" in answer)
 

@@ -7,8 +7,9 @@ Nothing here imports torch: the folder exists before it is loaded.
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
+import logging
 import os
 import secrets
 from collections.abc import Iterator
@@ -16,26 +17,36 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import yaml
 
-from runner.core import fsync_io
+from runner.core import file_lock, fsync_io
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.file_lock import FileLock
 from runner.core.untrusted_text import check_yaml, parse_json
 
+log = logging.getLogger("runner")
 OUTPUTS = Path("outputs")
 LOCK = ".lock"
+LATEST, LATEST_TEXT = "latest", "latest.txt"
+UNLINKABLE = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)  # where a disk has no symbolic links
 
 
 class SubPath:
     """An attribute of a folder's class: the path of this name below the folder's `root`."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
-    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path:
-        return folder.root / self._name
+    @overload
+    def __get__(self, folder: None, owner: type[RunFolder]) -> SubPath: ...
+
+    @overload
+    def __get__(self, folder: RunFolder, owner: type[RunFolder]) -> Path: ...
+
+    def __get__(self, folder: RunFolder | None, owner: type[RunFolder]) -> Path | SubPath:
+        return self if folder is None else folder.root / self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +72,7 @@ class RunFolder:
     checkpoints = SubPath("checkpoints")  # step-00000100/ and similar folders
     export = SubPath("export")  # a Hugging Face folder or a PEFT adapter
     attempts = SubPath("attempts")  # attempts/N/: what was typed for the N-th attempt, and what it cut away or replaced
+    user_files = SubPath("user_files")  # the user's files (reward functions, chat templates) as the run began
     slurm = SubPath("slurm")  # job.sh, job.json and <job>.log of a run that was submitted to Slurm
 
     def for_rank(self, rank: int) -> RunFolder:
@@ -136,7 +148,9 @@ def refuse_used_folder(where: Path) -> None:
         raise EnvironmentProblem(f"{where} has a run; to continue it: run resume {where}; or choose another --folder")
     try:
         # a run that was killed before it wrote its spec leaves its lock and a staged file
-        others = [p.name for p in where.iterdir() if p.name != LOCK and not p.name.startswith(fsync_io.STAGED)]
+        others = [
+            p.name for p in where.iterdir() if not p.name.startswith(LOCK) and not p.name.startswith(fsync_io.STAGED)
+        ]
     except OSError:
         others = []  # it does not exist, or mkdir reports the error
     if others:
@@ -155,26 +169,50 @@ def claim_folder(where: Path) -> RunFolder:
 
 
 def point_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> None:
-    """Let outputs/latest point to `folder`, atomically. Raises StorageError if it cannot."""
-    latest, staged = outputs / "latest", outputs / f".latest-{secrets.token_hex(4)}"
+    """Let outputs/latest point to `folder`, atomically; a text file where a disk has no symbolic links.
+
+    Raises StorageError if it cannot.
+    """
+    latest, staged = outputs / LATEST, outputs / f".latest-{secrets.token_hex(4)}"
+    # Both resolved: a relative link starts at the real folder, not at a link to it.
+    target = os.path.relpath(folder.root.resolve(), outputs.resolve())
     try:
-        # Both resolved: a relative link starts at the real folder, not at a link to it.
-        staged.symlink_to(os.path.relpath(folder.root.resolve(), outputs.resolve()))
+        staged.symlink_to(target)
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise _latest_error(latest, error) from error
+        write_atomic(outputs / LATEST_TEXT, f"{target}\n")
+        log.warning("%s has no symbolic links (%s): %s names the newest run", outputs, error.strerror, LATEST_TEXT)
+        return
+    try:
         os.replace(staged, latest)
+        (outputs / LATEST_TEXT).unlink(missing_ok=True)
     except OSError as error:
         staged.unlink(missing_ok=True)
-        text = f"cannot make {latest} a link to the run: {error.strerror}"
-        raise StorageError(f"{text}; does another file exist there?") from error
+        raise _latest_error(latest, error) from error
+
+
+def _latest_error(latest: Path, error: OSError) -> StorageError:
+    text = f"cannot make {latest} a link to the run: {error.strerror}"
+    return StorageError(f"{text}; does another file exist there?")
+
+
+def latest_path(outputs: Path = OUTPUTS) -> Path:
+    """outputs/latest, or the folder that is named in the text file beside it."""
+    try:
+        return outputs / (outputs / LATEST_TEXT).read_text(encoding="utf-8").strip()
+    except OSError:
+        return outputs / LATEST
 
 
 def is_latest(folder: RunFolder, outputs: Path = OUTPUTS) -> bool:
     """Whether outputs/latest points to `folder`."""
-    return (outputs / "latest").resolve() == folder.root.resolve()
+    return latest_path(outputs).resolve() == folder.root.resolve()
 
 
 def find_run(where: str, outputs: Path = OUTPUTS) -> RunFolder:
     """The run named by `where`: `latest` or a folder. Raises EnvironmentProblem if it is not a run."""
-    root = outputs / "latest" if where == "latest" else Path(where)
+    root = latest_path(outputs) if where == LATEST else Path(where)
     try:
         known = (root / "spec.yaml").is_file()
     except (OSError, ValueError) as error:  # an invalid file name, or a folder without permission
@@ -201,56 +239,41 @@ def find_trained_run(where: str, outputs: Path = OUTPUTS) -> tuple[RunFolder, Ru
     return (named, None) if trained is None else (trained, named)
 
 
-def acquire_lock(folder: RunFolder) -> int:
-    """Lock the run's folder for this process; the kernel releases the lock when the process ends.
+def acquire_lock(folder: RunFolder) -> FileLock:
+    """Lock the run's folder for this process, until the lock is released or the process ends.
 
-    Returns the open descriptor. Raises EnvironmentProblem if another process has the lock, StorageError.
+    Raises EnvironmentProblem if another process has the lock, StorageError.
     """
     try:
-        handle = os.open(folder.root / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        lock = FileLock(folder.root / LOCK)
     except OSError as error:
         raise StorageError(f"cannot write in {folder.root}: {error.strerror}") from error
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, str(os.getpid()).encode(), 0)
+        lock.acquire().sign()
     except BlockingIOError:
-        owner = os.pread(handle, 64, 0).decode(errors="replace") or "unknown"
-        os.close(handle)
+        owner = lock.owner()
+        lock.release()
         text = f"{folder.root}: process {owner} is running this job; wait for it, or stop it: kill {owner}"
         raise EnvironmentProblem(text) from None
     except OSError as error:
-        os.close(handle)
+        lock.release()
         raise StorageError(f"cannot lock {folder.root}: {error.strerror}") from error
-    return handle
+    return lock
 
 
 def is_locked(folder: RunFolder) -> bool:
     """Whether a running process has locked the run's folder. Raises EnvironmentProblem if that is unknown."""
     try:
-        handle = os.open(folder.root / LOCK, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
+        return file_lock.is_locked(folder.root / LOCK)
     except OSError as error:
         raise EnvironmentProblem(f"{folder.root / LOCK} cannot be read: {error.strerror}") from error
-    try:
-        # a shared lock, so that concurrent checks do not see each other as owners
-        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(handle)
-    return False
 
 
 @contextmanager
 def hold_lock(folder: RunFolder) -> Iterator[None]:
     """Lock the run's folder for the block. Raises EnvironmentProblem if another process has the lock."""
-    handle = acquire_lock(folder)
-    try:
+    with acquire_lock(folder):
         yield
-    finally:
-        os.close(handle)
 
 
 def write_atomic(path: Path, text: str) -> None:

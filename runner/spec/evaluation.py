@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError
@@ -112,6 +113,10 @@ class EvaluationConfig(AnswersConfig):
     def with_resolved_source(self, resolve: Any) -> EvaluationConfig:
         """The same config with the folder or hub id that a set's reward model means."""
         return self._with_parts(("reward",), lambda component: component.with_resolved_source(resolve))
+
+    def with_user_files(self, change: Callable[[Path], Path]) -> EvaluationConfig:
+        """The same config with the paths of the user's own code changed."""
+        return self._with_parts(("reward",), lambda component: component.with_user_files(change))
 
     def _with_parts(self, groups: Sequence[str], change: Callable[[Any], ComponentConfig]) -> EvaluationConfig:
         """The same config with components of these groups changed. Raises SpecError with the set's keys."""

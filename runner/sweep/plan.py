@@ -23,7 +23,16 @@ import yaml
 
 from runner.core.device_kinds import ResourceRequest
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import OUTPUTS, RunFolder, make_unique, point_latest, read_mapping, write_atomic, write_json
+from runner.run_dir.folder import (
+    OUTPUTS,
+    RunFolder,
+    latest_path,
+    make_unique,
+    point_latest,
+    read_mapping,
+    write_atomic,
+    write_json,
+)
 from runner.sweep.config import Better
 from runner.sweep.job import STATES, State, from_json, to_json
 from runner.sweep.space import SearchSpace
@@ -149,7 +158,7 @@ def append_job(folder: SweepFolder, plan: Plan, job: JobPlan) -> None:
 
 def find_sweep(where: str, sweeps: Path = SWEEPS) -> tuple[SweepFolder, Plan]:
     """The sweep named by `where`: `latest` or a folder. Raises EnvironmentProblem if it is not a sweep."""
-    root = sweeps / "latest" if where == "latest" else Path(where)
+    root = latest_path(sweeps) if where == "latest" else Path(where)
     folder = SweepFolder(root.resolve())
     try:
         return folder, from_json(Plan, json.loads(folder.plan.read_text(encoding="utf-8")))

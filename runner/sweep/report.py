@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 
 from runner.core.errors import EnvironmentProblem
-from runner.run_dir.folder import RunFolder, display_path
+from runner.run_dir.folder import RunFolder, display_path, latest_path
 from runner.run_dir.manifest import redact
 from runner.spec.evaluation import without_bounds
 from runner.sweep.config import SweepConfig
@@ -132,7 +132,7 @@ def ending_lines(results: Results) -> list[str]:
 
 def sweep_argument(folder: SweepFolder) -> str:
     """The argument that names the sweep in a command."""
-    return "latest" if (SWEEPS / "latest").resolve() == folder.root.resolve() else display_path(folder.root)
+    return "latest" if latest_path(SWEEPS).resolve() == folder.root.resolve() else display_path(folder.root)
 
 
 def winner_lines(results: Results) -> Iterator[str]:

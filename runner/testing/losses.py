@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.interfaces.losses import Registration, registration_of
+from runner.interfaces.losses import Registration, registration_of, result_fault
 from runner.testing.components import require
 
 ROW = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 3, 3])  # of ten tokens
@@ -41,16 +41,16 @@ def check_loss(function: Callable[..., Any]) -> None:
     }[one.kind](one)
 
 
-def _call_registered(one: Registration, inputs: Mapping[str, Any]) -> Any:
-    return one.function(**{name: inputs[name] for name in one.inputs})
+def _call_registered(one: Registration, inputs: Mapping[str, Any], size: int | None = None) -> Any:
+    """The result; size: of what the inputs have, whose shapes and data types the result must have."""
+    result = one.function(**{name: inputs[name] for name in one.inputs})
+    fault = None if size is None else result_fault(one, result, size)
+    require(fault is None, f"{one.name}: {fault}")
+    return result
 
 
 def _normal(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
-
-
-def _is_tensor(value: Any, size: int) -> bool:
-    return isinstance(value, Tensor) and tuple(value.shape) == (size,)
 
 
 def _policy_inputs() -> Inputs:
@@ -68,12 +68,7 @@ def _policy_inputs() -> Inputs:
 
 def _check_policy_loss(one: Registration) -> None:
     inputs = _policy_inputs()
-    shape = f"{one.name} returns (loss [T], diagnostics by name, [T] each)"
-    made = _call_registered(one, inputs)
-    require(isinstance(made, tuple) and len(made) == 2 and _is_tensor(made[0], 10), f"{shape}; got {made!r}")
-    loss, diagnostics = made
-    odd = [name for name, value in diagnostics.items() if not _is_tensor(value, 10)]
-    require(not odd, f"{shape}; {odd} have another shape")
+    loss, _ = _call_registered(one, inputs, 10)
     require(bool(loss[MASK].isfinite().all()), f"{one.name}: the loss of trained tokens is finite; got {loss}")
     _check_gradient(one, loss[MASK], [inputs["logprobs"]])
     loose = (inputs[name].requires_grad for name in ("old_logprobs", "advantages"))
@@ -100,10 +95,7 @@ def _check_advantage(one: Registration) -> None:
     inputs: Inputs = {"rewards": rewards, "group": GROUP, "lengths": LENGTHS, "token_rewards": token_rewards}
     inputs |= {"mask": MASK, "row": ROW}
     size = 10 if one.per_token else 4
-    made = _call_registered(one, inputs)
-    require(
-        _is_tensor(made, size), f"{one.name} returns a number for each {'token' if size == 10 else 'row'}; got {made!r}"
-    )
+    made = _call_registered(one, inputs, size)
     trained = made[MASK] if one.per_token else made
     require(
         bool(trained.isfinite().all()), f"{one.name}: an advantage is finite, 0 where the reward is NaN; got {made}"
@@ -118,8 +110,8 @@ def _check_kl_estimator(one: Registration) -> None:
     reference = (logprobs + 0.5 * _normal(10, seed=1)).detach()
     inputs: Inputs = {"logprobs": logprobs, "reference_logprobs": reference, "ratio": torch.ones(10)}
     inputs |= {"max_log_ratio": 20.0}
-    made = _call_registered(one, inputs)
-    require(_is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns a finite [T]; got {made!r}")
+    made = _call_registered(one, inputs, 10)
+    require(bool(made.isfinite().all()), f"{one.name} returns finite numbers; got {made!r}")
     zero = _call_registered(one, inputs | {"reference_logprobs": logprobs.detach()})
     text = f"{one.name}: the KL divergence of a policy from itself is 0; got {zero}"
     require(torch.allclose(zero, torch.zeros(10), atol=1e-6), text)
@@ -133,11 +125,7 @@ def _check_preference_loss(one: Registration) -> None:
     names = ("chosen_log_ratios", "rejected_log_ratios", "chosen_logprobs", "rejected_logprobs")
     inputs: Inputs = {name: (-_normal(4, seed=at).abs()).requires_grad_() for at, name in enumerate(names)}
     inputs |= {"chosen_lengths": torch.tensor([3, 1, 4, 2]), "rejected_lengths": torch.tensor([2, 2, 5, 1])}
-    made = _call_registered(one, inputs)
-    fits = isinstance(made, tuple) and len(made) == 3 and all(_is_tensor(part, 4) for part in made)
-    require(
-        fits, f"{one.name} returns PreferenceLosses(losses, chosen_rewards, rejected_rewards), [P] each; got {made!r}"
-    )
+    made = _call_registered(one, inputs, 4)
     require(bool(made[0].isfinite().all()), f"{one.name}: losses are finite; got {made[0]}")
     learning = [inputs[name] for name in one.inputs if name in names]
     _check_gradient(one, made[0], learning)
@@ -148,19 +136,15 @@ def _check_preference_loss(one: Registration) -> None:
 def _check_aggregation(one: Registration) -> None:
     inputs: Inputs = {"mask": MASK.float(), "row": ROW, "group": GROUP[ROW], "tokens": 7, "rows": 4, "groups": 2}
     inputs["max_length"] = 8.0
-    made = _call_registered(one, inputs)
-    require(
-        _is_tensor(made, 10) and bool(made.isfinite().all()), f"{one.name} returns finite weights [T]; got {made!r}"
-    )
+    made = _call_registered(one, inputs, 10)
+    require(bool(made.isfinite().all()), f"{one.name} returns finite weights; got {made!r}")
     require(not bool(made[~MASK].any()), f"{one.name}: a token that is not trained has the weight 0; got {made}")
     require(bool((made[MASK] > 0).all()), f"{one.name}: a trained token has a weight above 0; got {made}")
 
 
 def _check_correction(one: Registration) -> None:
     inputs: Inputs = {"log_ratio": torch.where(MASK, 0.3 * _normal(10), 0), "mask": MASK, "row": ROW}
-    made = _call_registered(one, inputs)
-    fits = isinstance(made, tuple) and len(made) == 2 and all(_is_tensor(part, 10) for part in made)
-    require(fits, f"{one.name} returns ImportanceWeights(weights, affected), [T] each; got {made!r}")
+    made = _call_registered(one, inputs, 10)
     kept = made[0][MASK]
     require(bool((kept.isfinite() & (kept >= 0)).all()), f"{one.name}: a weight is finite and at least 0; got {kept}")
     same = _call_registered(one, inputs | {"log_ratio": torch.zeros(10)})[0]
@@ -170,8 +154,8 @@ def _check_correction(one: Registration) -> None:
 def _check_divergence(one: Registration) -> None:
     student = _normal(4, 6).requires_grad_()
     inputs: Inputs = {"teacher": _normal(4, 6, seed=1).log_softmax(-1), "student": student.log_softmax(-1)}
-    made = _call_registered(one, inputs)
-    fits = _is_tensor(made, 4) and bool((made.isfinite() & (made > 0)).all())
+    made = _call_registered(one, inputs, 4)
+    fits = bool((made.isfinite() & (made > 0)).all())
     require(fits, f"{one.name} returns finite numbers above 0 for two distributions, [S]; got {made!r}")
     _check_gradient(one, made, [student])
     zero = _call_registered(one, inputs | {"student": inputs["teacher"]})

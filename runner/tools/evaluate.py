@@ -161,7 +161,7 @@ def _evaluate_set(
     known = journal.num_known
     try:
         evaluator = build_set(one, answers)
-        report = evaluator.evaluate()
+        report = evaluator.evaluate(loaded.step or 0)
     finally:
         rewards.close()
         world.close()

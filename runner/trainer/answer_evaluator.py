@@ -94,26 +94,26 @@ class AnswerEvaluator:
     pass_threshold: float
     is_greedy: bool
 
-    def evaluate(self) -> Report:
+    def evaluate(self, step: int = 0) -> Report:
         """loss, reward/mean, reward/<part>, mean@n, pass@k, exact_match, length, truncated_frac.
 
         Each with its interval. Raises OutOfMemory, naming the option, where the device cannot draw so many answers.
         """
         start = time.perf_counter()
-        groups = self._collect() if self.questions else []
+        groups = self._collect(step) if self.questions else []
         values = {**self.loss(), **self._rewards(groups), **self._passes(groups), **_lengths(groups)}
         named = {f"{self.prefix}/{name}": value for name, value in values.items()}
         return Report({**named, "time/eval_s": time.perf_counter() - start}, self._records(groups))
 
-    def exact_match(self) -> Report:
+    def exact_match(self, step: int = 0) -> Report:
         """The same with exact_match alone, for greedy answers beside sampled ones."""
-        report = self.evaluate()
+        report = self.evaluate(step)
         kept = (f"{self.prefix}/exact_match", "time/")
         return Report({name: v for name, v in report.values.items() if name.startswith(kept)}, report.samples)
 
-    def _collect(self) -> list[Group]:
+    def _collect(self, step: int) -> list[Group]:
         try:
-            return self.collector.collect_groups(question_prompts(self.questions), step=0, round=0)
+            return self.collector.collect_groups(question_prompts(self.questions), step=0, round=0, finished=step)
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(
                 f"out of device memory while sampling for evaluation: {str(error).splitlines()[0]}\n"

@@ -104,7 +104,7 @@ class RunEvaluation(BaseCallback):
 
     def __init__(
         self,
-        evaluate: Callable[[], Report],
+        evaluate: Callable[[int], Report],
         *,
         every: int,
         record: Callable[[int, Sequence[Mapping[str, Any]]], None],
@@ -112,20 +112,23 @@ class RunEvaluation(BaseCallback):
         say: Callable[[str], None],
         at_start: bool = True,
     ) -> None:
-        """record: of samples; log_first: of the numbers before the first step, which no step has."""
+        """evaluate: called with the number of finished steps; record: of samples.
+
+        log_first: of the numbers before the first step, which no step has.
+        """
         self._evaluate, self._every, self._record = evaluate, every, record
         self._log_first, self._say, self._at_start = log_first, say, at_start
 
     def on_start(self, step: int) -> None:
         if step == 0 and self._at_start:
-            report = self._evaluate()
+            report = self._evaluate(step)
             self._log_first(0, report.values)
             self._record(0, report.samples)
             self._say("\n".join(eval_lines(0, report.values)))
 
     def on_step(self, end: StepResult) -> None:
         if end.last or end.step % self._every == 0:
-            report = self._evaluate()
+            report = self._evaluate(end.step)
             end.values.update(report.values)
             self._record(end.step, report.samples)
 

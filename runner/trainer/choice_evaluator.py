@@ -35,7 +35,7 @@ class ChoiceEvaluator:
     score: ScoreItems
     batch_size: int
 
-    def evaluate(self) -> Report:
+    def evaluate(self, step: int = 0) -> Report:
         """accuracy, by log p(option); accuracy_norm, by log p(option) / characters of the option; intervals.
 
         Raises DataError for a question without options, or whose answer is none of them.

@@ -9,7 +9,6 @@ without a lock belongs to a dead run, and the next run removes it. Nothing here 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from runner.core import fsync_io
 from runner.core.errors import EnvironmentProblem, StorageError
+from runner.core.file_lock import UNLOCKABLE
 
 log = logging.getLogger("runner")
 
@@ -29,7 +29,6 @@ MEMORY = Path("/dev/shm")
 PREFIX = "posttrain-run-"
 BESIDE = "weights"  # in the run's folder
 RUN = "RUN"  # a file that says whose weights these are
-UNLOCKABLE = (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP)  # of a folder on a network disk; NFS locks what is written
 
 
 @dataclass(frozen=True, slots=True)

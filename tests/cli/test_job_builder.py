@@ -260,7 +260,7 @@ def test_one_mistake_in_a_recipe_names_the_file(text: str, key: str, message: st
         (b"- 1", "expected the sections of a job"),
         (b"defaults: [bad]", "in a cycle"),
         (b"defaults: 3", "defaults"),
-        (b"3", "recipes/bad.yaml: Invalid loaded object type"),
+        (b"3", "recipes/bad.yaml: expected options"),
         (b"# @package a b", "recipes/bad.yaml: Too many components"),
     ],
 )

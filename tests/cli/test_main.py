@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ast
+import errno
+import getpass
 import io
 import json
 import os
+import pwd
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -22,6 +27,7 @@ from runner.cli.args import parse
 from runner.cli.help import first_sentence
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
+from runner.core import package
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.package import conf_dir
 
@@ -279,6 +285,60 @@ def test_our_own_bug_says_where_the_traceback_is(
     assert "ZeroDivisionError: oops" in written.read_text()
     written.unlink()
     assert "Traceback" in in_process(["--debug"], capsys)[2]
+
+
+def test_a_full_disk_is_a_storage_error_with_the_path(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "parse", raiser(OSError(errno.ENOSPC, "No space left on device", "/scratch/x")))
+    code, _, err = in_process([], capsys)
+    assert code == 7 and "error: /scratch/x: the disk is full\n" in err and "a bug in" not in err
+    assert in_process([], capsys)[0] == 7
+    monkeypatch.setattr(module, "parse", raiser(OSError(errno.EIO, "I/O error")))
+    assert in_process([], capsys)[0] == 1
+
+
+def test_an_error_of_a_plug_in_names_the_plug_in_and_its_file(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where a library of the plug-in's raised it; what this project raises below a plug-in is ours."""
+    scope: dict[str, Any] = {"__name__": "words.deep", "json": json, "raiser": raiser}
+    source = "def broken(_): json.loads('{')\ndef calls_us(_): raiser(KeyError('ours'))(0)\n"
+    exec(compile(source, "/site/words/deep.py", "exec"), scope)
+    point = SimpleNamespace(name="w", value="words.config:Words", dist=SimpleNamespace(name="run-words"))
+    monkeypatch.setattr(package, "entry_points", lambda group: [point] if group == "runner.losses" else [])
+    monkeypatch.setattr(module, "parse", scope["broken"])
+    code, _, err = in_process([], capsys)
+    assert code == 2 and "the plug-in run-words raised JSONDecodeError: Expecting" in err
+    assert "/site/words/deep.py:1, broken\n  the traceback is in" in err and "a bug in" not in err
+    monkeypatch.setitem(raiser.__globals__, "__name__", "runner.tests")
+    monkeypatch.setattr(module, "parse", scope["calls_us"])
+    assert in_process([], capsys)[0] == 1
+
+
+def test_a_user_without_an_entry_or_a_home_gets_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unknown(_: int) -> None:
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("HOME", "USER", "RUNNER_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, "x")  # so that what the command sets is undone
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RUNNER_CACHE", str(tmp_path / "cache"))
+    assert package.cache_folder() == tmp_path / "cache"
+    home = tmp_path / f"run-home-uid-{os.getuid()}"
+    code, _, err = in_process(["--version"], capsys)
+    assert code == 0 and f"has no home folder; using {home}; set HOME" in err
+    assert Path.home() == home and home.stat().st_mode & 0o777 == 0o700 and getpass.getuser()
+    assert in_process(["--version"], capsys)[2] == ""
+    monkeypatch.delenv("HOME")
+    home.rmdir()
+    home.symlink_to(tmp_path)
+    code, _, err = in_process(["--version"], capsys)
+    assert code == 2 and "is another user's; set HOME" in err
 
 
 def test_a_traceback_has_no_secret_and_needs_no_disk(

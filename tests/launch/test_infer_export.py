@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +46,12 @@ def test_an_empty_prompt_is_refused() -> None:
 
 def test_a_running_run_gets_no_export_into_its_folder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
-    handle = acquire_lock(folder)
+    lock = acquire_lock(folder)
     try:
         with pytest.raises(EnvironmentProblem, match="is running this job"):
             export(folder, compose_job(["+recipe=sft_demo"]).spec, 4, None)
     finally:
-        os.close(handle)
+        lock.release()
 
 
 @pytest.mark.parametrize(

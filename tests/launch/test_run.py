@@ -251,11 +251,11 @@ def test_a_second_process_may_not_enter_a_running_job(tmp_path: Path) -> None:
     from runner.run_dir.folder import RunFolder, acquire_lock
 
     runner(tmp_path, *JUDGED)
-    handle = acquire_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
+    lock = acquire_lock(RunFolder((tmp_path / "outputs/latest").resolve()))
     try:
         assert "is running this job" in runner(tmp_path, "resume", "latest", "steps=8", code=2)
     finally:
-        os.close(handle)
+        lock.release()
     out = runner(tmp_path, "resume", "latest", "steps=8")
     assert "after step 6 of 8" in out
     assert [r["step"] for r in curve((tmp_path / "outputs/latest").resolve())] == list(range(9))

@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+import pytest
 from torch import Tensor
 
-from runner.core.errors import DataError, RunnerError
+from runner.core.errors import DataError, EnvironmentProblem, RunnerError
+from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import Completion, Observation, Prompt, Request, Rollout
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
@@ -134,6 +136,22 @@ def test_each_group_is_scored_once_and_a_failure_is_everybodys() -> None:
     assert sum(seen for _, _, seen, _ in ranks) == 2 * 4 + 2
     said = {said for *_, said in ranks}
     assert said in ({"3: an answer is too long", f"3: rank {n}: an answer is too long"} for n in (0, 1))
+
+
+@pytest.mark.parametrize(
+    "wrong", [[[1.0], [2.0]], [[1.0, 2.0, 3.0]], [1.0, 2.0], [[1.0, float("nan")]], [["1", 2]], None]
+)
+def test_a_wrong_number_of_scores_or_no_number_names_the_reward(wrong: Any) -> None:
+    class Broken(Length):
+        def score_components(self, groups: Sequence[Sequence[Completion]]) -> tuple[Any, Any]:
+            return wrong, [[{}, {}]]
+
+    reward: Any = partition_reward(Broken(), SingleProcess())
+    for score in (reward.score, reward.score_components):
+        with pytest.raises(
+            EnvironmentProblem, match=r"Broken\.score returned .*\n  expected a list for each of 1 groups"
+        ):
+            score(groups((1, 2)))
 
 
 def test_a_reward_without_parts_has_none_when_it_is_shared() -> None:

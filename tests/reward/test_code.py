@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ import psutil
 import pytest
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import EnvironmentProblem, StorageError
 from runner.reward import code as sandbox
 from runner.reward.code import SANDBOXES, sandbox_problem
 from runner.reward.config import CodeConfig
@@ -67,10 +71,59 @@ def block(code: str) -> str:
         (block(DOUBLE), [], None),
         (block(DOUBLE), {"inputs": ["1"]}, None),
         (block(DOUBLE), 7, None),
+        (block(DOUBLE), "def test_it():\n    assert double(2) == 5", None),  # nothing calls it
+        (block(DOUBLE), "# double(2) == 4", None),
+        (block(DOUBLE), "assert double(2) ==", None),
     ],
 )
 def test_code_that_passes_scores_1(text: str, tests: Any, expected: float | None) -> None:
     assert score(text, tests) == expected
+
+
+ADD = "def add(a, b):\n    return a + b"
+SOLUTION = "class Solution:\n    def add(self, a: List[int], b: int) -> List[int]:\n        return [a[0] + b]"
+STDIN = '{"inputs": ["1 2\\n", "3 4\\n"], "outputs": ["3\\n", "7\\n"]}'
+STDIN_CASES = [
+    {"input": "1 2", "output": "3", "testtype": "stdin"},
+    {"input": "3 4", "output": "7", "testtype": "stdin"},
+]
+FUNCTIONAL = '[{"input": "[1]\\n2", "output": "[3]", "testtype": "functional"}]'
+SUM = "print(sum(map(int, input().split())))"
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize(
+    ("code", "tests", "expected"),
+    [
+        ("print('hello')", STDIN, 0.0),
+        (SUM, STDIN, 1.0),
+        (SUM, STDIN_CASES, 1.0),
+        (SUM, json.dumps(STDIN_CASES), 1.0),
+        (SUM.replace("sum", "max"), json.dumps(STDIN_CASES), 0.0),
+        (SUM, {"inputs": [["1 2"]], "outputs": [["3"]]}, 1.0),  # lines, as in APPS
+        (ADD, '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [[3]]}', 1.0),  # arguments and value, as in APPS
+        (ADD, '{"fn_name": "add", "inputs": ["1\\n2", "3\\n4"], "outputs": ["3", "7"]}', 1.0),  # text, as in verl
+        (ADD, '{"fn_name": "add", "inputs": ["1\\n2", "3\\n4"], "outputs": ["3", "8"]}', 0.0),
+        (ADD, '{"fn_name": "plus", "inputs": ["1\\n2"], "outputs": ["3"]}', 0.0),
+        ("print('hello')", '{"fn_name": "add", "inputs": ["1\\n2"], "outputs": ["3"]}', 0.0),
+        ("def keys(d): return sorted(d)[0] + 1", {"fn_name": "keys", "inputs": [[{"2": 1}]], "outputs": [3]}, 1.0),
+        ("def pair(a): return (a, (a,))", {"fn_name": "pair", "inputs": [[1]], "outputs": [[1, [1]]]}, 1.0),
+    ],
+)
+def test_tests_of_apps_taco_and_verl_are_read_as_their_projects_read_them(
+    code: str, tests: Any, expected: float
+) -> None:
+    assert score(block(code), tests) == expected
+
+
+@pytest.mark.usefixtures("kind")
+def test_functional_test_cases_of_livecodebench_take_the_function_from_metadata() -> None:
+    config = CodeConfig(column="public_test_cases", max_failures=100)
+    named = answer(block(SOLUTION), public_test_cases=FUNCTIONAL, metadata='{"func_name": "add"}')
+    wrong = answer(block(SOLUTION.replace("+", "-")), public_test_cases=FUNCTIONAL, metadata={"func_name": "add"})
+    assert scores(config, named, wrong, answer(block(SOLUTION), public_test_cases=FUNCTIONAL)) == [1.0, 0.0, None]
+    both = {"public_test_cases": FUNCTIONAL, "private_test_cases": FUNCTIONAL, "metadata": {"func_name": "add"}}
+    assert score(block(SOLUTION), both) == 1.0
 
 
 def outcome(code: str, kind: str = "bubblewrap", **options: Any) -> str:
@@ -81,6 +134,10 @@ def outcome(code: str, kind: str = "bubblewrap", **options: Any) -> str:
 
 
 COMMON = [
+    ("import os; os.memfd_create('x')", "PermissionError"),
+    ("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1600))", "-1"),
+    ("try: open('/dev/shm/x', 'w')\nexcept OSError: print('refused')", "refused"),
+    ("a = [open('/dev/null') for _ in range(100)]", "OSError"),
     ("import os; print(sorted(set(os.environ) - {'PWD', 'LC_CTYPE'}))", "[]"),
     ("import os; os.setuid(0)", "PermissionError"),
     ("x = bytearray(1 << 30)", "MemoryError"),
@@ -118,7 +175,6 @@ def test_the_sandbox_has_no_network_no_files_no_variables_and_limits(code: str, 
         ("open('/etc/passwd')", "PermissionError"),
         ("open('/proc/1/environ')", "PermissionError"),
         ("import os; os.listdir('/')", "PermissionError"),
-        ("open('/dev/shm/x', 'w')", "PermissionError"),
         ("open('/tmp/x', 'w')", "PermissionError"),
         ("import tempfile as t; t.TemporaryFile().write(b'1'); print(t.gettempdir() != '/tmp')", "True"),
         ("with open('x', 'wb') as f: f.write(bytes(1 << 21))", "OSError"),
@@ -136,7 +192,6 @@ def test_the_sandbox_has_no_network_no_files_no_variables_and_limits(code: str, 
         ("import os; os.sched_setaffinity(0, [0])", "PermissionError"),
         ("import ctypes; print(ctypes.CDLL(None).unshare(0x10000000))", "-1"),
         ("import ctypes; print(ctypes.CDLL(None).syscall(425, 1, 0))", "-1"),  # io_uring_setup
-        ("import ctypes; print(ctypes.CDLL(None).shmget(0, 4096, 0o1600))", "-1"),
     ],
 )
 def test_landlock_and_seccomp_leave_no_network_files_signals_or_new_sessions(code: str, printed: str) -> None:
@@ -173,8 +228,40 @@ def deep_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_folders_that_code_nests_or_closes_are_removed(deep_folder: Path) -> None:
     nested = "import os\nos.mkdir('blind', 0o300)\nos.mkdir('blind/x')\n"
     nested += "for _ in range(1500): os.mkdir('a'); os.chdir('a')\nprint('done')"
-    assert sandbox.run_in_landlock(CodeConfig(), nested, "").stdout == "done\n"
+    sandbox.run_in_landlock(CodeConfig(), nested, "")
     assert list(deep_folder.iterdir()) == []
+
+
+def test_code_that_fills_its_folder_scores_0_and_leaves_the_disk_to_others(kind: str, deep_folder: Path) -> None:
+    """Each run has space of its own: what one fills does not take it from the next."""
+    config = CodeConfig(memory_bytes=1 << 26, timeout_s=60.0)
+    before = shutil.disk_usage(deep_folder).free
+    least = [before]
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.01):
+            least.append(shutil.disk_usage(deep_folder).free)
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    fills = "import itertools\nfor n in itertools.count():\n    open(str(n), 'wb').write(bytes(1 << 20))"
+    started = time.monotonic()
+    assert not SANDBOXES[kind](config, fills, "").succeeded
+    stop.set()
+    watching.join()
+    assert time.monotonic() - started < 30 and list(deep_folder.iterdir()) == []
+    assert before - min(least) < 1 << 30
+    assert score(block(DOUBLE), TESTS) == 1.0
+
+
+def test_a_full_disk_of_ours_ends_the_run_with_its_path(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    reward = made(CodeConfig())
+    monkeypatch.setenv("RUNNER_FAILPOINT", "reward.code:ENOSPC")
+    monkeypatch.setenv("TMPDIR", "/scratch")
+    with pytest.raises(StorageError, match=r"/scratch.*the disk is full\n.*TMPDIR"):
+        reward.score([[answer(block(DOUBLE), tests=TESTS)]])
+    reward.close()
 
 
 def test_a_machine_without_landlock_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

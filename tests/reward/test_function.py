@@ -13,6 +13,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -43,10 +44,10 @@ def function(tmp_path: Path):
     """Builds the reward of a file with the given source; closes it in the end."""
     built: list[GroupScorer] = []
 
-    def build(source: str, folder: Path | None = None, **options: Any) -> GroupScorer:
+    def build(source: str, folder: Path | None = None, steps: int = 0, **options: Any) -> GroupScorer:
         (tmp_path / "mine.py").write_text(textwrap.dedent(source))
         config = FunctionConfig(path=f"{tmp_path}/mine.py:score", **{"timeout_s": 20.0} | options)
-        built.append(made(config, folder=folder))
+        built.append(made(config, folder=folder, steps=steps))
         return built[-1]
 
     yield build
@@ -80,6 +81,7 @@ def test_it_gets_texts_ids_and_every_column_one_value_per_answer(function: Write
     reward = function("""
         def score(prompts, completions, completion_ids, **columns):
             assert prompts == ["2+2?"] * 2 and completion_ids == [[0, 1, 2], [0]], (prompts, completion_ids)
+            assert [columns.pop(name) is None for name in ("trainer_state", "log_extra", "log_metric")] == [False] * 3
             assert columns == {"answer": ["4", "4"], "level": [{"n": None}, {"n": None}]}, columns
             return [float(c == a) for c, a in zip(completions, columns["answer"])]
     """)
@@ -590,3 +592,52 @@ def test_what_was_run_is_recorded(tmp_path: Path) -> None:
     decisions = Decisions(strict=True)
     made(FunctionConfig(path=f"{tmp_path}/mine.py:score"), decide=decisions).close()
     assert [d.reason.partition(" ")[0] for d in decisions.entries if d.feature == "reward.path"] == ["sha256"]
+
+
+def test_a_function_with_all_arguments_of_trl_runs(
+    function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = """
+        def score(prompts, completions, completion_ids, trainer_state, log_extra, log_metric, answer, **columns):
+            log_extra("answers", answer)
+            log_metric("right", 0.5)
+            return [trainer_state.global_step / trainer_state.max_steps ] * len(completions)
+    """
+    caplog.set_level("INFO")
+    reward = function(source, folder=tmp_path, steps=4)
+    late = [replace(one, step=3) for one in GROUP]
+    assert reward.score([GROUP, late]) == [[0.0, 0.0], [0.75, 0.75]]
+    reward.close()
+    log = (tmp_path / "reward.log").read_text()
+    assert "log_extra answers: ['4', '4']\n" in log and "log_metric right: 0.5\n" in log
+    assert caplog.text.count("log_extra and log_metric go to") == 1 and "not to the metrics" in caplog.text
+
+
+def test_trls_own_reward_functions_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from trl.rewards import think_format_reward as score\n")
+    thought = {"role": "assistant", "content": "<think>\nso\n</think>\n4"}
+    reward = made(FunctionConfig(path=f"{tmp_path}/mine.py:score", timeout_s=60.0))
+    asked = ({"role": "user", "content": "2+2?"},)
+    right = replace(answer("", messages=asked), messages=(*asked, thought))
+    wrong = replace(answer("", messages=asked), messages=(*asked, {"role": "assistant", "content": "4"}))
+    assert reward.score([[right, wrong]]) == [[1.0, 0.0]]
+    reward.close()
+
+
+def test_what_trl_knows_and_a_run_does_not_is_named(function: Write, caplog: pytest.LogCaptureFixture) -> None:
+    reward = function("def score(completions, trainer_state): return [trainer_state.epoch] * len(completions)")
+    assert one(reward) == [None, None]
+    assert "trainer_state.epoch is not known to a run; it has: global_step, max_steps" in caplog.text
+    reward.close()
+    reward = function("def score(completions, environments): return [1.0] * len(completions)")
+    assert one(reward) == [None, None]
+    assert "the function has the parameter environments; available: prompts" in caplog.text
+
+
+def test_a_log_that_cannot_be_written_does_not_stop_the_scores(
+    function: Write, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "reward.log").symlink_to("/dev/full")
+    reward = function("def score(completions):\n  print('x' * 10)\n  return [1, 2]", folder=tmp_path)
+    assert one(reward) == [1.0, 2.0] == one(reward)
+    wait_until(lambda: "reward.log cannot be written: the disk is full" in caplog.text)

@@ -69,3 +69,23 @@ def test_the_reward_of_an_evaluation_set_is_tried_and_named(tmp_path: Path) -> N
     sets = "evaluation.sets={hard: {reward: {name: function, path: 'score.py:score'}}}"
     said = run(*(word for word in SMALL if word != "evaluation.every=0"), "data.held_out=2", sets, cwd=tmp_path, code=3)
     assert "evaluation.sets.hard.reward raises an exception on row 1" in said and "KeyError" in said
+
+
+def test_training_and_evaluation_know_their_step(tmp_path: Path) -> None:
+    (tmp_path / "score.py").write_text(
+        "def score(completions, trainer_state):\n"
+        "    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)\n"
+    )
+    words = [word for word in SMALL if not word.startswith("evaluation")]
+    more = (
+        "evaluation.every=1",
+        "evaluation.max_new_tokens=2",
+        "data.items=16",
+        "data.held_out=2",
+        "steps=2",
+        "checkpoint.best=null",
+    )
+    run(*words, *more, "algorithm.zero_variance=keep", "reward=function", "reward.path=score.py:score", cwd=tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()]
+    found = {row["step"]: (row.get("reward/mean"), row["eval/reward/mean"]) for row in rows}
+    assert found == {0: (None, 0.0), 1: (0.0, 0.5), 2: (0.5, 1.0)}

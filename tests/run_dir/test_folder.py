@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from runner.core import file_lock
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.run_dir.folder import (
     RunFolder,
@@ -21,6 +25,8 @@ from runner.run_dir.folder import (
     display_path,
     find_run,
     find_trained_run,
+    is_latest,
+    is_locked,
     point_latest,
     write_atomic,
     write_json,
@@ -169,9 +175,9 @@ def test_one_process_owns_a_run_and_kill_9_frees_it(tmp_path: Path) -> None:
             with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
                 acquire_lock(RunFolder(tmp_path))
         holder.kill()
-    handle = acquire_lock(RunFolder(tmp_path))
+    lock = acquire_lock(RunFolder(tmp_path))
     assert (tmp_path / ".lock").read_text() == str(os.getpid())
-    os.close(handle)
+    lock.release()
 
 
 def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
@@ -273,3 +279,74 @@ def test_a_folder_of_the_users_choice_holds_one_run(workdir: Path) -> None:
         claim_folder(Path("file"))
     with pytest.raises(StorageError, match="cannot create the run folder"):
         claim_folder(Path("file/run"))
+
+
+@pytest.fixture
+def without_locks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
+    """What `flock` says on a disk without locks; also in a process with this folder in PYTHONPATH."""
+    lines = "import errno, fcntl, os\ndef flock(*_): raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))\n"
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(f"{lines}fcntl.flock = flock\n")
+
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    monkeypatch.setattr(file_lock, "_said", set())
+    return str(tmp_path / "site")
+
+
+def test_a_disk_without_locks_gets_a_file_with_a_heartbeat(
+    tmp_path: Path, without_locks: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    command, own = [sys.executable, "-c", HOLDER, str(folder.root)], {"PYTHONPATH": without_locks}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | own, stdin=pipe, stdout=pipe, text=True) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        assert is_locked(folder)
+        with pytest.raises(EnvironmentProblem, match=f"process {holder.pid} is running"):
+            acquire_lock(folder)
+        holder.kill()
+    assert not is_locked(folder), "a process of this machine that has ended holds nothing"
+    lock = acquire_lock(folder)
+    assert is_locked(folder) and caplog.text.count("has no locks (Function not implemented)") == 1
+    lock.release()
+    assert not is_locked(folder) and [path.name for path in folder.root.iterdir()] == [".lock"]
+
+
+def test_the_heartbeat_of_another_machine_counts_for_a_minute(
+    tmp_path: Path, without_locks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, beat = RunFolder(tmp_path), tmp_path / ".lock.heartbeat"
+    (tmp_path / ".lock").write_text("7")
+    beat.write_text("elsewhere:boot:pid (7, 7)")
+    with pytest.raises(EnvironmentProblem, match="process 7 is running this job"):
+        acquire_lock(folder)
+    os.utime(beat, (time.time() - 61, time.time() - 61))
+    monkeypatch.setattr(file_lock, "BEAT_S", 0.01)
+    with acquire_lock(folder):
+        assert not beat.read_text().startswith("elsewhere")
+        os.utime(beat, (1, 1))
+        deadline = time.monotonic() + 10
+        while beat.stat().st_mtime < 2:
+            assert time.monotonic() < deadline, "nothing touches the file"
+
+
+def test_a_disk_without_links_has_latest_in_a_text_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = create_run_folder("toy", tmp_path), create_run_folder("toy", tmp_path)
+    write_atomic(first.spec, "name: toy\n")
+    with monkeypatch.context() as disk:
+
+        def refused(*_: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        disk.setattr(Path, "symlink_to", refused)
+        point_latest(first, tmp_path)
+    assert not (tmp_path / "latest").exists() and "latest.txt names the newest run" in caplog.text
+    assert is_latest(first, tmp_path) and find_run("latest", tmp_path).root == first.root.resolve()
+    point_latest(second, tmp_path)
+    assert is_latest(second, tmp_path) and not (tmp_path / "latest.txt").exists()

@@ -29,7 +29,7 @@ class Digits:
         return "".join(map(str, ids))
 
 
-def collect(prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
+def collect(prompts: Sequence[Prompt], step: int, round: int, finished: int = 0) -> list[Group]:
     """Answers every prompt with its ids in order."""
     texts = ["".join(map(str, sorted(prompt.ids))) for prompt in prompts]
     samples = [RolloutSample((), (1.0,) * len(text), (), text, "stop", 0, None) for text in texts]
@@ -79,7 +79,7 @@ def test_all_questions_are_handed_over_at_once() -> None:
     """So that an answer that ends makes room for the next question."""
     asked: list[int] = []
 
-    def count(prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
+    def count(prompts: Sequence[Prompt], step: int, round: int, finished: int = 0) -> list[Group]:
         asked.append(len(prompts))
         return collect(prompts, step, round)
 
@@ -134,7 +134,7 @@ def test_an_answer_of_just_the_limit_and_text_behind_it_are_fine() -> None:
 
 
 def test_memory_that_evaluation_exhausts_is_blamed_on_the_right_option() -> None:
-    def exhaust(prompts: Sequence[Prompt], step: int, round: int) -> list[Group]:
+    def exhaust(prompts: Sequence[Prompt], step: int, round: int, finished: int = 0) -> list[Group]:
         raise torch.OutOfMemoryError("tried to allocate 7 GiB\nand a long table")
 
     with pytest.raises(OutOfMemory, match=r"tried to allocate 7 GiB\n.*evaluation\.batch_size or evaluation\.max_new"):

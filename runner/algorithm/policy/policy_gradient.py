@@ -261,6 +261,7 @@ def _kl_penalty(config: PolicyConfig, batch: Batch) -> Tensor:
         "reference_logprobs": lambda: batch.tokens["reference"],
         "ratio": lambda: torch.ones(batch.num_tokens),
         "max_log_ratio": lambda: config.max_log_ratio,
+        "mask": lambda: batch.tokens["weight"],
     }
     penalty: Tensor = compute_selected(config, "kl_estimator", offered)
     return penalty.double()

@@ -52,7 +52,7 @@ class PolicyLoss:
         if "importance" in tokens:
             loss = loss * tokens["importance"]
         if self.config.kl_location == "loss":
-            loss = loss + self.kl_coef() * self._kl(logprobs, tokens["reference"], old)
+            loss = loss + self.kl_coef() * self._kl(logprobs, tokens["reference"], old, mask)
         if self.config.entropy_coef:
             loss = loss + policy_losses.entropy_bonus(entropy, self.config.entropy_coef)
         total = torch.where(mask, tokens["weight"] * loss, 0).sum()
@@ -77,12 +77,13 @@ class PolicyLoss:
         loss, found = compute_selected(self.config, "policy_loss", offered)
         return loss, dict.fromkeys(CLIPPED, torch.zeros_like(mask)) | found
 
-    def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor) -> Tensor:
+    def _kl(self, logprobs: Tensor, reference: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         offered = {
             "logprobs": lambda: logprobs,
             "reference_logprobs": lambda: reference,
             "ratio": lambda: token_ratio(logprobs, old, self.config.max_log_ratio),
             "max_log_ratio": lambda: self.config.max_log_ratio,
+            "mask": lambda: mask,
         }
         value: Tensor = compute_selected(self.config, "kl_estimator", offered)
         return value
