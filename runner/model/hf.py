@@ -50,6 +50,7 @@ from runner.model.model_folder import (
     ADAPTER_WEIGHTS,
     TOKENIZERS,
     adapter_base,
+    check_adapter_base,
     check_model_folder,
     has_tokenizer,
     is_adapter,
@@ -138,6 +139,8 @@ def build(
         _fix_generation_config(path, module.generation_config, decide)
     module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype])
     if weights.adapter is not None:
+        if device.type != "meta":
+            check_adapter_base(weights.adapter, path, decide)
         module = attach_adapter(module, weights.adapter, head=head)
     return model_class_for_head(head)(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
