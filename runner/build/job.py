@@ -23,6 +23,7 @@ from runner.build.components import (
     build_device,
     build_models,
     build_tokenizer,
+    compare_tokenizers,
 )
 from runner.build.data import build_data, build_environments, build_extend, resolve_max_length
 from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
@@ -175,6 +176,7 @@ def build(
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     tokenizer = build_tokenizer(spec)
+    compare_tokenizers(spec, tokenizer, decide)
     data = _data(spec, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
     spec = resolve_max_length(given, data, decide)

@@ -1,4 +1,4 @@
-"""Adds the keys that transformers 4 reads to an exported folder; transformers 5 reads the folder as before.
+"""Adds the keys that transformers 4 reads to an exported folder, which transformers 5 reads as before.
 
 config.json             rope_parameters ─▶ rope_theta, rope_scaling, partial_rotary_factor, rope_local_base_freq
                         num_local_experts ─▶ num_experts        dtype ─▶ torch_dtype
