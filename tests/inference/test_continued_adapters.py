@@ -175,3 +175,12 @@ def test_an_adapter_that_trl_has_trained_is_trained_further(folders: Path, tmp_p
         torch.testing.assert_close(ours, reference(plain, rows()).float().detach(), atol=1e-5, rtol=1e-5)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "trl", export))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+def test_an_adapter_with_trainable_tokens_computes_what_peft_computes(folders: Path, tmp_path: Path) -> None:
+    """Its two rows are those of two tokens, and no embedding that was resized."""
+    folder = write_adapter(tmp_path / "tokens", folders / "base", trainable_token_indices=[3, 5])
+    ours = built(folder, Decisions()).outputs(batch(), LOGPROBS)["logprobs"].detach()
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders / "base"), folder)
+    torch.testing.assert_close(ours, reference(plain, rows()).float().detach(), atol=1e-5, rtol=1e-5)
