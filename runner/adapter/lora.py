@@ -68,6 +68,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         decide("adapter.targets", "all-linear", f"all-linear except {names}", next(iter(left_out.values())))
     settings = peft.LoraConfig(
         task_type="SEQ_CLS" if scalar else "CAUSAL_LM",
+        revision=model.weights_source.commit,  # of the base, which the adapter's config records
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
@@ -81,12 +82,28 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         with torch.random.fork_rng(devices=[]), no_peft_warnings():  # peft draws on the CPU
             torch.manual_seed(derive_seed(model.seed, "adapter"))
             module: Any = peft.get_peft_model(model.inner, settings)
-    except ValueError as error:
-        raise SpecError([Problem("adapter.targets", f"peft cannot add the adapter: {error}")]) from error
+    except (TypeError, ValueError) as error:
+        option = "modules_to_save" if isinstance(error, TypeError) else "targets"
+        raise SpecError([Problem(f"adapter.{option}", f"peft cannot add the adapter: {error}")]) from error
+    _report_lost_targets(config, model.inner, settings.exclude_modules or (), decide)
     for parameter in module.parameters():
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
     return model.with_peft_module(module, decide=decide)
+
+
+def _report_lost_targets(config: LoraConfig, inner: Any, excluded: Collection[str], decide: Decide) -> None:
+    """Say which requested modules got no adapter.
+
+    peft takes names such as up_proj for those of experts alone.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    wanted, adapted = _module_sets(inner, config.targets, BaseTunerLayer)
+    if lost := sorted(wanted - adapted - {*excluded}):
+        shown = config.targets if isinstance(config.targets, str) else f"[{','.join(config.targets)}]"
+        reason = f"peft means the experts by {', '.join(sorted({_short_name(name) for name in lost}))}"
+        decide("adapter.targets", shown, f"all but {len(lost)} modules, e.g. {lost[0]}", reason)
 
 
 def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
@@ -191,22 +208,55 @@ def _called_modules(blank: Any) -> set[str]:
 
 
 def _continue_adapter(config: LoraConfig, model: M, decide: Decide) -> M:
-    """The model with the adapter that it came with; reports each option whose value the adapter overrides."""
+    """The model with the adapter that it came with, which keeps its options.
+
+    An option that has its default gives way, with a line. Raises SpecError for others that the adapter does not have.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
     module: Any = model.module
     there = module.peft_config[module.active_adapter]
     decide.record_fact("adapter", "continued", _origin(model))
-    for option, ours, theirs in (
-        ("rank", config.rank, there.r),
-        ("alpha", config.alpha, there.lora_alpha),
-        ("dropout", config.dropout, there.lora_dropout),
-        ("dora", config.dora, there.use_dora),
-        ("rslora", config.rslora, there.use_rslora),
-    ):
-        if ours != theirs:
+    pairs: dict[str, tuple[Any, Any]] = {
+        "rank": (config.rank, there.r),
+        "alpha": (config.alpha, there.lora_alpha),
+        "dropout": (config.dropout, there.lora_dropout),
+        "dora": (config.dora, there.use_dora),
+        "rslora": (config.rslora, there.use_rslora),
+        "targets": _module_sets(model.inner, config.targets, BaseTunerLayer),
+        "modules_to_save": _module_sets(model.inner, config.modules_to_save, ModulesToSaveWrapper),
+    }
+    refused = []
+    for option, (ours, theirs) in pairs.items():
+        if ours == theirs:
+            continue
+        typed = getattr(config, option)
+        kept = f"[{','.join(sorted({_short_name(name) for name in theirs}))}]" if isinstance(theirs, set) else theirs
+        if typed == LoraConfig.model_fields[option].default:
             decide.record_fact(
-                f"adapter.{option}", str(theirs), f"from the loaded adapter; the option's {ours} is not used"
+                f"adapter.{option}", str(kept), f"of the loaded adapter; the default {typed} is not used"
             )
+        else:
+            shown = f"[{','.join(typed)}]" if isinstance(typed, tuple) else typed
+            text = f"{shown}, but the adapter {model.weights_source.adapter} has {kept}; type adapter.{option}={kept}"
+            refused.append(Problem(f"adapter.{option}", f"{text}, or adapter=none to merge it and train all weights"))
+    if refused:
+        raise SpecError(refused)
     return model
+
+
+def _module_sets(inner: Any, wanted: str | Sequence[str], kind: type) -> tuple[set[str], set[str]]:
+    """The modules that an option's names mean, and those of peft's `kind` that are there."""
+    inside = (".lora_", ".original_module", ".modules_to_save.")  # peft's own
+    parts = {name: part for name, part in inner.named_modules() if not any(mark in name for mark in inside)}
+    there = {name for name, part in parts.items() if isinstance(part, kind)}
+    if wanted == "all-linear":
+        head = inner.get_output_embeddings()
+        linears = {name for name, part in parts.items() if isinstance(part, nn.Linear) and part is not head}
+        return {name.removesuffix(".base_layer") for name in linears}, there
+    ends = tuple(f".{target}" for target in wanted)
+    return {name for name in parts if f".{name}".endswith(ends)}, there
 
 
 def _check_names(config: LoraConfig, causal: nn.Module) -> None:

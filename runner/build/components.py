@@ -28,6 +28,7 @@ from runner.interfaces import (
 )
 from runner.model.flops import ModelFlops
 from runner.model.initial_weights import DTYPES, InstallFusedOps
+from runner.model.model_folder import has_tokenizer
 from runner.model.transformers_model import TransformersModel
 from runner.optimizer.config import OptimizerConfig
 from runner.parallelism.parallel_context import ParallelContext
@@ -84,6 +85,29 @@ def build_tokenizer(spec: JobSpec) -> Any:
 
         tokenizer.chat_template = load_template(spec.chat.template)
     return tokenizer
+
+
+def compare_tokenizers(spec: JobSpec, tokenizer: Any, decide: Decisions) -> None:
+    """Compare the job's tokenizer and chat template with those of `init_from`.
+
+    Raises SpecError for other ids; a fact names another template.
+    """
+    folder = spec.init_from
+    if folder is None or not has_tokenizer(folder):
+        return
+    from runner.model import hf
+    from runner.model.config import HfConfig
+
+    own = spec.model.source or f"model={spec.model.name}"
+    source = HfConfig(path=folder, tokenizer=folder, trust_remote_code=spec.model.runs_remote_code)
+    theirs = hf.tokenizer(source, "init_from")
+    if theirs.get_vocab() != tokenizer.get_vocab() and not spec.model.tokenizer_source:
+        option = "model.tokenizer" if spec.model.source else "leave init_from out and type model=hf model.path"
+        text = f"{folder} has a tokenizer with other ids than {own}, which its weights would misread; type {option}"
+        raise SpecError([Problem("init_from", f"{text}={folder}")])
+    if theirs.chat_template not in (None, tokenizer.chat_template):
+        reason = f"{folder}, whose weights are trained, has another one: chat.template={folder}/chat_template.jinja"
+        decide.record_fact("chat template", spec.chat.template or f"of {own}", reason)
 
 
 def build_model(

@@ -23,6 +23,7 @@ from runner.build.components import (
     build_device,
     build_models,
     build_tokenizer,
+    compare_tokenizers,
 )
 from runner.build.data import build_data, build_environments, build_extend, resolve_max_length
 from runner.build.plug_ins import plug_in_digests
@@ -181,6 +182,7 @@ def build(
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     copied = with_copied_files(spec, folder)
     tokenizer = build_tokenizer(copied)
+    compare_tokenizers(copied, tokenizer, decide)
     data = _data(copied, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
     spec = with_copied_files(resolve_max_length(given, data, decide), folder)

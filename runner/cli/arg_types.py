@@ -11,6 +11,15 @@ def parse_path(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def parse_python(text: str) -> Path:
+    """The Python of an environment: its path, or the environment's folder."""
+    path = parse_path(text)
+    path = path / "bin" / "python" if path.is_dir() else path
+    if path.is_file():
+        return path.absolute()  # and not resolved: the link is what says which environment it is
+    raise argparse.ArgumentTypeError(f"expected a Python or an environment's folder, e.g. .venv-old, got '{text}'")
+
+
 def parse_numbers(text: str) -> tuple[float, ...]:
     """Numbers, separated by commas."""
     try:

@@ -20,6 +20,7 @@ from runner.cli.arg_types import (
     parse_job_numbers,
     parse_numbers,
     parse_path,
+    parse_python,
     parse_share,
 )
 from runner.core.errors import RunnerError
@@ -323,6 +324,7 @@ INFO = "print the files of a job (defaults), or the config folders (searchpath);
 SUITE = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
 COMBINE = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
 CHECK = "compare the folder with the model, loaded by transformers (default below 2 GB)"
+OTHER = "also check it with the transformers of another environment: its folder or its Python"
 CARD = "910B, H100, … (default: the usual card of the job's device)"
 LEAST_MFU = "exit with code 5 if an SFT case is below, e.g. 20%%"
 OPTIONS: dict[str, tuple[Option, ...]] = {
@@ -357,6 +359,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _switch("--merge", help="merge the adapter into its base, in float32"),
         _option("--out", type=Path, help="a new folder (default: in the run's folder)"),
         _option("--check", action=argparse.BooleanOptionalAction, help=CHECK),
+        _option("--with", type=parse_python, metavar="ENV", dest="other", help=OTHER),
         _option("--combine", metavar="HOW", choices=COMBINATIONS, help=COMBINE),
         _option("--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"),
         _option("--density", type=parse_share, help="fraction that ties and dare keep (0.5)"),

@@ -209,7 +209,13 @@ def export(args: Namespace) -> int:
         from runner.launch import infer_export
 
         done = infer_export.export(
-            RunFolder(Path(source.path)), spec, source.checkpoint, args.out, merge=args.merge, check=args.check
+            RunFolder(Path(source.path)),
+            spec,
+            source.checkpoint,
+            args.out,
+            merge=args.merge,
+            check=args.check,
+            other=args.other,
         )
         target, what = done.folder, f"{describe_source(source)}, step {done.step}"
         checked = f"check    {done.check}" if done.check else "check    none (--check compares the folder with the run)"
@@ -236,6 +242,8 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
     """Raise UsageError for options of `run export` that do not fit the source, or one another."""
     if args.push and not re.fullmatch(r"(hub|modelscope):[\w.-]+/[\w.-]+", args.push):
         raise UsageError(f"--push {args.push}: expected hub:OWNER/NAME or modelscope:OWNER/NAME")
+    if args.other and args.check is False:
+        raise UsageError("--with checks the export, and --no-check does not; leave one of them out")
     if source.kind == "run":
         if args.adapter or args.combine:
             raise UsageError("--adapter and --combine need a base, not a run; type run export BASE --adapter FOLDER")
@@ -248,8 +256,9 @@ def _check_export(args: Namespace, source: ModelSource) -> None:
         raise UsageError("one adapter is already a folder; --merge merges it into its base, --adapter adds another one")
     if args.weights and len(args.weights) != len(source.adapters):
         raise UsageError(f"--weights has {len(args.weights)} numbers for {len(source.adapters)} adapters")
-    if args.check:
-        raise UsageError("--check compares an export with its run, but this is not a run")
+    if args.check or args.other:
+        option = "--check" if args.check else "--with"
+        raise UsageError(f"{option} compares an export with its run, but this is not a run")
     if args.out is None or (args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir()))):
         raise UsageError("--out FOLDER is required, an empty or new folder")
 

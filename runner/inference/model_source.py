@@ -25,6 +25,7 @@ from runner.device.process_setup import load_torch, set_environment
 from runner.model.model_folder import (
     adapter_base,
     check,
+    check_adapter_base,
     check_model_folder,
     is_adapter,
     is_cached,
@@ -359,12 +360,14 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
         raise EnvironmentProblem(f"{text}: run export {source.text} --merge")
     from runner.model.peft_adapter import attach_adapter
 
+    decide = Decisions()
     first, *more = source.adapters
     names = {first.name: "default"}
     for index, adapter in enumerate(more, 1):
         names[adapter.name] = f"adapter{index}"
+        check_adapter_base(Path(adapter.path), source.path, decide)
         attach_adapter(model.module, Path(adapter.path), name=names[adapter.name])
-    return model.with_peft_module(model.module, decide=Decisions()) if more else model, names
+    return model.with_peft_module(model.module, decide=decide) if more else model, names
 
 
 def resolve_model_path(path: str, key: str, base: str | None = None) -> str:

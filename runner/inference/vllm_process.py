@@ -13,6 +13,7 @@ from dataclasses import replace
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
+from runner.core.auto_choices import Decisions
 from runner.core.device_kinds import Kind
 from runner.core.errors import DeadlineExceeded, EnvironmentProblem, Interrupted, RankLost
 from runner.core.signals import SignalRecorder
@@ -20,6 +21,7 @@ from runner.core.subprocess import POLL_S, ChildProcess
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, parse_source, source_spec
 from runner.inference.serve import ServeSettings
+from runner.model.model_folder import check_adapter_base, read_adapter_config
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path
 from runner.sampler.vllm.arguments import RANKS
 from runner.sampler.vllm.versions import LAYOUT
@@ -43,6 +45,7 @@ def serve_vllm(source: ModelSource, model: EngineSettings, settings: ServeSettin
         )
     log = _log_path(source)
     source = exported_source(source)
+    check_adapters(source)
     with listen(settings.host, settings.port) as bound:  # that it can be had is known before vLLM is started
         settings = settings.model_copy(update={"port": bound.getsockname()[1]})
     kind = source_spec(source, device=model.device).device.kind
@@ -78,6 +81,23 @@ def exported_source(source: ModelSource) -> ModelSource:
         )
     found = parse_source(str(export), base=source.base)
     return replace(found, name=source.name)
+
+
+def check_adapters(source: ModelSource) -> None:
+    """Check adapters before vLLM loads them.
+
+    Raises EnvironmentProblem for one that vLLM would ignore, CheckpointError for one of another base.
+    """
+    decide = Decisions()
+    for folder in (Path(adapter.path) for adapter in source.adapters):
+        if read_adapter_config(folder).get("target_parameters"):
+            raise EnvironmentProblem(
+                f"{folder} adapts experts (target_parameters), which vLLM ignores without an error; merge it:\n"
+                f"  run export {folder} --merge --out FOLDER"
+            )
+        check_adapter_base(folder, source.path, decide)
+    for fact in decide.entries:
+        print(fact, file=sys.stderr)
 
 
 def vllm_command(source: ModelSource, model: EngineSettings, settings: ServeSettings, kind: Kind) -> list[str]:

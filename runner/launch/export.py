@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
-from runner.model.model_folder import MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
+from runner.model.model_folder import BASE_WEIGHTS, MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
 from runner.run_dir.folder import display_path
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.evaluation import without_bounds
@@ -62,7 +62,8 @@ def write_export(
         try:
             model.save(staging)
             found = check(staging) if check is not None else None
-            write_card(staging, spec, facts, found)
+            base_weights = model.base_fingerprint.get("weights") if is_adapter(staging) else None
+            write_card(staging, spec, facts, found, base_weights)
             _open_to_readers(staging)
             _replace_target(staging, target)
         finally:
@@ -98,14 +99,20 @@ def _translate_errors(target: Path) -> Iterator[None]:
         ) from error
 
 
-def write_card(export: Path, spec: JobSpec, facts: CardFacts, check: object = None) -> None:
-    """Write README.md into an export: how it was trained and how to load it, without local paths."""
+def write_card(
+    export: Path, spec: JobSpec, facts: CardFacts, check: object = None, base_weights: str | None = None
+) -> None:
+    """Write README.md into an export: how it was trained and how to load it, without local paths.
+
+    base_weights: the digest of a local base's weights, which an adapter's card records
+    """
     base = base_of(spec)
     head = {
         "library_name": "peft" if is_adapter(export) else "transformers",
         "pipeline_tag": "text-generation",
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
         **({"base_model": base} if base and is_hub_id(base) else {}),
+        **({BASE_WEIGHTS: base_weights} if base_weights else {}),
         **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
     shown = sorted(name for name in without_bounds(facts.values) if name.startswith(("eval/", "train/loss")))

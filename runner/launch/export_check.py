@@ -1,7 +1,7 @@
 """Check that an exported folder generates like the run's model.
 
-Another process loads the folder with transformers alone, and gets the run's own prompts. Its tokens and
-log-probabilities are compared with those of the run's model.
+Another process loads the folder with transformers alone, and gets the run's own prompts; so does one of another
+environment, where one is given. Tokens and log-probabilities are compared with those of the run's model.
 
 run's model ─▶ greedy answers, log-probabilities ─┐
 folder ─export_probe.py─▶ the same ───────────────┴─▶ ExportCheck | ParityError
@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +54,14 @@ class ExportCheck:
         return f"{same}, log-probabilities within {self.max_logprob_diff:.1e} ({self.by})"
 
 
-def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle) -> ExportCheck:
+def check_export(
+    model: GenerativeModel, folder: Path, prompts: Sequence[str], style: PromptStyle, other: Path | None = None
+) -> ExportCheck:
     """Compare an exported folder with its model, which does not change.
 
-    Raises ParityError if the folder cannot be loaded, tokenizes a prompt otherwise, generates other tokens, or has
-    log-probabilities that differ by more than the data type's rounding.
+    other: the Python of an environment that loads the folder as well. Raises ParityError if the folder cannot be
+    loaded, tokenizes a prompt otherwise, generates other tokens, or has log-probabilities that differ by more than the
+    data type's rounding.
     """
     ids = [prompt_ids(model.tokenizer, prompt, style) for prompt in prompts]
     config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
@@ -68,26 +70,28 @@ def check_export(model: GenerativeModel, folder: Path, prompts: Sequence[str], s
     ends = model.limits().stop_token_ids
     answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(asked)]
     logprobs = _logprobs(model, ids, answers)
-    found = _generate_from_folder(model, folder, prompts, ids, answers, style)
+    expected = list(zip(prompts, ids, answers, logprobs, strict=True))
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    largest, tolerance = 0.0, tolerance_of(dtype).values
-    for prompt, own, answer, wanted, theirs in zip(prompts, ids, answers, logprobs, found, strict=True):
-        if theirs["prompt_ids"] != own:
-            raise _unlike(folder, f"its tokenizer or chat template gives other tokens for {prompt!r}")
-        greedy = [token for token in theirs["greedy_ids"] if token not in ends]
-        diff = max((abs(a - b) for a, b in zip(wanted, theirs["logprobs"], strict=True)), default=0.0)
-        largest = max(largest, diff)
-        if not diff <= tolerance:
-            text = f"log-probabilities of the completion of {prompt!r} differ by {diff:.2g}; {dtype} explains"
-            raise _unlike(folder, f"{text} {tolerance:g}")
-        if greedy != answer and dtype == "float32":
-            raise _unlike(folder, f"the greedy completion of {prompt!r} has other tokens")
-    return ExportCheck(len(prompts), sum(map(len, answers)), largest, f"transformers {version('transformers')} alone")
+    stacks, largest = list[str](), 0.0
+    for python in (sys.executable, *([str(other)] if other else [])):
+        stack, found = _generate_from_folder(python, model, folder, prompts, ids, answers, style)
+        stacks.append(stack)
+        for (prompt, own, answer, wanted), theirs in zip(expected, found, strict=True):
+            if theirs["prompt_ids"] != own:
+                raise _unlike(stack, f"its tokenizer or chat template gives other tokens for {prompt!r}")
+            diff = max((abs(a - b) for a, b in zip(wanted, theirs["logprobs"], strict=True)), default=0.0)
+            largest = max(largest, diff)
+            if not diff <= (tolerance := tolerance_of(dtype).values):
+                text = f"log-probabilities of the completion of {prompt!r} differ by {diff:.2g}; {dtype} explains"
+                raise _unlike(stack, f"{text} {tolerance:g}")
+            if dtype == "float32" and [token for token in theirs["greedy_ids"] if token not in ends] != answer:
+                raise _unlike(stack, f"the greedy completion of {prompt!r} has other tokens")
+    return ExportCheck(len(prompts), sum(map(len, answers)), largest, " and ".join(stacks))
 
 
-def _unlike(folder: Path, why: str) -> ParityError:
+def _unlike(stack: str, why: str) -> ParityError:
     return ParityError(
-        f"the export does not generate like the run: {why}\n"
+        f"the export does not generate like the run: {why} ({stack})\n"
         "  it was removed; run export --no-check writes it without the check"
     )
 
@@ -106,13 +110,15 @@ def _logprobs(model: GenerativeModel, prompts: Sequence[list[int]], answers: Seq
 
 
 def _generate_from_folder(
+    python: str,
     model: GenerativeModel,
     folder: Path,
     prompts: Sequence[str],
     ids: Sequence[list[int]],
     answers: Sequence[list[int]],
     style: PromptStyle,
-) -> list[dict[str, Any]]:
+) -> tuple[str, list[dict[str, Any]]]:
+    """The versions of the libraries that loaded the folder, and what they generated."""
     questions = [
         {
             "text": prompt,
@@ -126,13 +132,13 @@ def _generate_from_folder(
     dtype = str(model.compute_dtype).removeprefix("torch.")
     asked = {"folder": str(folder), "dtype": dtype, "threads": torch.get_num_threads(), "questions": questions}
     done = subprocess.run(
-        [sys.executable, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
+        [python, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
     )
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise _unlike(folder, f"transformers cannot load it: {last}")
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    return found
+        raise _unlike(python, f"transformers cannot load it: {last}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found["stack"], found["answers"]
 
 
 def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) -> list[int]:

@@ -3,7 +3,7 @@
 This program imports nothing of this project, so it sees what any other user of the folder sees.
 
 python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer"}]}
-                       > [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]
+                       > {"stack": versions, "answers": [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]}
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import warnings
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ def load(folder: Path, dtype: str) -> Any:
     kind: Any = AutoModelForCausalLM
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as kind
-    return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    name = "dtype" if version("transformers") >= "5" else "torch_dtype"  # releases before 4.56 know the second alone
+    return kind.from_pretrained(folder, **{name: getattr(torch, dtype)}).eval()
 
 
 def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
@@ -65,7 +67,9 @@ def main() -> None:
     torch.set_num_threads(asked["threads"])
     folder = Path(asked["folder"])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, asked["dtype"])
-    json.dump([answer(model, tokenizer, question) for question in asked["questions"]], sys.stdout)
+    libraries = ["transformers", *(["peft"] if hasattr(model, "peft_config") else [])]
+    answers = [answer(model, tokenizer, question) for question in asked["questions"]]
+    json.dump({"stack": ", ".join(f"{name} {version(name)}" for name in libraries), "answers": answers}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -59,12 +59,14 @@ def export(
     *,
     merge: bool = False,
     check: bool | None = None,
+    other: Path | None = None,
 ) -> ExportResult:
     """Write a Hugging Face folder or a PEFT adapter from a checkpoint.
 
     Without `out` it is written to the run's folder, which must not be running: export/ for the newest checkpoint,
     export-step-N/ for a named one. merge: write an adapter merged into its base, to a folder with -merged. check:
-    compare the folder with the run's model (see `check_export`); None = if its weights are below 2 GB.
+    compare the folder with the run's model (see `check_export`); None = if its weights are below 2 GB, or with `other`,
+    the Python of another environment that is to load the folder too.
     """
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise EnvironmentProblem(f"{out} exists and is not an empty folder; choose another --out")
@@ -77,22 +79,27 @@ def export(
         style = loaded.state["identity"]["prompt_style"]
         samples = _evaluation_samples(folder, loaded.step, model.tokenizer, style, spec.chat)
         facts = CardFacts(loaded.step, loaded.metrics, style, samples)
-        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check))
+        found = write_export(model, target, spec, facts, _folder_check(model, folder, spec, style, check, other))
     return ExportResult(target, loaded.step, found)
 
 
 def _folder_check(
-    model: TrainableModel, folder: RunFolder, spec: JobSpec, style: PromptStyle, wanted: bool | None
+    model: TrainableModel,
+    folder: RunFolder,
+    spec: JobSpec,
+    style: PromptStyle,
+    wanted: bool | None,
+    other: Path | None,
 ) -> CheckFolder | None:
     from runner.interfaces import as_generative
     from runner.launch.export_check import LARGEST_CHECKED, check_export, run_prompts
 
     generative = as_generative(model)
     size = sum(p.numel() * p.element_size() for p in model.module.parameters())
-    if wanted is False or generative is None or (wanted is None and size > LARGEST_CHECKED):
+    if wanted is False or generative is None or (wanted is None and other is None and size > LARGEST_CHECKED):
         return None
     prompts = run_prompts(folder, model.tokenizer, style, spec.chat)
-    return lambda written: check_export(generative, written, prompts, style)
+    return lambda written: check_export(generative, written, prompts, style, other)
 
 
 def _evaluation_samples(
@@ -123,6 +130,8 @@ def combine_adapters(
     how: peft's combination type; weights: one per adapter; density: for ties and dare. Raises EnvironmentProblem if
     peft cannot combine them.
     """
+    from runner.model.export import write_tokenizer  # it brings torch
+
     loaded = load_source(source, **loading)
     names = list(loaded.adapters.values())
     module: Any = loaded.model.module
@@ -135,7 +144,7 @@ def combine_adapters(
             raise EnvironmentProblem(f"--combine {how}: {error}") from error
         active = "combined"
     module.set_adapter(active)
-    if merge:
+    if merge or module.peft_config[active].target_parameters:  # which older releases ignore without an error
         loaded.model.merge_on_save()
         loaded.model.save(out)
         return
@@ -144,7 +153,7 @@ def combine_adapters(
         for path in inner.iterdir():
             shutil.move(path, out / path.name)
         inner.rmdir()
-    loaded.tokenizer.save_pretrained(out)
+    write_tokenizer(out, loaded.tokenizer)
 
 
 def push(folder: Path, target: str) -> str:

@@ -1,5 +1,6 @@
 """What a user can set of a model."""
 
+import os
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -50,6 +51,16 @@ class ModelConfig(ComponentConfig):
     def source(self) -> str | None:
         """The folder or hub id that the model is read from; None = it is made here."""
         return None
+
+    @property
+    def tokenizer_source(self) -> str | None:
+        """The folder or hub id of a tokenizer that was chosen beside the model; None = the model's own."""
+        return None
+
+    @property
+    def runs_remote_code(self) -> bool:
+        """Whether code from the model's folder may run."""
+        return False
 
     @property
     def draws_weights(self) -> bool:
@@ -224,8 +235,24 @@ class HfConfig(ModelConfig):
         return self.path
 
     @property
+    def tokenizer_source(self) -> str | None:
+        return self.tokenizer
+
+    @property
+    def runs_remote_code(self) -> bool:
+        return self.trust_remote_code
+
+    @property
     def draws_weights(self) -> bool:
         return self.from_scratch
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.from_scratch and job.init_from is not None:
+            found.append(("model.from_scratch", "init_from gives the weights; leave one of them out"))
+        if self.revision is not None and os.path.exists(os.path.expanduser(self.path)):
+            found.append(("model.revision", f"{self.path} is a folder, which has no revisions; leave it out"))
+        return found
 
     def with_absolute_paths(self) -> Self:
         tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
 from runner.distributed.dtensor_utils import full_tensor
+from runner.model.initial_weights import WeightsSource
+from runner.model.legacy_keys import add_legacy_keys
 from runner.model.parameters import read_as_stored
 
 
@@ -43,13 +45,19 @@ def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool)
         module.save_pretrained(folder, **options)
 
 
+def write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    """Write tokenizer and chat template beside a model's config, both with the keys of older releases."""
+    with no_progress_bar():
+        tokenizer.save_pretrained(folder)
+    add_legacy_keys(folder, tokenizer)
+
+
 def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -> None:
     """Write tokenizer and chat template beside exported weights.
 
     Raises RunnerError if the files hold fewer numbers than are trainable, `num_trained`.
     """
-    with no_progress_bar():
-        tokenizer.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer)
     found = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as tensors:
@@ -59,6 +67,16 @@ def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -
             f"{folder} has {found} values, but {num_trained} are trainable: the export is incomplete. The checkpoints "
             "are unchanged; report this with the model's name"
         )
+
+
+def merge_reason(module: Any, source: WeightsSource) -> str | None:
+    """Why an export of a peft model cannot be its adapter alone; None = it can."""
+    if source.drawn is not None:
+        return "only this run has its random base weights"
+    if parameters := module.peft_config[module.active_adapter].target_parameters:
+        names = ", ".join(sorted(parameters))
+        return f"it adapts {names} (target_parameters), which peft below 0.17 and vLLM ignore without an error"
+    return None
 
 
 MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum

@@ -10,16 +10,26 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForSpeechSeq2Seq,
+    AutoTokenizer,
+)
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
-from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
+from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError, UnsupportedModelError
 from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
@@ -40,6 +50,7 @@ from runner.model.model_folder import (
     ADAPTER_WEIGHTS,
     TOKENIZERS,
     adapter_base,
+    check_adapter_base,
     check_model_folder,
     has_tokenizer,
     is_adapter,
@@ -128,6 +139,8 @@ def build(
         _fix_generation_config(path, module.generation_config, decide)
     module = place_on_device(module, kept, device, fit, DTYPES[config.compute_dtype])
     if weights.adapter is not None:
+        if device.type != "meta":
+            check_adapter_base(weights.adapter, path, decide)
         module = attach_adapter(module, weights.adapter, head=head)
     return model_class_for_head(head)(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
@@ -195,6 +208,15 @@ _AUTO: dict[Head, Any] = {
 }
 
 
+_OTHER_KINDS: dict[Any, str] = {  # of those that AutoModelForCausalLM lacks; the first that has it says what it is
+    AutoModelForImageTextToText: "a model of images and text",
+    AutoModelForSpeechSeq2Seq: "a model of speech",
+    AutoModelForSeq2SeqLM: "an encoder-decoder",
+    AutoModelForMaskedLM: "an encoder",
+    AutoModelForCausalLM: "a causal language model",
+}
+
+
 def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None) -> Any:
     """The transformers config of the model that `build` loads. Raises what `build` raises for such a path."""
     key = "model.path" if init_from is None else "init_from"
@@ -206,6 +228,7 @@ def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None)
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     """The model's config without entries that fetch code or pickles: attention kernels, odd weight files."""
     found = AutoConfig.from_pretrained(path, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    _refuse_other_kind(found, f"{key}={path}", head)
     found._attn_implementation = None  # transformers then takes the best of its own
     if head == "scalar":
         found.num_labels = 1
@@ -213,6 +236,29 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
     if weights and not str(weights).endswith(SAFE_ENDINGS):
         raise SecurityError(f"{key}={path}: its config names {weights} as weights; only safetensors are loaded")
     return found
+
+
+def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
+    """Raise EnvironmentProblem where transformers has no language model, or classifier, for a config."""
+    auto = _AUTO[head]
+    # transformers has a head for each token of these too, which would see the tokens that it predicts
+    encodes = type(config) in AutoModelForMaskedLM._model_mapping and not (
+        config.is_encoder_decoder or getattr(config, "is_decoder", True)
+    )
+    if (type(config) in auto._model_mapping and not encodes) or auto.__name__ in (
+        getattr(config, "auto_map", None) or {}
+    ):
+        return
+    what = next(
+        (what for other, what in _OTHER_KINDS.items() if type(config) in other._model_mapping), "no language model"
+    )
+    text = f"{source} has model_type={config.model_type}, which is {what}"
+    if head == "scalar" and type(config) in AutoModelForCausalLM._model_mapping:
+        raise UnsupportedModelError(f"{text}; transformers {version('transformers')} has no sequence classifier for it")
+    raise EnvironmentProblem(
+        f"{text}, not a causal language model of transformers {version('transformers')}\n"
+        f"  set the folder or hub id of one whose config.json names a …ForCausalLM: {source.partition('=')[0]}=…"
+    )
 
 
 def _load_pretrained(
@@ -309,7 +355,9 @@ def _translate_errors(path: str, key: str = "model.path") -> Iterator[None]:
 
 
 def _first_lines(error: Exception) -> str:
-    return " ".join(str(error).strip().splitlines()[:2])
+    """Two lines, without the lists of all models that transformers knows."""
+    text = " ".join(str(error).strip().splitlines()[:2])
+    return re.split(r"Model type should be one of|, or contain one of the following strings", text)[0].strip()
 
 
 def _check_vocabulary(module: Any, tokenizer: Any) -> None:

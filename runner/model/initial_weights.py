@@ -9,10 +9,9 @@ What the building of every model has in common: random weights, data type, devic
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.core.fsync_io import sha256
+from runner.model.model_folder import files_digest, weights_digest
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -54,7 +53,7 @@ class WeightsSource:
         if self.drawn is not None:
             found["drawn"] = self.drawn
         elif self.folder is not None and weights:
-            found["weights"] = files_digest(sorted(self.folder.glob("*.safetensors")))
+            found["weights"] = weights_digest(self.folder)
         return found
 
     def refuse_lost_tensors(self, key: str) -> None:
@@ -64,14 +63,6 @@ class WeightsSource:
             text += " export; type adapter=lora, or save the text model once, in Python: "
             text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
             raise SpecError([Problem(key, text)])
-
-
-def files_digest(files: Iterable[Path]) -> str:
-    """One digest of the names and contents of files."""
-    whole = hashlib.sha256()
-    for path in files:
-        whole.update(f"{path.name} {sha256(path)}\n".encode())
-    return whole.hexdigest()
 
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}

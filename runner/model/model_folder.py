@@ -6,19 +6,25 @@ files, numbers that are quantized. Each is an error that names the file.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import CheckpointError, EnvironmentProblem, SecurityError
+from runner.core.fsync_io import sha256
 from runner.core.untrusted_text import parse_json
+
+if TYPE_CHECKING:  # it brings torch
+    from runner.interfaces import Decide
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODEL_CARD = "README.md"
 PROMPT_STYLE = "prompt_style"  # in the card's head, where prompts are plain text
+BASE_WEIGHTS = "base_weights"  # in the card's head of an adapter: the digest of its base's weights
 INDEX = "model.safetensors.index.json"
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
@@ -31,9 +37,14 @@ INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 
 def says_plain_text(folder: Path) -> bool:
     """Whether the model card of an export says that prompts were plain text in training, and no chat."""
+    return _card_value(folder, PROMPT_STYLE) == "text"
+
+
+def _card_value(folder: Path, name: str) -> str | None:
+    """A value in the head of an export's model card."""
     card = folder / MODEL_CARD
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines() if card.is_file() else []
-    return f"{PROMPT_STYLE}: text" in lines[:40]
+    return next((line.removeprefix(f"{name}: ") for line in lines[:40] if line.startswith(f"{name}: ")), None)
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -83,6 +94,40 @@ def adapter_base(folder: str | Path) -> str:
 
 
 BASE_HINT = "set the folder or hub id of its base: model.base=FOLDER (run infer, chat, serve and export: --base FOLDER)"
+
+
+def check_adapter_base(folder: Path, base: str, decide: Decide) -> None:
+    """Compare an adapter's base with the one that it was trained on, where the adapter records that.
+
+    base: a folder or hub id. Reads a folder's weights in full (1 to 2 GB a second). Raises CheckpointError for other
+    weights; a fact says that they could not be compared.
+    """
+    recorded, config = _card_value(folder, BASE_WEIGHTS), read_adapter_config(folder)
+    named, is_local = config.get("base_model_name_or_path"), Path(base).is_dir()
+    if recorded and is_local:
+        if (found := weights_digest(Path(base))) != recorded:
+            raise CheckpointError(
+                f"{base} has other weights (sha256 {found[:12]}) than the base of the adapter {folder} "
+                f"({recorded[:12]}); {BASE_HINT}\n"
+                f"  for the same weights in other files, remove the line {BASE_WEIGHTS} from {folder / MODEL_CARD}"
+            )
+    elif is_local or base != named or not config.get("revision"):
+        lacks = f"the adapter {folder} names {named} as its base, and records no "
+        lacks += "sha256 of its weights" if is_local else "commit of it"
+        decide.record_fact("adapter's base", base, f"not compared: {lacks}, so other weights would not be noticed")
+
+
+def weights_digest(folder: Path) -> str:
+    """One digest of a folder's weights."""
+    return files_digest(sorted(folder.glob("*.safetensors")))
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """One digest of the names and contents of files."""
+    whole = hashlib.sha256()
+    for path in files:
+        whole.update(f"{path.name} {sha256(path)}\n".encode())
+    return whole.hexdigest()
 
 
 def read_json(path: Path) -> dict[str, Any]:

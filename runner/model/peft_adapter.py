@@ -60,7 +60,7 @@ def _load_weights(module: Any, folder: Path, name: str, own: Collection[str]) ->
     rows = {key: value.shape[0] for key, value in tensors.items() if "embed_tokens" in key and value.ndim == 2}
     inner = module.get_base_model().get_input_embeddings()
     for key, count in rows.items():
-        if ".lora_" not in key and count != inner.weight.shape[0]:
+        if ".lora_" not in key and ".trainable_tokens_" not in key and count != inner.weight.shape[0]:
             text = f"{key} has {count} rows, but the base's embedding {inner.weight.shape[0]}: it was resized"
             raise _unfit(folder, text)
     try:

@@ -20,7 +20,6 @@ from torch import Tensor, distributed, nn
 
 from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
-from runner.core.progress_bars import no_progress_bar
 from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
 from runner.model import batch_layout, export, hf_state_dict
@@ -101,8 +100,8 @@ class TransformersModel:
 
     def _choose_export(self, decide: Decide) -> None:
         self.merges = False
-        if self.module is not self.inner and self.weights_source.drawn is not None:
-            decide("export", "an adapter", "a merged model", "only this run has its random base weights")
+        if self.module is not self.inner and (reason := export.merge_reason(self.module, self.weights_source)):
+            decide("export", "an adapter", "a merged model", reason)
             self.merge_on_save()
 
     def export_probe(self) -> dict[str, Any]:
@@ -311,8 +310,7 @@ class TransformersModel:
     def save_configs(self, folder: Path) -> None:
         """Write the merged model's configs and tokenizer; an adapter's config into `adapter`. Raises OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
-        with no_progress_bar():
-            self.tokenizer.save_pretrained(folder)
+        export.write_tokenizer(folder, self.tokenizer)
         if self.module is not self.inner:
             module: Any = self.module
             config = copy(module.peft_config[module.active_adapter])

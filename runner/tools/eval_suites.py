@@ -143,10 +143,11 @@ def run_suite(
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     from runner import build
+    from runner.model.export import write_tokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        build.build_tokenizer(source_spec(source)).save_pretrained(folder)
+        write_tokenizer(folder, build.build_tokenizer(source_spec(source)))
 
 
 @contextmanager

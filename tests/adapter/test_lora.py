@@ -249,6 +249,27 @@ def test_unknown_names_are_all_listed_with_those_that_exist() -> None:
     assert all("down_proj" in p.message and "lm_head" in p.message for p in caught.value.problems)
 
 
+def test_an_adapter_on_experts_is_merged_on_export_since_older_releases_ignore_it(tmp_path: Path) -> None:
+    decide = Decisions()
+    model = causal("qwen3_moe")
+    model.weights_source = WeightsSource(folder=tmp_path)
+    module = lora.attach(LoraConfig(rank=2), model, decide=decide)
+    said = {entry.feature: str(entry) for entry in decide.entries}
+    assert "a merged model instead of an adapter" in said["export"] and "target_parameters" in said["export"]
+    assert "e.g. model.layers.1.mlp.down_proj" in said["adapter.targets"], "the layer without experts is left out"
+    module.save(tmp_path / "export")
+    assert (tmp_path / "export" / "config.json").exists()
+    with pytest.raises(EnvironmentProblem, match="strict=true"):
+        lora.attach(LoraConfig(rank=2), causal("qwen3_moe"), decide=Decisions(strict=True))
+    plain = lora.attach(LoraConfig(rank=2, targets=("q_proj",)), causal("qwen3_moe"), decide=Decisions(strict=True))
+    assert not plain.merges
+
+
+def test_a_module_to_save_that_peft_has_wrapped_already_is_refused() -> None:
+    with pytest.raises(SpecError, match=r"adapter\.modules_to_save: peft cannot add the adapter.*ParamWrapper"):
+        lora.attach(LoraConfig(modules_to_save=("gate",)), causal("qwen3_moe"), decide=Decisions())
+
+
 def test_a_module_that_peft_cannot_adapt() -> None:
     with pytest.raises(SpecError, match="peft cannot add"):
         lora.attach(LoraConfig(targets=("input_layernorm",)), causal("qwen2"), decide=Decisions())

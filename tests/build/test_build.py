@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from runner.build import components
 from runner.build.components import (
@@ -18,6 +19,7 @@ from runner.build.components import (
     build_learner,
     build_model,
     build_tokenizer,
+    compare_tokenizers,
     report_float32,
 )
 from runner.build.data import build_data
@@ -28,7 +30,9 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
+from runner.model.tiny import byte_tokenizer
 from runner.parallelism.mesh import Mesh
+from tests.inference.model_folders import write_base
 from tests.model.zoo import LOGPROBS, batch, causal
 from tests.parallelism.worlds import alone
 
@@ -225,3 +229,45 @@ def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
     given = reference("algorithm.reference_path=mine", seed=1)
     assert torch.equal(own, given)
     assert not torch.allclose(own, reference("algorithm.reference=copy", seed=1))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """An export whose chat template is not the one of model=tiny."""
+    tokenizer = byte_tokenizer(64)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("\\n", "\\n\\n")
+    tokenizer.save_pretrained(tmp_path / "export")
+    return tmp_path / "export"
+
+
+def test_a_template_that_takes_the_place_of_that_of_init_from_is_named(trained: Path) -> None:
+    spec = compose_job(["+recipe=sft_demo", f"init_from={trained}"]).spec
+    decide = Decisions()
+    compare_tokenizers(spec, build_tokenizer(spec), decide)
+    assert [entry.feature for entry in decide.entries] == ["chat template"]
+    spec = compose_job(
+        ["+recipe=sft_demo", f"init_from={trained}", f"chat.template={trained}/chat_template.jinja"]
+    ).spec
+    compare_tokenizers(spec, build_tokenizer(spec), decide := Decisions())
+    assert not decide.entries
+
+
+def test_a_tokenizer_with_other_ids_than_that_of_init_from_is_refused(trained: Path, tmp_path: Path) -> None:
+    write_base(tmp_path / "base")
+    more = AutoTokenizer.from_pretrained(trained)
+    more.add_tokens(["<tool>"])
+    more.save_pretrained(trained)
+    words = ["+recipe=sft_demo", "model=hf", f"model.path={tmp_path / 'base'}", f"init_from={trained}"]
+    spec = compose_job(words).spec
+    with pytest.raises(SpecError, match=r"init_from: .* other ids than .*type model\.tokenizer="):
+        compare_tokenizers(spec, build_tokenizer(spec), Decisions())
+    spec = compose_job([*words, f"model.tokenizer={trained}"]).spec
+    compare_tokenizers(spec, build_tokenizer(spec), Decisions())
+
+
+def test_options_that_init_from_or_a_folder_leaves_without_effect_are_refused(trained: Path) -> None:
+    words = ["+recipe=sft_demo", "model=hf", f"model.path={trained}"]
+    with pytest.raises(SpecError, match=r"model\.from_scratch: init_from gives the weights"):
+        compose_job([*words, "model.from_scratch=true", f"init_from={trained}"])
+    with pytest.raises(SpecError, match=r"model\.revision: .* is a folder, which has no revisions"):
+        compose_job([*words, "model.revision=main"])

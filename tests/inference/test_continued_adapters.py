@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from transformers import AutoModelForCausalLM
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.auto_choices import Decisions
+from runner.core.errors import CheckpointError, SpecError
+from runner.inference.model_source import load_source, parse_source
 from runner.model import hf
 from runner.model.config import HfConfig
+from runner.model.model_folder import weights_digest
 from tests import command
 from tests.inference.model_folders import write_adapter, write_base
 from tests.model.zoo import CPU, LOGPROBS, batch, reference, rows
@@ -70,6 +74,54 @@ def test_an_adapter_is_continued_with_its_own_settings(folders: Path) -> None:
     assert changed["adapter"] and changed.keys() > built(folders / "base", decide).base_fingerprint.keys()
 
 
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"rank": 4}, r"adapter\.rank: 4, but the adapter .* has 2; type adapter\.rank=2"),
+        ({"dropout": 0.1}, r"adapter\.dropout: 0\.1, but .* has 0\.0"),
+        ({"targets": ("q_proj",)}, r"adapter\.targets: \[q_proj\], but .* has \[q_proj,v_proj\]"),
+        ({"modules_to_save": ("lm_head",)}, r"adapter\.modules_to_save: \[lm_head\], but .* has \[\]"),
+        ({"dora": True, "rslora": True}, r"(?s)adapter\.dora: True.*adapter\.rslora: True"),
+    ],
+    ids=["rank", "dropout", "targets", "modules_to_save", "kinds"],
+)
+def test_an_option_that_the_adapter_does_not_have_is_refused(
+    options: dict[str, Any], complaint: str, folders: Path
+) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        lora.attach(LoraConfig(**options), built(folders / "a", Decisions()), decide=Decisions())
+
+
+def test_what_is_typed_as_the_adapter_has_it_is_accepted_and_narrower_targets_are_named(folders: Path) -> None:
+    decide = Decisions(strict=True)
+    lora.attach(LoraConfig(rank=2, alpha=4, targets=("v_proj", "q_proj")), built(folders / "a", decide), decide=decide)
+    assert not any(entry.feature.startswith("adapter.") for entry in decide.entries)
+    lora.attach(LoraConfig(), built(folders / "a", decide), decide=decide)
+    said = {entry.feature: str(entry) for entry in decide.entries}
+    assert "[q_proj,v_proj]" in said["adapter.targets"] and "all-linear is not used" in said["adapter.targets"]
+
+
+def test_a_base_with_other_weights_is_refused_where_the_adapter_records_its_own(folders: Path, tmp_path: Path) -> None:
+    """Shapes alone would let any fine-tuned model of the family pass."""
+    other = write_base(tmp_path / "other", seed=9)
+    decide = Decisions()
+    built(folders / "a", decide, base=str(other))
+    assert any(entry.feature == "adapter's base" and "not compared" in entry.reason for entry in decide.entries)
+    shutil.copytree(folders / "a", tmp_path / "ours")
+    digest = built(folders / "a", Decisions()).base_fingerprint["weights"]
+    (tmp_path / "ours" / "README.md").write_text(f"---\nbase_weights: {digest}\n---\n")
+    with pytest.raises(CheckpointError, match=r"other has other weights \(sha256 .* than the base of the adapter"):
+        built(tmp_path / "ours", Decisions(), base=str(other))
+    decide = Decisions(strict=True)
+    built(tmp_path / "ours", decide)
+    assert not any(entry.feature == "adapter's base" for entry in decide.entries), "it was compared"
+    with pytest.raises(CheckpointError, match="other weights"):
+        load_source(parse_source(str(tmp_path / "ours"), base=str(other)), device="cpu")
+    more = parse_source(str(other), adapters=[f"x={folders / 'a'}", f"y={tmp_path / 'ours'}"])
+    with pytest.raises(CheckpointError, match="other weights"):
+        load_source(more, device="cpu")
+
+
 @pytest.mark.slow
 def test_dpo_continues_the_adapter_of_sft_from_itself_or_from_the_base(folders: Path, tmp_path: Path) -> None:
     sft = run(tmp_path, "+recipe=sft_demo", f"model.path={folders / 'base'}", "adapter=lora", "adapter.rank=4")
@@ -82,6 +134,7 @@ def test_dpo_continues_the_adapter_of_sft_from_itself_or_from_the_base(folders: 
     assert own[0] == pytest.approx(math.log(2), abs=1e-6), "policy and reference are the same before the first step"
     export = (tmp_path / "outputs/latest/export").resolve()
     assert json.loads((export / "adapter_config.json").read_text())["base_model_name_or_path"] == str(folders / "base")
+    assert f"base_weights: {weights_digest(folders / 'base')}" in (export / "README.md").read_text()
     with pytest.warns(FutureWarning):  # peft's own
         peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders / "base"), export)
     run(tmp_path, *words, "algorithm.reference=cached")
@@ -122,3 +175,12 @@ def test_an_adapter_that_trl_has_trained_is_trained_further(folders: Path, tmp_p
         torch.testing.assert_close(ours, reference(plain, rows()).float().detach(), atol=1e-5, rtol=1e-5)
     before, after = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path / "trl", export))
     assert before.keys() == after.keys() and any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
+def test_an_adapter_with_trainable_tokens_computes_what_peft_computes(folders: Path, tmp_path: Path) -> None:
+    """Its two rows are those of two tokens, and no embedding that was resized."""
+    folder = write_adapter(tmp_path / "tokens", folders / "base", trainable_token_indices=[3, 5])
+    ours = built(folder, Decisions()).outputs(batch(), LOGPROBS)["logprobs"].detach()
+    plain = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folders / "base"), folder)
+    torch.testing.assert_close(ours, reference(plain, rows()).float().detach(), atol=1e-5, rtol=1e-5)

@@ -208,6 +208,28 @@ def cached_on_hub(folder: Path, name: str, commit: str) -> None:
     (home / "refs" / "main").write_text(commit)
 
 
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({"model_type": "qwen2_5_vl"}, "model_type=qwen2_5_vl, which is a model of images and text, not a causal"),
+        ({"model_type": "clip"}, "model_type=clip, which is no language model"),
+        ({"model_type": "t5"}, "model_type=t5, which is an encoder-decoder"),
+        ({"model_type": "roberta"}, "model_type=roberta, which is an encoder"),  # each token would see all others
+        ({"model_type": "new_model"}, "model type `new_model`"),
+        ({"hidden_size": 8}, "Should have a `model_type` key"),
+    ],
+    ids=lambda value: str(value.get("model_type")) if isinstance(value, dict) else "",
+)
+def test_a_model_of_another_kind_is_named_in_one_sentence(
+    config: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(EnvironmentProblem) as found:
+        hf.build(HfConfig(path=str(tmp_path)), tokenizer=byte_tokenizer(64), device=CPU, seed=0, decide=Decisions())
+    assert complaint in str(found.value) and len(str(found.value).replace(str(tmp_path), "")) < 320
+
+
 def test_the_commit_of_the_hub_is_found_and_kept_for_all_files(folder: Path) -> None:
     first, second = "1" * 40, "2" * 40
     cached_on_hub(folder, "hub/moving", first)

@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.model import initial_weights
+from runner.model import model_folder
 from runner.model.initial_weights import WeightsSource
 
 
@@ -41,7 +41,7 @@ def test_every_byte_counts(contents: list[bytes], data: st.DataObject) -> None:
         files = [Path(folder) / f"{at}" for at in range(len(contents))]
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
-        before = initial_weights.files_digest(files)
+        before = model_folder.files_digest(files)
         changed = data.draw(st.sampled_from(files))
         changed.write_bytes(changed.read_bytes() + b"x")
-        assert initial_weights.files_digest(files) != before
+        assert model_folder.files_digest(files) != before
