@@ -53,6 +53,7 @@ from runner.run_dir.manifest import check_compatible, run_identity
 from runner.run_dir.user_files import with_copied_files
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.spec.saved_spec import is_older
 from runner.trainer.callbacks import (
     DeviceStats,
     HangWatch,
@@ -154,6 +155,11 @@ class BuiltJob:
     def restore(self, state: Mapping[str, State]) -> None:
         """Load every section. Raises DataError if the data changed, CheckpointError if the model did."""
         check_compatible(self.identity, state["identity"])
+        if is_older(state["identity"]) and state["feed"]["steps"]:
+            raise CheckpointError(
+                f"an older version collected experience ahead (algorithm.lag={self.spec.algorithm.lag}) in a form that "
+                "this version does not read\n  start a new run from its weights: init_from=RUN"
+            )
         for name, part in self.sections.items():
             if name not in state:
                 raise CheckpointError(f"the checkpoint has no section {name!r}; another version of this job wrote it")

@@ -175,6 +175,8 @@ def _continue_run(where: str, overrides: Sequence[str]) -> int:
     note_killed(folder)
     before = re_decode(folder.spec, _trust(overrides))
     after = re_decode(folder.spec, overrides, more=_slurm_overrides)
+    for note in after.notes:
+        print_text(note, file=sys.stderr)
     from runner.launch import local
     from runner.launch.slurm import srun_task
 
@@ -309,9 +311,9 @@ def _device_section(source: ModelSource, words: Sequence[str]) -> dict[str, Any]
     """The device of a spec: what is typed, on top of a run's own; None = nothing is typed."""
     if not words:
         return None
-    from runner.run_dir.folder import RunFolder, read_mapping
+    from runner.run_dir.folder import RunFolder, read_spec
 
-    own = read_mapping(RunFolder(Path(source.path)).spec)["device"] if source.kind == "run" else {"name": "auto"}
+    own = read_spec(RunFolder(Path(source.path))).data["device"] if source.kind == "run" else {"name": "auto"}
     if any(word.lstrip("+").startswith("device=") for word in words):
         return dict(compose_job([*words, "tracker=none"]).data["device"])
     typed = compose_job([f"device={own['name']}", *words, "tracker=none"]).data["device"]

@@ -48,6 +48,7 @@ from runner.spec.base import COMMAND_LINE, iter_leaves, origin_of
 from runner.spec.decode import decode, with_origins
 from runner.spec.job import RECIPE, JobSpec
 from runner.spec.registry import Registry, default_registry
+from runner.spec.saved_spec import translate_spec
 from runner.spec.schema import groups_of, with_second_models
 from runner.spec.suggest import unknown_name
 
@@ -148,16 +149,16 @@ def re_draft(spec_yaml: Path, overrides: Sequence[str], config_dir: Path | None 
     """`re_decode` without judging the result."""
     registry = default_registry()
     typed, problems = read_overrides(overrides, groups_of(registry))
-    config = _load_spec(spec_yaml)
+    config, translated = _load_spec(spec_yaml)
     origins = {key: SPEC for key, _ in iter_leaves(OmegaConf.to_container(config))}
     choices = [t for t in typed if t.choice]
     if any(t.key == GROUP for t in choices):
         problems.append(Problem(GROUP, "a spec is already a full job; it takes single overrides", COMMAND_LINE))
         choices = [t for t in choices if t.key != GROUP]
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = (f"{spec_yaml}: {translated}",) if translated else ()
     if choices or config_dir:
-        wrong, notes = _sections(choices, registry, config, origins, config_dir)
-        problems += wrong
+        wrong, more = _sections(choices, registry, config, origins, config_dir)
+        problems, notes = problems + wrong, notes + more
     return replace(_overlay_command_line(ComposedFiles(config, origins), typed, problems), notes=notes)
 
 
@@ -310,7 +311,8 @@ def _sections(
     return problems, files.notes if kept else ()
 
 
-def _load_spec(path: Path) -> DictConfig:
+def _load_spec(path: Path) -> tuple[DictConfig, str]:
+    """A saved spec in the options of this version, and what was translated."""
     if not path.is_file():
         raise EnvironmentProblem(f"{path}: no such file; expected the spec.yaml of a run")
     try:
@@ -320,5 +322,6 @@ def _load_spec(path: Path) -> DictConfig:
     content = OmegaConf.to_container(config)
     if not isinstance(content, dict):
         raise SpecError([Problem("", f"{path}: expected the sections of a job")])
-    spec: DictConfig = OmegaConf.create(escape_interpolations(content))
-    return spec
+    saved = translate_spec({str(name): value for name, value in content.items()})
+    spec: DictConfig = OmegaConf.create(escape_interpolations(saved.data))
+    return spec, saved.note

@@ -11,6 +11,7 @@ modelscope:OWNER/NAME                  a model of ModelScope
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from runner.model.model_folder import (
     refuse_gguf,
     says_plain_text,
 )
-from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping
+from runner.run_dir.folder import RunFolder, display_path, find_trained_run, read_mapping, read_spec
 from runner.run_dir.manifest import PromptStyle, check_model_unchanged, check_spec_unchanged
 from runner.run_dir.user_files import with_copied_files
 from runner.spec.base import COMMAND_LINE, iter_leaves
@@ -266,7 +267,7 @@ def source_spec(
     section = {"device": {"name": device} if isinstance(device, str) else device} if device else {}
     origins: dict[str, str] = {}
     if source.kind == "run":
-        data = read_mapping(RunFolder(Path(source.path)).spec, must_exist=True)
+        data = read_spec(RunFolder(Path(source.path))).data
         origins = {key: "spec.yaml" for key, _ in iter_leaves(data)}
         model = {**data["model"], **model, **({"path": source.base} if source.base else {})}
     else:
@@ -280,6 +281,7 @@ def source_spec(
     return decode({**data, **section, "model": model}, origins)
 
 
+log = logging.getLogger("runner")
 _EMPTY_JOB: dict[str, Any] = {
     group: {"name": name}
     for group, name in {
@@ -317,6 +319,8 @@ def load_run(
     from runner import build
     from runner.trainer.optimizer_state import load_parameters
 
+    if note := read_spec(folder).note:
+        log.warning("%s: %s", display_path(folder.root), note)
     decide = Decisions(spec.strict)
     store = build.build_store(spec, folder)
     step = checkpoint if isinstance(checkpoint, int) else None

@@ -39,6 +39,7 @@ from runner.run_dir.folder import (
     hold_lock,
     point_latest,
     read_mapping,
+    read_spec,
     refuse_used_folder,
 )
 from runner.run_dir.manifest import immutable_fields, redact_values
@@ -165,7 +166,7 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
     with hold_lock(folder):
         attempt = next_attempt(folder)
         archive_attempt(folder, attempt, typed)
-        if spec != before:
+        if spec != before or read_spec(folder).note:
             write_spec(folder, spec)
         return begin_attempt(spec, folder, attempt, typed_job)
 

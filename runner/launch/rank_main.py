@@ -23,7 +23,7 @@ from runner.core.signals import StopSignal
 from runner.launch.heartbeat import ExitReport, HeartbeatWriter
 from runner.launch.session import Session
 from runner.launch.worker_process import enable_stack_dumps
-from runner.run_dir.folder import RunFolder, read_mapping
+from runner.run_dir.folder import RunFolder, read_spec
 from runner.run_dir.manifest import redact
 from runner.sampler.server.job_token import take_token
 from runner.spec.decode import decode
@@ -40,7 +40,7 @@ def main(root: str, attempt: str, pipe: str, listener: str) -> int:
     folder = RunFolder(Path(root)).for_rank(place.rank)
 
     def run() -> None:
-        session = Session(read_spec(folder), folder, int(attempt), place, heartbeat.step, stop=stop)
+        session = Session(load_spec(folder), folder, int(attempt), place, heartbeat.step, stop=stop)
         if listener != "-":
             session.open_store = lambda: serve_store(int(listener))
         session.run()
@@ -84,9 +84,9 @@ def serve_store(listener: int) -> object:
     return torch_compat.serve_tcp_store(host, port, listener, wait_for_workers=False)
 
 
-def read_spec(folder: RunFolder) -> JobSpec:
+def load_spec(folder: RunFolder) -> JobSpec:
     """The job in a run folder. Raises EnvironmentProblem if it cannot be read, SpecError."""
-    return decode(read_mapping(folder.spec, must_exist=True), {})
+    return decode(read_spec(folder).data, {})
 
 
 def exit_process(code: int) -> NoReturn:

@@ -25,6 +25,7 @@ from runner.run_dir import manifest
 from runner.run_dir.folder import RunFolder, display_path, read_mapping, write_atomic, write_json
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
+from runner.spec.saved_spec import KEY, SCHEMA
 from runner.tracker.console import Console
 from runner.tracker.jsonl import JsonlTracker, missing_steps, truncate_after
 from runner.tracker.text import escape_for_terminal, labeled_line
@@ -103,7 +104,7 @@ def write_spec(folder: RunFolder, spec: JobSpec) -> None:
     """Write spec.yaml, with all values, for `run --spec`."""
     write_yaml(
         folder.spec,
-        spec_to_write(spec).model_dump(mode="json"),
+        {KEY: SCHEMA, **spec_to_write(spec).model_dump(mode="json")},
         head=f"# The resolved job spec. Run it again: run --spec {escape_for_terminal(display_path(folder.spec))}\n",
     )
 

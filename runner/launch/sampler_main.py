@@ -18,7 +18,7 @@ from runner.core.signals import StopSignal
 from runner.device.process_setup import load_torch, set_environment
 from runner.launch.heartbeat import HeartbeatWriter
 from runner.launch.multi_node import LOOPBACK, SAMPLER_HOST
-from runner.launch.rank_main import exit_process, read_spec, run_and_report
+from runner.launch.rank_main import exit_process, load_spec, run_and_report
 from runner.launch.run_messages import console_logging
 from runner.launch.session import translate_memory_errors
 from runner.run_dir.folder import RunFolder
@@ -44,7 +44,7 @@ def main(root: str, attempt: str, pipe: str, index: str) -> int:
 
 def _serve(folder: RunFolder, attempt: int, index: int) -> None:
     """Serve until a signal or an error."""
-    spec = with_copied_files(read_spec(folder), folder)
+    spec = with_copied_files(load_spec(folder), folder)
     with console_logging(folder.log, silent=True) as console:
         console.message(f"sampler {index}, attempt {attempt}, process {os.getpid()}")
         decide = Decisions(spec.strict)

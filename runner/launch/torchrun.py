@@ -104,7 +104,7 @@ def run_rank0(spec: JobSpec, folder: RunFolder, attempt: int) -> None:
 
 def _run_other_rank(place: RankInfo) -> int:
     """Run another rank; returns its exit code. Only one rank prints an error that several ranks have."""
-    from runner.launch.rank_main import read_spec
+    from runner.launch.rank_main import load_spec
     from runner.launch.session import Session
 
     job = _receive_job()
@@ -117,7 +117,7 @@ def _run_other_rank(place: RankInfo) -> int:
         raise EnvironmentProblem(f"{place}: cannot see rank 0's folder {folder.root} here; use shared storage")
     stores: list[Any] = []
     try:
-        Session(read_spec(folder), folder, job["attempt"], place, open_store=lambda: stores.append(_store())).run()
+        Session(load_spec(folder), folder, job["attempt"], place, open_store=lambda: stores.append(_store())).run()
     except RunnerError as error:
         time.sleep(LOOK.total_seconds())
         if all(_is_first(store, str(error)) for store in stores):

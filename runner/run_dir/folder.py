@@ -25,6 +25,7 @@ from runner.core import file_lock, fsync_io
 from runner.core.errors import EnvironmentProblem, StorageError
 from runner.core.file_lock import FileLock
 from runner.core.untrusted_text import check_yaml, parse_json
+from runner.spec.saved_spec import SavedSpec, translate_spec
 
 log = logging.getLogger("runner")
 OUTPUTS = Path("outputs")
@@ -309,6 +310,11 @@ def read_mapping(path: Path, *, must_exist: bool = False) -> dict[str, Any]:
         if isinstance(error, FileNotFoundError) and not must_exist:
             return {}
         raise EnvironmentProblem(f"{path} cannot be read: {getattr(error, 'problem', error)}") from error
+
+
+def read_spec(folder: RunFolder) -> SavedSpec:
+    """The run's spec in the options of this version. Raises EnvironmentProblem if it cannot be read."""
+    return translate_spec(read_mapping(folder.spec, must_exist=True))
 
 
 def display_path(path: Path) -> str:

@@ -31,6 +31,7 @@ from runner.core.errors import CheckpointError, DataError, Problem, SpecError
 from runner.core.subprocess import ChildProcess
 from runner.spec.base import iter_leaves
 from runner.spec.job import JobSpec
+from runner.spec.saved_spec import KEY, SCHEMA, is_older, translate_spec
 
 MASK = "***"
 STOPPED_EARLY = "stopped early"  # the manifest's fact with the last step and the reason
@@ -271,7 +272,7 @@ def run_identity(
     data: the fingerprint of the data; model: the source of weights that are not in the checkpoint (`origin`);
     device: the device's description
     """
-    fixed = {"spec": immutable_fields(spec), "data": data, "model": dict(model), "prompt_style": style}
+    fixed = {KEY: SCHEMA, "spec": immutable_fields(spec), "data": data, "model": dict(model), "prompt_style": style}
     return fixed | {"runner": __version__} | {name: version(name) for name in LIBRARIES} | dict(device)
 
 
@@ -288,7 +289,8 @@ def check_spec_unchanged(spec: JobSpec, saved: Mapping[str, Any], free: Collecti
 
     saved: the identity in a checkpoint; free: dotted keys, or groups, that the caller may change
     """
-    now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(saved["spec"]))
+    then = translate_spec({KEY: saved.get(KEY, 0), **saved["spec"]}).data
+    now, before = dict(iter_leaves(immutable_fields(spec))), dict(iter_leaves(then))
     problems = [
         Problem(key, f"was {value} in the checkpoint, but is {now.get(key)} now; restore it", "spec.yaml")
         for key, value in before.items()
@@ -322,7 +324,9 @@ def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
 
     Other differences are a warning, because the run then continues with other bits.
     """
-    if now["data"] != saved["data"]:
+    if is_older(saved):
+        log.warning("an older version fingerprinted the data in another way: whether it changed was not checked")
+    elif now["data"] != saved["data"]:
         raise DataError(
             "the data (or its tokenizer) changed since the checkpoint was written (of streamed files above 1 GiB "
             "their modification time counts, too); restore it, or start a new run from the export of this one"
@@ -330,7 +334,7 @@ def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     check_model_unchanged(now["model"], saved)
     for role, origin in now.get("frozen", {}).items():
         check_model_unchanged(origin, {"model": saved["frozen"][role]}, role)
-    compared = now.keys() - {"spec", "model", "frozen"}
+    compared = now.keys() - {KEY, "spec", "data", "model", "frozen"}
     differing = [f"{k} was {saved.get(k)}, now {v}" for k, v in now.items() if k in compared and saved.get(k) != v]
     if differing:
         log.warning("resumed, but not bit for bit: %s", ", ".join(differing))

@@ -25,6 +25,8 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 NAME = re.compile(r"[A-Za-z_][\w.]*(?:\|[\w.]+)?")
 WORD = re.compile(r"[a-z_]+(?:[.@][a-z_]+)*=\S+")
 PLAIN = re.compile(r"[\w./:@%+,\[\]-]+")
+OURS = "ours"  # the page of options of older versions
+RENAMED = "renamed: "
 IT = "it"  # the value itself, in an expression
 TEXT = "text:"  # an expression that is a name, not arithmetic
 WHOLE = "int:"  # an expression that is rounded up
@@ -88,6 +90,24 @@ class MigrationTable:
         parts = key.split(".")
         below = (".".join([*parts[:depth], "*"]) for depth in range(len(parts), 0, -1))
         return next((self.entries[name] for name in (key, *below) if name in self.entries), None)
+
+    def successors(self, key: str, value: Any) -> dict[str, Any] | None:
+        """Our options for an option of an older version, with their values; {} = none needed, None = unknown."""
+        entry = next((entry for entry in self.pages[OURS][1] if key in entry.keys), None)
+        if entry is None:
+            return None
+        to, sentence = _parts(_matching_rules(entry.rule, value, "")[0][1])
+        if sentence.startswith(RENAMED):
+            to = f"{sentence.removeprefix(RENAMED)}={{}}"
+        elif sentence and not to:  # no successor for this value
+            return None
+        found = dict[str, Any]()
+        for word in _split(to):
+            name, _, text = word.partition("=")
+            as_it_is = text == "{}" or value is None
+            filled = "" if as_it_is else self._fill_word(word, value, Job({}, {}, {}), [])
+            found[name] = value if as_it_is else yaml.safe_load(filled.partition("=")[2])
+        return found
 
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
         """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""

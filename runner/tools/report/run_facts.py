@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.run_dir.folder import RunFolder, read_mapping
+from runner.run_dir.folder import RunFolder, read_mapping, read_spec
 from runner.run_dir.manifest import redact_values
 from runner.tracker.text import METRICS
 
@@ -137,7 +137,7 @@ class RunFacts:
 
 def read_run(folder: RunFolder) -> RunFacts:
     """All facts of a run, secrets masked. Raises EnvironmentProblem where its spec cannot be read."""
-    spec = read_mapping(folder.spec, must_exist=True)
+    spec = read_spec(folder).data
     overrides = read_mapping(folder.overrides)
     return RunFacts(
         folder,

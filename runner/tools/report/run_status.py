@@ -23,7 +23,7 @@ import psutil
 from runner.core.errors import EnvironmentProblem
 from runner.core.rank_info import Host
 from runner.launch.slurm.commands import state_of
-from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping
+from runner.run_dir.folder import RunFolder, display_path, is_latest, is_locked, read_mapping, read_spec
 from runner.spec.evaluation import HIGH, LOW
 from runner.tracker.jsonl import last_lines
 from runner.tracker.text import (
@@ -95,7 +95,7 @@ class RunStatus:
 
 def read_run_status(folder: RunFolder) -> RunStatus:
     """Read it. Raises EnvironmentProblem where the folder cannot be read."""
-    spec, status = read_mapping(folder.spec, must_exist=True), read_mapping(folder.status)
+    spec, status = read_spec(folder).data, read_mapping(folder.status)
     rows = _tail(folder.metrics)
     seconds = [row["perf/step_s"] for row in rows[-RECENT:] if row.get("perf/step_s") is not None]
     step, steps = int(rows[-1]["step"]) if rows else 0, int(spec["steps"])
