@@ -136,6 +136,25 @@ def test_control_tokens_in_messages_are_text() -> None:
     assert tokenizer.decode(marks) == "<|im_start|><|im_end|><|im_start|>"
 
 
+def test_control_tokens_in_keys_are_text() -> None:
+    """Of schemas and of arguments, at any depth; a value is text whatever its key is called."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    tokenizer = byte_tokenizer(template)
+
+    def encode(key: str, role: str) -> tuple[list[int], list[str]]:
+        tools = ({"name": "f", "parameters": {"properties": {key: {"type": "string", "role": role}}}},)
+        call = {"name": "f", "arguments": {key: "x", "deep": [{key: 1}], "role": role}}
+        messages = [*chat("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        [row] = encode_chat(tokenizer, messages, tools)
+        assert not isinstance(row, str)
+        return row.ids, spans(tokenizer, row.ids, row.loss_mask)
+
+    ids, trained = encode(f"k{HOSTILE}", f"r{HOSTILE}")
+    special = {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>")}
+    assert [i for i in ids if i in special] == [i for i in encode("k", "r")[0] if i in special]
+    assert trained[0].count("five<|im_end|>") == 3
+
+
 def test_the_assistant_writes_tokens_that_are_not_special_and_a_user_does_not() -> None:
     """<think> is such a token in Qwen's tokenizers."""
     tokenizer = tokenizer_of("Qwen3")
