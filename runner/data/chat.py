@@ -108,7 +108,7 @@ class Renderer:
         else:
             rows = self._rows(chat, train_on)
         return [
-            _merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
+            merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
         ]
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
@@ -116,14 +116,14 @@ class Renderer:
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
+        return merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
 
     def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
         chat = self._prepare(messages, tools, 0, "all")
         text = self._text(chat, len(chat.messages))
         self._check_context(chat, len(chat.messages), text)
-        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)))
+        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)), begins_row=True)
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
@@ -365,11 +365,14 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
     ends = [
         body.text.find(one.text) + len(one.text) for one in parts if one.part == "reasoning" and one.text in body.text
     ]
-    cut = max(ends, default=0)
+    rest_text = body.text[max(ends, default=0) :]
+    if ends:
+        rest_text = rest_text.lstrip()  # a line break may be one token with what it follows
+    cut = len(body.text) - len(rest_text)
     return [Segment(body.text[:cut], is_trained=False), Segment(body.text[cut:], is_trained=True), *rest]
 
 
-def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
+def merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
     """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:

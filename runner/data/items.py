@@ -63,7 +63,7 @@ class TruncationCounts:
         if not self.branched:
             return ""
         times = self.branched_tokens / self.plain_tokens
-        why = "the chat template rewrites earlier turns, so each turn is a sequence with the context of generation"
+        why = "generation sees other tokens of earlier turns, so each turn is a sequence with the context of generation"
         return f"{self.branched} of {self.rows} rows: {why}; {times:.2g} times their tokens (chat.train_on=last: once)"
 
     def add(self, other: TruncationCounts) -> None:

@@ -15,12 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
+from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn, merge_neighbors
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
@@ -29,7 +30,7 @@ from runner.data.readers import Problems, SourceLocation
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-VERSION = 3  # raise it when the same rows give other tokens, so that no old cache is used
+VERSION = 4  # raise it when the same rows give other tokens, so that no old cache is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +140,46 @@ class ExampleTokenizer:
         for place, fault in failed.items():
             problems.add_fault(place, str(fault), fault.hint)
         rows = [row for plan in plans for row in plan]
-        parts = iter(self._tokens([(s.text, at > 0, s.literal) for row in rows for at, s in enumerate(row)]))
-        made = [
-            [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
+        contexts = [_context(row, runs[-1][0]) if len(runs := _trained_runs(row)) > 1 else [] for row in rows]
+        texts = [(s.text, at > 0, s.literal) for some in (*rows, *contexts) for at, s in enumerate(some)]
+        parts = iter(self._tokens(texts))
+        ids = [[next(parts) for _ in row] for row in rows]
+        exact = [list(chain(*(next(parts) for _ in context))) for context in contexts]
+        made = iter([self._exact_rows(*one) for one in zip(rows, ids, exact, strict=True)])
+        found = [
+            [self._assemble(example, *one) for _ in plan for one in next(made)]
             for example, plan in zip(examples, plans, strict=True)
         ]
-        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in made]
+        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in found]
+
+    def _exact_rows(
+        self, row: list[Segment], ids: list[list[int]], context: list[int]
+    ) -> list[tuple[list[Segment], list[list[int]]]]:
+        """A row with its ids, or several where the turns before one have other ids in the context of generation.
+
+        A tokenizer may join the end of a context and the beginning of a turn, once both are the context of the next
+        turn. context: what generation sees before the last of several trained turns, else empty
+        """
+        if list(chain(*ids))[: len(context)] == context:
+            return [(row, ids)]
+        rows, end = list[list[Segment]](), 0
+        for start, stop in _trained_runs(row):
+            before = _context(row, start)
+            continued = [*rows[-1], *row[end:start]] if rows else []
+            if rows and self._ids_of_row(continued) == self._ids_of_row(before):
+                rows[-1] = continued
+            else:
+                rows.append(before)
+            rows[-1] += row[start:stop]
+            end = stop
+        rows[-1] += row[end:]
+        for one in rows[:-1]:
+            start, _ = _trained_runs(one)[-1]
+            one[start:] = [replace(s, answer=True) for s in one[start:]]
+        return [(one, [self._control.ids_of([s], begins_row=not at) for at, s in enumerate(one)]) for one in rows]
+
+    def _ids_of_row(self, row: Sequence[Segment]) -> list[int]:
+        return self._control.ids_of(row, begins_row=True)
 
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
@@ -227,6 +262,22 @@ class ExampleTokenizer:
             self.notes.add(
                 "the chat template ends an assistant turn without a special token, so its end is not trained"
             )
+
+
+def _trained_runs(row: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Half-open spans of the turns that are trained on; blanks before the token that ends a turn belong to it."""
+    found: list[tuple[int, int]] = []
+    for at in (at for at, segment in enumerate(row) if segment.is_trained):
+        if found and not "".join(s.text for s in row[found[-1][1] : at]).strip():
+            found[-1] = (found[-1][0], at + 1)
+        else:
+            found.append((at, at + 1))
+    return found
+
+
+def _context(row: Sequence[Segment], stop: int) -> list[Segment]:
+    """The first `stop` segments as generation sees them: as one text."""
+    return merge_neighbors([replace(s, is_trained=False, answer=False) for s in row[:stop]])
 
 
 def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:

@@ -40,4 +40,4 @@ def render_chat(
         text = f"{error}; leave it out, or serve a model whose chat template writes it"
         raise DataError(text) from error
     text = "".join(segment.text for segment in segments)
-    return ChatPrompt(tuple(renderer.control.ids_of(segments)), text.rstrip().endswith(THINK))
+    return ChatPrompt(tuple(renderer.control.ids_of(segments, begins_row=True)), text.rstrip().endswith(THINK))

@@ -128,9 +128,9 @@ def trl_names() -> list[str]:
     return sorted(path.stem for path in (Path(found.submodule_search_locations[0]) / "chat_templates").glob("*.jinja"))
 
 
-def family_tokenizer(template: str, bos: str, eos: str) -> Any:
-    """A byte-level tokenizer with the tokens that a template names."""
-    tokenizer = byte_tokenizer(template=None)
+def family_tokenizer(template: str, bos: str, eos: str, tokenizer: Any = None) -> Any:
+    """A byte-level tokenizer, or the given one, with the tokens that a template names."""
+    tokenizer = tokenizer or byte_tokenizer(template=None)
     found = sorted({*TOKEN.findall(template), bos, eos})
     special = [AddedToken(t, special=t in (bos, eos) or not WORD.fullmatch(t), normalized=False) for t in found]
     tokenizer.add_tokens(special)
@@ -154,6 +154,12 @@ def spans(tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> list[str]:
     """The stretches that are trained on, as text."""
     cut = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     return [tokenizer.decode(ids[a:b]) for a, b in pairwise(cut) if a < b and mask[a]]
+
+
+def contexts(row: EncodedExample) -> list[list[int]]:
+    """The ids before each turn that a row trains on."""
+    mask = row.loss_mask
+    return [row.ids[:at] for at in range(1, len(mask)) if mask[at] > mask[at - 1]]
 
 
 def equals_trl(family: Family, messages: Sequence[Message], tools: Any, row: EncodedExample) -> bool:
