@@ -37,10 +37,6 @@ TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
 PROBE = chr(0xFFFFD)  # stands for an assistant's words
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
 TEMPLATES = Path(__file__).parent / "templates"
-UNOPENED = (
-    "the chat template's generation prompt differs from the start of the assistant turns that it renders, so prompt "
-    "and completion cannot be separated"
-)
 OTHER_TEMPLATE = "chat.template=FILE sets a template that renders such a conversation"
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
@@ -56,6 +52,17 @@ class RenderError(Exception):
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
         self.hint = hint
+
+
+class UnopenedError(RenderError):
+    """The generation prompt is not how the template begins the turn that follows."""
+
+    def __init__(self, hint: str) -> None:
+        super().__init__(
+            "the chat template's generation prompt differs from the start of the assistant turns that it renders, so "
+            "prompt and completion cannot be separated",
+            hint,
+        )
 
 
 class RenderTimeout(RenderError):
@@ -218,7 +225,7 @@ class Renderer:
         """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""
         prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
         if not upto.startswith(prefix):
-            raise RenderError(UNOPENED, self._unopened_hint(chat, turn, turn + 1))
+            raise UnopenedError(self._unopened_hint(chat, turn, turn + 1))
         self._refuse(find_missing(_statements_between(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
 
@@ -270,7 +277,7 @@ class Renderer:
         """All messages after the prompt as one answer."""
         prefix, whole = self._text(chat, chat.context, prompt=True), self._text(chat, len(chat.messages))
         if not whole.startswith(prefix):
-            raise RenderError(UNOPENED, self._unopened_hint(chat, chat.context, len(chat.messages)))
+            raise UnopenedError(self._unopened_hint(chat, chat.context, len(chat.messages)))
         self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
         body = [replace(segment, answer=segment.is_trained) for segment in self._body(whole[len(prefix) :])]

@@ -278,9 +278,10 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
 
 
 def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
-    """A held-out prompt with its answer, of which the loss can be measured too."""
+    """A held-out prompt with its answer, of which the loss can be measured too where it follows the prompt."""
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
-    whole = TokenizedExample((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
+    follows = [] if facts.get("is_apart") else answer
+    whole = TokenizedExample((*prompt, *follows), (0.0,) * len(prompt) + (1.0,) * len(follows))
     messages = facts["messages"] and tuple(facts["messages"])
     found = _question(tokenizer, whole, prompt, answer)
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn, merge_neighbors
+from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn, UnopenedError, merge_neighbors
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
@@ -184,13 +184,28 @@ class ExampleTokenizer:
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
-            return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+            try:
+                return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+            except UnopenedError:
+                if not example.is_question:
+                    raise
+            return [self._question(example)]
         if isinstance(example, TextExample):
             return [self._plain(example)]
         if isinstance(example.prompt, tuple):
             return [self.renderer.render_prompt(example.prompt, example.tools)]
         self._note_special_tokens(example.prompt)
         return [[Segment(example.prompt, is_trained=False)]]
+
+    def _question(self, example: ChatExample) -> list[Segment]:
+        """The prompt, and the text of the right answer apart from it. Raises RenderError."""
+        self._text_notes.add(
+            "the chat template opens a completion in another way than it renders one, so expected answers are compared "
+            "by their text, and their loss is not measured"
+        )
+        *prompt, answer = example.messages
+        segments = self.renderer.render_prompt(prompt, example.tools)
+        return [*segments, Segment(str(answer["content"]), is_trained=False, answer=True)]
 
     def _note_special_tokens(self, text: str) -> None:
         if self._control.special.search(text):
@@ -241,7 +256,7 @@ class ExampleTokenizer:
             loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
-        elif segments and answer[1]:
+        elif answer[1] and any(loss_mask):
             self._note_end(ids[answer[0] : answer[1]])
         loss_mask[:1] = [0] * len(loss_mask[:1])
         return EncodedExample(example.place, ids, loss_mask, answer)
@@ -313,7 +328,8 @@ def _combine(
         return EncodedAnswers(example.place, known[0].ids, [], facts)
     if isinstance(example, AnswersExample):
         prompt = known[0].ids[: known[0].answer[0]]
-        return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], example.facts)
+        facts = example.facts if any(known[0].loss_mask) else {**example.facts, "is_apart": True}
+        return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], facts)
     return rows[0]
 
 

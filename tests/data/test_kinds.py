@@ -21,7 +21,7 @@ from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt
 from runner.spec.base import ItemKind
-from tests.data.conftest import chat
+from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 Jsonl = Callable[..., str]
 END = "<|im_end|>"
@@ -192,6 +192,22 @@ def test_held_out_prompts_become_questions(tokenizer: Any, tmp_path: Path, jsonl
     )
     assert found.held_out_items() == ()
     assert data(tokenizer, tmp_path, "prompts", path=path).held_out_questions() == ()
+
+
+def test_a_template_that_opens_a_thought_asks_and_compares_texts(tmp_path: Path, jsonl: Jsonl) -> None:
+    """The expected answer is no continuation of the prompt, so it has no loss."""
+    tokenizer, decide = (
+        byte_tokenizer(CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")),
+        Decisions(strict=True),
+    )
+    path = jsonl(PROMPTS)
+    found = data(tokenizer, tmp_path, "prompts", decide, path=path, eval_path=path).held_out_questions()
+    assert len(found) == len(PROMPTS)
+    for number, question in enumerate(found):
+        assert question.prompt.endswith(f"p{number}{END}\n<|im_start|>assistant\n<think>\n")
+        assert (question.answer, tokenizer.decode(question.answer_ids)) == (f"a{number}", f"a{number}")
+        assert question.item.ids == question.prompt_ids and not any(question.item.weights)
+    assert any("their loss is not measured" in line for line in said(decide, "chat"))
 
 
 def test_a_held_out_prompt_without_answer_names_the_row(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
