@@ -73,16 +73,12 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
         decide.record_fact("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 reaches the full peak")
 
 
-def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer with the template of chat.template, without the model.
+def build_tokenizer(spec: JobSpec, decide: Decisions) -> Any:
+    """The model's tokenizer with the job's chat template, without the model. Raises as `install_template`."""
+    from runner.data.chat_template import install_template
 
-    Raises DataError for a file that is no template.
-    """
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
-    if spec.chat.template is not None:
-        from runner.data.chat import load_template
-
-        tokenizer.chat_template = load_template(spec.chat.template)
+    install_template(tokenizer, spec.chat, decide)
     return tokenizer
 
 

@@ -174,7 +174,7 @@ def build(
     """Build everything that `spec` names, on the rank at `place`; all ranks do, in step with one another."""
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
-    tokenizer = build_tokenizer(spec)
+    tokenizer = build_tokenizer(spec, decide)
     data = _data(spec, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
     spec = resolve_max_length(given, data, decide)

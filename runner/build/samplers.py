@@ -112,7 +112,7 @@ def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) ->
 
     The torch sampler starts with the job's initial weights, an engine without any.
     """
-    device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
+    device, tokenizer = build_device(spec, decide), build_tokenizer(spec, decide)
     head = _policy_head(spec)
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
         model = build_blank_model(spec, tokenizer, decide, head)

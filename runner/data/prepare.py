@@ -20,7 +20,8 @@ import transformers
 
 from runner.core.errors import DataError
 from runner.data.chat import TrainOn
-from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig
+from runner.data.chat_template import reads_date
+from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig, today
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -115,7 +116,10 @@ class SourcePreparation:
         options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
         options["max_length"] = self.limit(reading).most
         side = [portion.holdout.fraction, portion.held_out] if portion.holdout else []
-        chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
+        unused = {"template", "date", *(() if reading == "sft" else ("train_on",))}
+        chat = self.chat.model_dump(mode="json", exclude=unused)
+        if reads_date(self.tokenizer):
+            chat["date"] = self.chat.date or today()
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:

@@ -21,7 +21,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn, UnopenedError, merge_neighbors
+from runner.data.chat import Renderer, TrainOn, UnopenedError, merge_neighbors
+from runner.data.chat_template import RenderError, RenderTimeout
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError
+from runner.data.chat import Renderer
+from runner.data.chat_template import RenderError
 from runner.inference.answer_text import THINK
 
 
@@ -32,7 +33,7 @@ def render_chat(
     """
     if not messages:
         raise DataError("messages is empty; at least one message is needed")
-    if "developer" not in renderer.source:  # OpenAI's newer name of the system prompt
+    if "developer" not in renderer.template.source:  # OpenAI's newer name of the system prompt
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
         segments = renderer.render_prompt(messages, tuple(tools))

@@ -300,7 +300,7 @@ def _load_folder(spec: JobSpec) -> TrainableModel:
 
     decide = Decisions()
     device = build.build_device(spec, decide)
-    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, trains=False)
+    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec, decide), device, decide, trains=False)
     return model
 
 
@@ -329,7 +329,7 @@ def load_run(
     check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.trained_models().items()))
-    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, head)
+    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec, decide), device, decide, head)
     check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
     load_parameters(model.trainable(), loaded.state[role]["tensors"])
     model.eval()

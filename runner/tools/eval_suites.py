@@ -143,10 +143,11 @@ def run_suite(
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     from runner import build
+    from runner.core.auto_choices import Decisions
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        build.build_tokenizer(source_spec(source)).save_pretrained(folder)
+        build.build_tokenizer(source_spec(source), Decisions()).save_pretrained(folder)
 
 
 @contextmanager

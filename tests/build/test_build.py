@@ -38,7 +38,7 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     Path("rows.jsonl").write_text(json.dumps({"prompt": "hello there, general", "completion": "kenobi"}) + "\n")
     words = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.cache=false", "model=tiny"]
     spec = compose_job([*words, f"algorithm={algorithm}"]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions(strict=False))
     [item] = data.take(0, 1)
     [question] = data.held_out_questions()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
@@ -71,7 +71,7 @@ def test_a_column_that_no_row_has_is_refused_before_there_is_a_model(
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=file", "data.path=rows.jsonl", "model=tiny", "algorithm=grpo", "sampler=torch"]
     spec = compose_job([*words, *f"reward={reward}".split()]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions(strict=False))
     if not said:
         return refuse_missing_columns(spec, data)
     with pytest.raises(SpecError) as raised:
@@ -211,7 +211,7 @@ def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
 
     def reference(more: str, seed: int = 0) -> torch.Tensor:
         spec = compose_job([*words, f"seed={seed}", more]).spec
-        decide, tokenizer = Decisions(), build_tokenizer(spec)
+        decide, tokenizer = Decisions(), build_tokenizer(spec, Decisions())
         device = build_device(spec, decide)
         policy = build_model(spec, tokenizer, device, decide, world=alone())
         if not Path("mine").exists():

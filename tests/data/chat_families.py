@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from runner.data.chat import TEMPLATES
+from runner.data.chat_template import TEMPLATES
 from runner.data.config import ChatConfig
 from runner.data.examples import ChatExample, Message
 from runner.data.readers import Problems, SourceLocation
@@ -63,8 +63,8 @@ FAMILIES = (
     Family("Llama-3", "llama3", "<|begin_of_text|>", "<|eot_id|>"),
     Family("Gemma-3", "gemma3", "<bos>", "<end_of_turn>"),
     Family("Gemma-4", "gemma4_v5", "<bos>", "<turn|>"),
-    Family("DeepSeek-V3/R1", "deepseekv3", *DEEPSEEK),
-    Family("DeepSeek, `chat.template=deepseek_r1`", "deepseekv3", *DEEPSEEK, ChatConfig(template="deepseek_r1")),
+    Family("DeepSeek-V3/R1 (`deepseek_r1`)", "deepseekv3", *DEEPSEEK, ChatConfig(template="deepseek_r1")),
+    Family("Nemotron-3", "nemotron_3_nano", "<s>", "<|im_end|>"),
     Family("gpt-oss", "gptoss", "<|startoftext|>", "<|return|>"),
     Family("Phi-3", "phi3", "<s>", "<|endoftext|>"),
     Family("GLM-4.5", "glm4moe", "[gMASK]", "<|endoftext|>"),

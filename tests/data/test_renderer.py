@@ -9,7 +9,8 @@ import pytest
 
 from runner.core.errors import DataError
 from runner.data import jinja_sandbox
-from runner.data.chat import Renderer, RenderError, load_template
+from runner.data.chat import Renderer
+from runner.data.chat_template import RenderError, load_template
 from runner.data.config import ChatConfig
 from runner.data.conversation import plain_messages, statements
 from runner.data.jinja_sandbox import TemplateTimeout, render
@@ -61,10 +62,10 @@ def test_every_turn_is_trained_on_after_what_generation_sees(family: Family, kin
     assert len(trained) == len(turns)
     renderer = Renderer(tokenizer, family.options)
     for turn, text in zip(turns, trained, strict=True):
-        said = [s for s in statements(plain_messages(messages, (), renderer._call_form)) if s.index == turn]
+        said = [s for s in statements(plain_messages(messages, (), renderer.template.call_form)) if s.index == turn]
         assert said and all(one.text in text for one in said)
         assert re.search(r"(<[^<>]*>|\[INST\])$", text), "the end token is trained on"
-    for one in statements(plain_messages(messages, (), renderer._call_form), tools):
+    for one in statements(plain_messages(messages, (), renderer.template.call_form), tools):
         assert one.text in everything
         assert one.role in ("assistant", "tool") or not any(one.text in text for text in trained)
     first = rows[0].loss_mask.index(1)
@@ -83,7 +84,7 @@ def test_every_template_of_trl_is_exact_or_refused_in_words(name: str) -> None:
             assert "the chat template" in rows and re.search(r"chat\.(template|drop|kwargs)=", rows), kind
             continue
         text = "".join(tokenizer.decode(row.ids) for row in rows)
-        for one in statements(plain_messages(messages, (), Renderer(tokenizer)._call_form), tools):
+        for one in statements(plain_messages(messages, (), Renderer(tokenizer).template.call_form), tools):
             assert one.text in text, kind
 
 
@@ -107,7 +108,7 @@ def test_an_episode_has_the_ids_of_the_template_or_is_refused(name: str, role: s
         assert "of role tool" in str(error) and "environment.role=user" in str(error)
         return
     assert "OBS 3" in tokenizer.decode(ids)
-    if renderer.rewrites_history():  # what the policy wrote stays, so the template's history is another one
+    if renderer.template.rewrites_history():  # what the policy wrote stays, so the template's history is another one
         assert ids[: len(first)] == first and name == "Qwen3.5"
     else:
         assert ids == renderer.control.ids_of(renderer.render_prompt(messages[:3]))

@@ -231,7 +231,7 @@ def test_models_that_drop_other_rows_are_paired_by_the_row(tmp_path: Path) -> No
         data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": most, "truncation": "skip"}
         spec = compose_job(["model=tiny", "data=demo", "algorithm=sft", "tracker=none"]).spec
         config = default_registry().classes("data")["file"].model_validate(data).as_held_out()
-        tokenizer = build_tokenizer(spec)
+        tokenizer = build_tokenizer(spec, Decisions())
         if most == 60:
             tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
         found = build_data(spec, tokenizer, Decisions(), config, "prompts").held_out_questions()
