@@ -18,6 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.package import cache_folder
 from runner.core.rng import derive_seed
+from runner.data.config import ChatConfig
 from runner.interfaces import (
     Device,
     GenerativeModel,
@@ -129,9 +130,28 @@ def _model_factory(
             )
         except UnsupportedModelError as error:
             raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
+        if head != "scalar" and tokenizer.chat_template:
+            _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
         return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 
     return make
+
+
+def _stop_at_turn_ends(inner: Any, tokenizer: Any, chat: ChatConfig, decide: Decisions) -> None:
+    """Add the tokens that end a turn of the chat template to the end tokens of a transformers model.
+
+    Whoever generates with the model, or with its export, reads them there.
+    """
+    from runner.data.chat_template import ChatTemplate
+    from runner.model.generation import eos_token_ids
+
+    known, ends = eos_token_ids(inner, tokenizer), ChatTemplate(tokenizer, chat).end_token_ids()
+    if ends <= known:
+        return
+    inner.generation_config.eos_token_id = sorted(known | ends)
+    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends - known)))
+    text = f"{names} ends a turn of the chat template, and generation, too"
+    decide.record_fact("generation_config.eos_token_id", str(inner.generation_config.eos_token_id), text)
 
 
 def _place_model(

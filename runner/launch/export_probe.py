@@ -28,7 +28,10 @@ def load(folder: Path, dtype: str) -> Any:
     kind: Any = AutoModelForCausalLM
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as kind
-    return kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    if (folder / "generation_config.json").is_file():  # which an adapter's base does not have
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
