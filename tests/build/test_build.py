@@ -23,12 +23,14 @@ from runner.build.components import (
 from runner.build.data import build_data
 from runner.build.job import _experience_queue
 from runner.build.rewards import refuse_missing_columns
+from runner.build.samplers import _report_padding
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.parallelism.mesh import Mesh
+from tests.data.conftest import byte_tokenizer
 from tests.model.zoo import LOGPROBS, batch, causal
 from tests.parallelism.worlds import alone
 
@@ -196,6 +198,13 @@ def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic(
     Cpu(CpuConfig(), decide=Decisions()).prepare()
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.parametrize(("vocab_size", "said"), [(512, ["sampler: samples from all 512 ids"]), (259, [])])
+def test_ids_that_the_tokenizer_does_not_have_are_sampled_and_said(vocab_size: int, said: list[str]) -> None:
+    tokenizer, decide = byte_tokenizer(), Decisions(strict=True)
+    _report_padding(vocab_size, tokenizer, decide)
+    assert [str(entry).partition(" (")[0] for entry in decide.entries] == said
 
 
 def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import FileConfig
+from runner.data.config import ChatConfig, FileConfig, today
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt
@@ -120,6 +120,23 @@ def test_cached_or_not_the_items_are_the_same(tokenizer: Any, tmp_path: Path, js
     assert fresh.fingerprint == again.fingerprint == memory.fingerprint
     assert decisions[0].entries == decisions[1].entries == decisions[2].entries
     assert len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]) == 1
+
+
+def test_the_day_changes_the_tokens_of_templates_that_read_it_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": chat("a")}])
+
+    def prepared(template: str, date: str | None) -> TokenizedData:
+        options: dict[str, Any] = {"decide": Decisions(), "cache_dir": tmp_path / "cache", "kind": "prompts", "seed": 0}
+        chat_options = ChatConfig(date=date)
+        return build(FileConfig(path=path), tokenizer=byte_tokenizer(template), chat=chat_options, **options)
+
+    first, other = (prepared(CHATML, date) for date in ("2024-02-03", None))
+    assert first.fingerprint == other.fingerprint
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    found = [prepared(dated, date) for date in ("2024-02-03", "2024-02-04", "2024-02-03", today(), None)]
+    assert [data.fingerprint == found[0].fingerprint for data in found] == [True, False, True, False, False]
+    assert found[3].fingerprint == found[4].fingerprint
+    assert [data.take(0, 1)[0].text[:10] for data in found[:3]] == ["2024-02-03", "2024-02-04", "2024-02-03"]
 
 
 def test_the_fingerprint_follows_the_kind_and_the_names(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
