@@ -7,8 +7,8 @@
     the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
-Texts are tokenized one by one, so that no token spans a border and the context's ids are exactly those that generation
-gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
+Texts are tokenized one by one, so that no token spans a border; `tokenization` compares a context's ids with those that
+generation gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
 """
 
 from __future__ import annotations
@@ -161,12 +161,12 @@ class Renderer:
 
     def _turn(self, chat: _Chat, turn: int) -> tuple[str, str]:
         """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""
-        prefix, upto = self._opened(chat, turn, turn + 1)
+        prefix, upto = self._open_turn(chat, turn, turn + 1)
         self._refuse(find_missing(_statements_between(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
 
-    def _opened(self, chat: _Chat, turn: int, stop: int) -> tuple[str, str]:
-        """(what generation sees before a turn, the first `stop` messages), of which the first begins the second.
+    def _open_turn(self, chat: _Chat, turn: int, stop: int) -> tuple[str, str]:
+        """(what generation sees before a turn, the first `stop` messages, which begin with it).
 
         A template that opens every completion with reasoning may render a turn without any in another way. Such a
         turn is rendered with reasoning, which is taken out again, so that it begins with an empty one.
@@ -230,7 +230,7 @@ class Renderer:
 
     def _completion(self, chat: _Chat) -> list[Segment]:
         """All messages after the prompt as one answer."""
-        prefix, whole = self._opened(chat, chat.context, len(chat.messages))
+        prefix, whole = self._open_turn(chat, chat.context, len(chat.messages))
         self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
         body = [replace(segment, answer=segment.is_trained) for segment in self._body(whole[len(prefix) :])]

@@ -1,4 +1,4 @@
-"""A tokenizer's chat template: which one a job uses, the text that it writes, and what small conversations show of it.
+"""A tokenizer's chat template: which one a job uses, the text that it writes, its end tokens.
 
     chat.template │ the tokenizer's own │ a training template ──defaults of chat.kwargs──▶ tokenizer.chat_template
     messages ──ChatTemplate.text──▶ text
@@ -113,12 +113,12 @@ class ChatTemplate:
             return False
 
     def closing(self, role: str) -> str:
-        """The token by which a message of `role` ends the turn before it, in a template that leaves turns open."""
+        """The token of `role`, by which its message ends the turn before it where the template does not."""
         return self.control.leading(self.text([*OPENING, {"role": role, "content": "a"}]).rpartition(PROBE)[2], 1)
 
     @cached_property
     def end_tokens(self) -> frozenset[str]:
-        """The special tokens that end an assistant's turn: of words and, where the template writes them, of calls."""
+        """The special tokens that end an assistant's turn of words or of tool calls."""
         turns = [(OPENING[1], USER)]
         if self._writes_call(self.call_form):
             turns.append((_call(PROBE), {"role": "tool", "name": "probed", "content": "a"}))
@@ -126,10 +126,11 @@ class ChatTemplate:
 
     def end_token_ids(self) -> frozenset[int]:
         """Their ids."""
-        return frozenset(self._tokenizer.convert_tokens_to_ids(sorted(self.end_tokens)))
+        vocabulary = self._tokenizer.get_vocab()
+        return frozenset(vocabulary[token] for token in self.end_tokens if token in vocabulary)
 
     def _end_of(self, turn: Message, reply: Message) -> str:
-        """What is written after a turn whatever follows: its last special token, else that of the role that follows."""
+        """The last special token after a turn, whatever follows it; else the token of the role that follows."""
         messages = plain_messages([USER, turn, reply], (), self.call_form)
         try:
             last, followed = (self.text(messages[:stop]).partition(PROBE)[2] for stop in (2, 3))
@@ -158,27 +159,27 @@ def reads_date(tokenizer: PreTrainedTokenizerBase) -> bool:
     return any("strftime_now" in read_variables(source) for source in _sources(tokenizer).values())
 
 
-def install_template(tokenizer: PreTrainedTokenizerBase, options: ChatConfig, decide: Decide) -> None:
+def install_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, decide: Decide) -> None:
     """Give a tokenizer the template of a job: chat.template, or the training template of its own one.
 
     The variables of chat.kwargs become defaults of the template. Raises DataError for a file that is no template,
     SpecError for variables that the template does not read.
     """
-    if options.template is not None:
-        tokenizer.chat_template = load_template(options.template)
-    elif (name := _training_template(tokenizer, options)) is not None:
+    if chat.template is not None:
+        tokenizer.chat_template = load_template(chat.template)
+    elif (name := _training_template(tokenizer, chat)) is not None:
         reason = "the model's own template opens a completion with reasoning, and renders completions without it"
         decide("chat.template", "the model's own", name, reason)
         tokenizer.chat_template = load_template(name)
-    if not options.kwargs:
+    if not chat.kwargs:
         return
     sources = _sources(tokenizer)
     read = frozenset[str]().union(*(read_variables(source) for source in sources.values()))
     free = sorted(read - {*SET_BY_RENDERER, *tokenizer.special_tokens_map})
-    if unread := sorted({*options.kwargs} - {*free}):
+    if unread := sorted({*chat.kwargs} - {*free}):
         text = f"the chat template does not read {', '.join(unread)}; it reads: {', '.join(free) or 'none'}"
         raise SpecError([Problem("chat.kwargs", text if sources else "there is no chat template; leave it out")])
-    made = {name: _with_defaults(source, options.kwargs) for name, source in sources.items()}
+    made = {name: _with_defaults(source, chat.kwargs) for name, source in sources.items()}
     tokenizer.chat_template = made if isinstance(tokenizer.chat_template, dict) else made["default"]
 
 
@@ -191,9 +192,9 @@ def _with_defaults(source: str, variables: Mapping[str, Any]) -> str:
     return "".join(lines) + source
 
 
-def _training_template(tokenizer: PreTrainedTokenizerBase, options: ChatConfig) -> str | None:
+def _training_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> str | None:
     """The training template for a tokenizer whose own template cannot write what it opens."""
-    if not tokenizer.chat_template or (own := ChatTemplate(tokenizer, options)).opens_as_it_writes():
+    if not tokenizer.chat_template or (own := ChatTemplate(tokenizer, chat)).opens_as_it_writes():
         return None
     return next((name for name, mark in TRAINING_TEMPLATES.items() if mark in own.source), None)
 

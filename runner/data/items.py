@@ -278,7 +278,7 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
 
 
 def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
-    """A held-out prompt with its answer, of which the loss can be measured too where it follows the prompt."""
+    """A held-out prompt with its answer, whose loss is measured where it follows the prompt."""
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
     follows = [] if facts.get("is_apart") else answer
     whole = TokenizedExample((*prompt, *follows), (0.0,) * len(prompt) + (1.0,) * len(follows))

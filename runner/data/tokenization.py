@@ -156,7 +156,7 @@ class ExampleTokenizer:
     def _exact_rows(
         self, row: list[Segment], ids: list[list[int]], context: list[int]
     ) -> list[tuple[list[Segment], list[list[int]]]]:
-        """A row with its ids, or several where the turns before one have other ids in the context of generation.
+        """A row with its ids; several where generation sees other ids of the turns before one.
 
         A tokenizer may join the end of a context and the beginning of a turn, once both are the context of the next
         turn. context: what generation sees before the last of several trained turns, else empty
@@ -281,7 +281,7 @@ class ExampleTokenizer:
 
 
 def _trained_runs(row: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Half-open spans of the turns that are trained on; blanks before the token that ends a turn belong to it."""
+    """Half-open spans of the trained turns; blanks before the token that ends a turn belong to it."""
     found: list[tuple[int, int]] = []
     for at in (at for at, segment in enumerate(row) if segment.is_trained):
         if found and not "".join(s.text for s in row[found[-1][1] : at]).strip():
@@ -329,8 +329,9 @@ def _combine(
         return EncodedAnswers(example.place, known[0].ids, [], facts)
     if isinstance(example, AnswersExample):
         prompt = known[0].ids[: known[0].answer[0]]
-        facts = example.facts if any(known[0].loss_mask) else {**example.facts, "is_apart": True}
-        return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], facts)
+        apart = {} if any(known[0].loss_mask) else {"is_apart": True}
+        answers = [row.ids[slice(*row.answer)] for row in known]
+        return EncodedAnswers(example.place, prompt, answers, {**example.facts, **apart})
     return rows[0]
 
 

@@ -104,7 +104,7 @@ def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping
 
 
 def prepare_spec(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths, its day, and weights that are there; everything is checked that needs no torch.
+    """The spec with absolute paths, its day, and weights that are there; checks all that needs no torch.
 
     Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """

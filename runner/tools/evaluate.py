@@ -126,7 +126,7 @@ def _evaluate_model(
 
 
 def _model_digest(loaded: LoadedModel, weights: str) -> str:
-    """Of what answers depend on beside prompt and sampling: weights, config, vocabulary, device, library versions."""
+    """Of what answers depend on beside prompt and sampling, e.g. weights and config."""
     from runner.data.tokenization import digest
 
     config = json.loads(loaded.model.inner.config.to_json_string(use_diff=False))
