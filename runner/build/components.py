@@ -18,6 +18,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
 from runner.core.package import cache_folder
 from runner.core.rng import derive_seed
+from runner.data.config import ChatConfig
 from runner.interfaces import (
     Device,
     GenerativeModel,
@@ -74,16 +75,12 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
         decide.record_fact("model.dtype", "float32", f"{reached}; model.dtype=bfloat16 reaches the full peak")
 
 
-def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer with the template of chat.template, without the model.
+def build_tokenizer(spec: JobSpec, decide: Decisions) -> Any:
+    """The model's tokenizer with the job's chat template, without the model. Raises as `install_template`."""
+    from runner.data.chat_template import install_template
 
-    Raises DataError for a file that is no template.
-    """
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
-    if spec.chat.template is not None:
-        from runner.data.chat import load_template
-
-        tokenizer.chat_template = load_template(spec.chat.template)
+    install_template(tokenizer, spec.chat, decide)
     return tokenizer
 
 
@@ -157,9 +154,28 @@ def _model_factory(
             )
         except UnsupportedModelError as error:
             raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
+        if head != "scalar" and tokenizer.chat_template:
+            _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
         return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 
     return make
+
+
+def _stop_at_turn_ends(inner: Any, tokenizer: Any, chat: ChatConfig, decide: Decisions) -> None:
+    """Add the tokens that end a turn of the chat template to the end tokens of a transformers model.
+
+    Whoever generates with the model, or with its export, reads them there.
+    """
+    from runner.data.chat_template import ChatTemplate
+    from runner.model.generation import eos_token_ids
+
+    known, ends = eos_token_ids(inner, tokenizer), ChatTemplate(tokenizer, chat).end_token_ids()
+    if ends <= known:
+        return
+    inner.generation_config.eos_token_id = sorted(known | ends)
+    names = ", ".join(tokenizer.convert_ids_to_tokens(sorted(ends - known)))
+    text = f"{names} ends a turn of the chat template, and generation, too"
+    decide.record_fact("generation_config.eos_token_id", str(inner.generation_config.eos_token_id), text)
 
 
 def _place_model(

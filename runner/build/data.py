@@ -95,7 +95,7 @@ def build_extend(
     renderer = Renderer(tokenizer, spec.chat)
     for role in environments.roles:
         renderer.extend((), {"role": role, "content": "observation"})
-    if renderer.rewrites_history():
+    if renderer.template.rewrites_history():
         text = "the template renders an earlier turn differently from the last one"
         decide.record_fact("chat.template", "earlier turns keep the tokens that the policy sampled", text)
     return renderer.extend

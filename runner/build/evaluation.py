@@ -133,7 +133,7 @@ class AnswerParts:
 
     def _with_loss(self, questions: Sequence[EvalQuestion], prefix: str) -> list[TokenizedExample]:
         """Plain texts, and prompts with an expected answer, that are not longer than the model allows."""
-        items = [question.item for question in questions if question.answer or not question.prompt_ids]
+        items = [q.item for q in questions if (q.answer or not q.prompt_ids) and any(q.item.weights)]
         longest = self.policy.length_limit
         fitting = [item for item in items if longest is None or len(item.ids) <= longest[0]]
         if longest is not None and len(fitting) < len(items):

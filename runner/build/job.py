@@ -187,7 +187,7 @@ def build(
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
     copied = with_copied_files(spec, folder)
-    tokenizer = build_tokenizer(copied)
+    tokenizer = build_tokenizer(copied, decide)
     compare_tokenizers(copied, tokenizer, decide)
     data = _data(copied, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)

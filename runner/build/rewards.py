@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from runner.build.components import device_op_installer
@@ -76,7 +77,7 @@ class RewardBuilder:
             decide=self.decide,
             folder=self.folder.root,
             fit=device_op_installer(self.device, self.decide),
-            make_encoder=_conversation_encoder,
+            make_encoder=partial(_conversation_encoder, date=spec.chat.date),
         )
         if reward is None:
             return None
@@ -89,10 +90,11 @@ class RewardBuilder:
         return partition_reward(reward, peers)
 
 
-def _conversation_encoder(tokenizer: Any) -> Callable[..., list[int]]:
+def _conversation_encoder(tokenizer: Any, date: str | None) -> Callable[..., list[int]]:
     from runner.data.chat import Renderer
+    from runner.data.config import ChatConfig
 
-    return Renderer(tokenizer).conversation_ids
+    return Renderer(tokenizer, ChatConfig(date=date)).conversation_ids
 
 
 @dataclass(frozen=True, slots=True)

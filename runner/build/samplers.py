@@ -68,6 +68,7 @@ def build_sampler(
         own = make_local_sampler(spec, model, decide, folder)
         sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model))
     _report_episode_limit(spec, sampler, decide)
+    _report_padding(policy.limits().vocab_size, tokenizer, decide)
     if spec.sampler.engine or spec.sampler.is_interruptible:
         sampler = RolloutJournal(sampler, folder.journal, peers, lambda: min(store.steps(), default=0))
     return sampler
@@ -98,6 +99,18 @@ def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, 
     return sampler
 
 
+def _report_padding(vocab_size: int, tokenizer: Any, decide: Decisions) -> None:
+    """Say that the embedding has rows without a token.
+
+    They are not masked in sampling: then samples would come from another distribution than the one that is trained,
+    whose softmax has all rows, as in transformers, in vLLM and in the loss of supervised training.
+    """
+    tokens = max(tokenizer.get_vocab().values()) + 1
+    if tokens < vocab_size:
+        text = f"the vocabulary has {tokens}; the model gives ids above them some probability, and they have no text"
+        decide.record_fact("sampler", f"samples from all {vocab_size} ids", text)
+
+
 def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) -> None:
     """Where the policy's turns alone may outgrow the model: the words of the environment come on top."""
     turns = spec.environment.most_turns()
@@ -112,7 +125,7 @@ def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) ->
 
     The torch sampler starts with the job's initial weights, an engine without any.
     """
-    device, tokenizer = build_device(spec, decide), build_tokenizer(spec)
+    device, tokenizer = build_device(spec, decide), build_tokenizer(spec, decide)
     head = _policy_head(spec)
     if spec.sampler.engine:  # which makes its own model of what this one says that it is
         model = build_blank_model(spec, tokenizer, decide, head)

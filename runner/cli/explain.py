@@ -222,7 +222,7 @@ def explain_chat(spec: JobSpec) -> Iterator[str]:
     from runner.build.data import build_data
 
     decide = Decisions(spec.strict)
-    tokenizer = build_tokenizer(spec)
+    tokenizer = build_tokenizer(spec, decide)
     data = build_data(spec, tokenizer, decide)
     parts = row_parts(data.take(0, 1)[0])
     tokens, trained = sum(len(ids) for _, ids, _ in parts), sum(w > 0 for *_, weights in parts for w in weights)

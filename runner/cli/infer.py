@@ -76,7 +76,7 @@ def chat(args: Namespace) -> int:
         print("it was trained on plain text, not on conversations", file=sys.stderr)
     if stops := loaded.stop_text():
         print_text(stops, file=sys.stderr)
-    renderer = Renderer(loaded.tokenizer, ChatConfig(kwargs=loaded.chat.kwargs))
+    renderer = Renderer(loaded.tokenizer, ChatConfig(date=loaded.chat.date))
     with closing(engine):
         run_chat(Conversation(engine, renderer, params, system=args.system or ""))
     return 0

@@ -7,43 +7,29 @@
     the next turn's prefix begins with `upto`   the same row continues: one row, several trained turns
     it does not (the template rewrites history) a row of its own: the next turn under the context generation sees
 
-Texts are tokenized one by one, so that no token spans a border and the context's ids are exactly those that generation
-gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
+Texts are tokenized one by one, so that no token spans a border; `tokenization` compares a context's ids with those that
+generation gets. A template's control tokens inside a message are text: they are encoded without their special meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from jinja2 import TemplateSyntaxError
-
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import TRAINING_TEMPLATES, ChatConfig
-from runner.data.control_tokens import ControlTokens, Placeholders, Segment, common_length
-from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
+from runner.data.chat_template import OPENING, PROBE, ChatTemplate, RenderError
+from runner.data.config import ChatConfig
+from runner.data.control_tokens import Placeholders, Segment, common_length
+from runner.data.conversation import CALL_FORMS, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Tools
-from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
 from runner.data.message_keys import Message, is_trained
-from runner.data.readers import read_whole_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # completion: all that follows the prompt, as one answer
 TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
-PROBE = chr(0xFFFFD)  # stands for an assistant's words
-OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
-TEMPLATES = Path(__file__).parent / "templates"
-UNOPENED = (
-    "the chat template's generation prompt differs from the start of the assistant turns that it renders, so prompt "
-    "and completion cannot be separated"
-)
-OTHER_TEMPLATE = "chat.template=FILE sets a template that renders such a conversation"
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
     "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
@@ -52,16 +38,15 @@ PART_HINTS = {
 }
 
 
-class RenderError(Exception):
-    """The template cannot write a conversation; `hint` says what to type."""
+class UnopenedError(RenderError):
+    """The generation prompt is not how the template begins the turn that follows."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
-
-
-class RenderTimeout(RenderError):
-    """The template did not end in time, which it would not for other conversations either."""
+    def __init__(self, hint: str) -> None:
+        super().__init__(
+            "the chat template's generation prompt differs from the start of the assistant turns that it renders, so "
+            "prompt and completion cannot be separated",
+            hint,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +80,10 @@ class Renderer:
             )
         self.tokenizer, self.chat = tokenizer, options or ChatConfig()
         self.notes: set[str] = set()
-        self.source = str(tokenizer.get_chat_template())
-        self.control = ControlTokens(tokenizer, self.source, special_tokens)
+        self.template = ChatTemplate(tokenizer, self.chat, special_tokens)
+        self.control = self.template.control
+        if self.template.reads_date and self.chat.date is not None:
+            self.notes.add(f"the chat template reads the date, which is {self.chat.date} for this run (chat.date)")
 
     def render(
         self, messages: Sequence[Message], tools: Tools = (), context: int = 0, train_on: TrainOn | None = None
@@ -115,7 +102,7 @@ class Renderer:
         else:
             rows = self._rows(chat, train_on)
         return [
-            _merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
+            merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
         ]
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
@@ -123,14 +110,14 @@ class Renderer:
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
+        return merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
 
     def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
         chat = self._prepare(messages, tools, 0, "all")
         text = self._text(chat, len(chat.messages))
         self._check_context(chat, len(chat.messages), text)
-        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)))
+        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)), begins_row=True)
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
@@ -157,20 +144,6 @@ class Renderer:
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
         return end[written:] + self.control.ids_of(chat.placeholders.split(Segment(rest, is_trained=False)))
 
-    def rewrites_history(self) -> bool:
-        """Whether the template writes an earlier assistant turn in another way than the last one."""
-        chat = self._prepare([*OPENING, {"role": "user", "content": "b"}], (), 0, "last")
-        earlier, last = (self._text(chat, stop).partition(PROBE)[0] for stop in (3, 2))
-        return earlier != last or not earlier.startswith(self._text(chat, 1, prompt=True))
-
-    @cached_property
-    def _is_open_ended(self) -> bool:
-        """Whether the template writes nothing after an assistant's words: the next role's token ends the turn."""
-        try:
-            return self._text(self._prepare(OPENING, (), 0, "last"), 2).endswith(PROBE)
-        except RenderError:  # the template needs another start of a conversation
-            return False
-
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:
         """The conversation without what is dropped, its control tokens as private characters."""
         drop = self.chat.drop
@@ -180,7 +153,7 @@ class Renderer:
             trained = [i for i in trained if is_trained(messages[kept[i]])]
         elif train_on != "completion":
             trained = trained[-1:]
-        form = self._call_form if any(m.get("tool_calls") for m in messages) else CALL_FORMS[0]
+        form = self.template.call_form if any(m.get("tool_calls") for m in messages) else CALL_FORMS[0]
         plain: Any = plain_messages([messages[at] for at in kept], drop, form)
         used: Any = [dict(tool) for tool in tools] if tools and "tools" not in drop else None
         plain, used, placeholders = self.control.insert_placeholders(plain, used)
@@ -188,46 +161,34 @@ class Renderer:
             self.notes.add("messages contain control tokens of the chat template; they are encoded as text")
         return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders)
 
-    def _text(self, chat: _Chat, stop: int, prompt: bool = False, extra: Mapping[str, Any] | None = None) -> str:
+    def _text(self, chat: _Chat, stop: int, prompt: bool = False, **more: Any) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
-        messages = chat.messages[:stop]
-        variables: dict[str, Any] = {"tools": chat.tools, "documents": None, "add_generation_prompt": prompt}
-        variables |= {**self.tokenizer.special_tokens_map, **(self.chat.kwargs or {}), **(extra or {})}
-        source = str(self.tokenizer.get_chat_template(tools=chat.tools))
-        try:
-            return render(source, {"messages": messages, **variables})
-        except TemplateTimeout as error:
-            raise RenderTimeout(f"the chat template ran for more than {DEADLINE_S:g} s", OTHER_TEMPLATE) from error
-        except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
-            roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
-            reason = f"{type(error).__name__}: {error}; roles: {roles}"
-            raise RenderError(f"the chat template fails on the conversation: {reason}", OTHER_TEMPLATE) from error
-
-    @cached_property
-    def _call_form(self) -> CallForm:
-        """The form of tool calls that the template writes; the first one if it writes none."""
-        function = {"name": "probed", "arguments": {"key": "value"}}
-        call: Message = {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"type": "function", "function": function}],
-        }
-        for form in CALL_FORMS:
-            messages = plain_messages([OPENING[0], call], (), form)
-            with suppress(RenderError):
-                if not find_missing(
-                    statements(messages), self._text(_Chat(messages, None, 0, [], Placeholders("")), 2)
-                ):
-                    return form
-        return CALL_FORMS[0]
+        return self.template.text(chat.messages[:stop], chat.tools, prompt, **more)
 
     def _turn(self, chat: _Chat, turn: int) -> tuple[str, str]:
         """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""
-        prefix, upto = self._text(chat, turn, prompt=True), self._text(chat, turn + 1)
-        if not upto.startswith(prefix):
-            raise self._unopened_error(chat, turn, turn + 1)
+        prefix, upto = self._open_turn(chat, turn, turn + 1)
         self._refuse(find_missing(_statements_between(chat, turn, turn + 1), upto[len(prefix) :]))
         return prefix, upto
+
+    def _open_turn(self, chat: _Chat, turn: int, stop: int) -> tuple[str, str]:
+        """(what generation sees before a turn, the first `stop` messages, which begin with it).
+
+        A template that opens every completion with reasoning may render a turn without any in another way. Such a
+        turn is rendered with reasoning, which is taken out again, so that it begins with an empty one.
+        """
+        prefix, whole = self._text(chat, turn, prompt=True), self._text(chat, stop)
+        if whole.startswith(prefix):
+            return prefix, whole
+        message = chat.messages[turn]
+        if not any(s.part == "reasoning" for s in _statements_between(chat, turn, turn + 1)):
+            messages = list(chat.messages)
+            messages[turn] = message | {"reasoning_content": PROBE, "thinking": PROBE}
+            opened = self._text(replace(chat, messages=messages), stop)
+            if opened.startswith(prefix) and opened.count(PROBE) == 1:
+                self.notes.add("the chat template opens completions with reasoning; one without any has an empty one")
+                return prefix, opened.replace(PROBE, "")
+        raise self._unopened_error(chat, turn, stop)
 
     def _rows(self, chat: _Chat, train_on: TrainOn) -> list[list[Segment]]:
         rows: list[_Row] = []
@@ -275,9 +236,7 @@ class Renderer:
 
     def _completion(self, chat: _Chat) -> list[Segment]:
         """All messages after the prompt as one answer."""
-        prefix, whole = self._text(chat, chat.context, prompt=True), self._text(chat, len(chat.messages))
-        if not whole.startswith(prefix):
-            raise self._unopened_error(chat, chat.context, len(chat.messages))
+        prefix, whole = self._open_turn(chat, chat.context, len(chat.messages))
         self._refuse(find_missing(_statements_between(chat, chat.context, len(chat.messages)), whole[len(prefix) :]))
         self._check_context(chat, chat.context, prefix)
         body = [replace(segment, answer=segment.is_trained) for segment in self._body(whole[len(prefix) :])]
@@ -294,16 +253,16 @@ class Renderer:
 
     def _between(self, text: str, follows_turn: bool, answer: bool = False) -> list[Segment]:
         """Context; the token of the next role is trained on where it is what ends the turn before it."""
-        end = self.control.leading(text, 1) if follows_turn and self._is_open_ended else ""
+        end = self.control.leading(text, 1) if follows_turn and self.template.is_open_ended else ""
+        if end not in self.template.end_tokens:  # of another turn of the assistant, at which generation does not stop
+            end = ""
         return [Segment(end, is_trained=True, answer=answer), Segment(text[len(end) :], is_trained=False)]
 
     def _closing(self, chat: _Chat, turn: int) -> str:
         """The token that ends a last turn which the template leaves open: that of the role that follows."""
-        if not self._is_open_ended:
+        if not self.template.is_open_ended:
             return ""
-        role = "tool" if chat.messages[turn].get("tool_calls") else "user"
-        follows = self._prepare([*OPENING, {"role": role, "content": "a"}], (), 0, "last")
-        return self.control.leading(self._text(follows, 3).rpartition(PROBE)[2], 1)
+        return self.template.closing("tool" if chat.messages[turn].get("tool_calls") else "user")
 
     def _check_context(self, chat: _Chat, turn: int, prefix: str) -> None:
         """Refuse a context that lacks what was said before the turn.
@@ -330,16 +289,15 @@ class Renderer:
             text = f"two assistant messages in a row, messages[{turn - 1}] and messages[{turn}]"
             text = f"{text}; the chat template writes them as one turn, or changes the first"
             return RenderError(text, "join the two messages, or put another one between them")
-        return RenderError(UNOPENED, self._unopened_hint(chat, turn, stop))
+        return UnopenedError(self._unopened_hint(chat, turn, stop))
 
     def _unopened_hint(self, chat: _Chat, turn: int, stop: int) -> str:
         """What makes the template open an answer as it writes it."""
         for name in ("enable_thinking", "thinking"):
-            extra = {name: False}
-            if self._text(chat, stop, extra=extra).startswith(self._text(chat, turn, prompt=True, extra=extra)):
+            off = {name: False}
+            if self._text(chat, stop, **off).startswith(self._text(chat, turn, prompt=True, **off)):
                 return f"type chat.kwargs={{{name}: false}}; completions then start without reasoning"
-        named = next((name for name, mark in TRAINING_TEMPLATES.items() if mark in self.source), "FILE")
-        return f"type chat.template={named}, or use a plain text prompt and completion"
+        return "type chat.template=FILE, or use a plain text prompt and completion"
 
 
 @dataclass(slots=True)
@@ -350,22 +308,6 @@ class _Row:
     text: str = ""
     start: int = 0
     turn: int = 0
-
-
-def load_template(name: str) -> str:
-    """A chat template: a file of the user's, or one of this project's training templates.
-
-    Raises DataError if there is no such template, or if it is none.
-    """
-    file = TEMPLATES / f"{name}.jinja" if name in TRAINING_TEMPLATES else Path(name)
-    try:
-        source = read_whole_text(file, "chat.template")
-        literal_text(source)
-    except OSError as error:
-        raise DataError(f"chat.template={name}: {error.strerror or error}") from error
-    except TemplateSyntaxError as error:
-        raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
-    return source
 
 
 def _statements_between(chat: _Chat, start: int, stop: int) -> list[Statement]:
@@ -380,11 +322,14 @@ def _exclude_reasoning(turn: Sequence[Segment], parts: Sequence[Statement]) -> l
     ends = [
         body.text.find(one.text) + len(one.text) for one in parts if one.part == "reasoning" and one.text in body.text
     ]
-    cut = max(ends, default=0)
+    rest_text = body.text[max(ends, default=0) :]
+    if ends:
+        rest_text = rest_text.lstrip()  # a line break may be one token with what it follows
+    cut = len(body.text) - len(rest_text)
     return [Segment(body.text[:cut], is_trained=False), Segment(body.text[cut:], is_trained=True), *rest]
 
 
-def _merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
+def merge_neighbors(segments: Sequence[Segment]) -> list[Segment]:
     """Merge neighbors of the same kind and leave out empty ones: the fewest borders."""
     found: list[Segment] = []
     for segment in segments:

@@ -1,6 +1,7 @@
 """What a user can set of the data."""
 
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -15,6 +16,11 @@ DropPart = Literal["reasoning", "system", "tools"]  # of a conversation: thought
 TREE_RULES = ("error", "skip", "truncate_left")  # of data.truncation, where a prompt and its answers are apart
 
 
+def today() -> str:
+    """The day of this machine's clock, as chat.date has it."""
+    return datetime.now().date().isoformat()
+
+
 class ChatConfig(Config):
     """How conversations become tokens in training, rollouts, environments, evaluation and `run infer`."""
 
@@ -23,8 +29,13 @@ class ChatConfig(Config):
         min_length=1,
         description="A jinja file, or the name of a training template of this project; null = the tokenizer's own.",
     )
-    kwargs: dict[str, bool | int | float | str] | None = Field(
+    kwargs: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], bool | int | float | str] | None = Field(
         default=None, description="Variables for the template, e.g. {enable_thinking: false}; null = none."
+    )
+    date: str | None = Field(
+        default=None,
+        pattern=r"^\d{4}-\d\d-\d\d$",
+        description="The date that templates read, e.g. 2026-01-31; null = the day on which the run begins.",
     )
     train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",

@@ -12,6 +12,7 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
@@ -85,12 +86,15 @@ class ControlTokens:
         self.anchor = join_anchor(tokenizer)
 
     def insert_placeholders(self, messages: Sequence[Any], tools: Any) -> tuple[list[Any], Any, Placeholders]:
-        """Messages and tools with a private character in place of each control token in their texts."""
+        """Messages and tools with a private character in place of each control token in their texts, keys too."""
         if not (self._is_in(messages) or self._is_in(tools)):
             return list(messages), tools, Placeholders("")
         placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False))
         patterns = {**dict.fromkeys(TRUSTED, self.special), "assistant": self._of_assistant}
-        marked = [_replace_texts(m, patterns.get(m["role"], self._control), placeholders) for m in messages]
+        marked = [
+            _replace_texts(m, patterns.get(m["role"], self._control), placeholders) | {"role": m["role"]}
+            for m in messages
+        ]
         return marked, _replace_texts(tools, self.special, placeholders), placeholders
 
     def leading(self, text: str, most: int | None = None) -> str:
@@ -100,9 +104,12 @@ class ControlTokens:
             found, most = found + match.group(), most and most - 1
         return found
 
-    def ids_of(self, segments: Sequence[Segment]) -> list[int]:
-        """The ids of segments that continue a row."""
-        return [i for s in segments for i in (self.literal_ids(s.text) if s.literal else self._encode(s.text))]
+    def ids_of(self, segments: Sequence[Segment], begins_row: bool = False) -> list[int]:
+        """The ids of segments that continue a row, or begin one."""
+        found: list[int] = []
+        for at, s in enumerate(segments):
+            found += self.literal_ids(s.text) if s.literal else self._encode(s.text, is_first=begins_row and not at)
+        return found
 
     def literal_ids(self, token: str) -> list[int]:
         """Ids of a control token's characters as text: of two parts without a control token, the fewest."""
@@ -112,14 +119,14 @@ class ControlTokens:
         as_text = [ids for ids in found if not any(i in known for i in ids)] or found[-1:]
         return min(as_text, key=len)
 
-    def _encode(self, text: str) -> list[int]:
-        anchor, ids = self.anchor
+    def _encode(self, text: str, is_first: bool = False) -> list[int]:
+        anchor, ids = ("", []) if is_first else self.anchor
         return list(self._tokenizer(anchor + text, add_special_tokens=False, verbose=False)["input_ids"])[len(ids) :]
 
     def _is_in(self, value: Any) -> bool:
         if isinstance(value, str):
             return self._control.search(value) is not None
-        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        parts = chain(*value.items()) if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         return any(map(self._is_in, parts))
 
 
@@ -139,8 +146,7 @@ def _replace_texts(value: Any, control: re.Pattern[str], placeholders: Placehold
         return control.sub(lambda match: placeholders.char_of(match.group()), value)
     if isinstance(value, Mapping):
         return {
-            key: inner if key == "role" else _replace_texts(inner, control, placeholders)
-            for key, inner in value.items()
+            _replace_texts(k, control, placeholders): _replace_texts(v, control, placeholders) for k, v in value.items()
         }
     return [_replace_texts(inner, control, placeholders) for inner in value] if isinstance(value, list) else value
 

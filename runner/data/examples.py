@@ -143,12 +143,16 @@ class TextExample:
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
-    """A conversation; the first `context` messages are context, whatever their role, and never trained on."""
+    """A conversation; the first `context` messages are context, whatever their role, and never trained on.
+
+    is_question: the last message is what a right answer says, and need not be written as a model would write it
+    """
 
     place: SourceLocation
     messages: tuple[Message, ...]
     context: int = 0
     tools: Tools = ()
+    is_question: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +262,8 @@ def question_example(row: Row, chat: bool) -> AnswersExample:
     if CHECKED_COLUMN not in row.value:
         _require_text(answer, "answer")
     messages = (*prompt, {"role": "assistant", "content": answer})
-    return AnswersExample(row.place, (ChatExample(row.place, messages, len(prompt), _tools(row)),), facts)
+    answer_turn = ChatExample(row.place, messages, len(prompt), _tools(row), is_question=True)
+    return AnswersExample(row.place, (answer_turn,), facts)
 
 
 def count_common_messages(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:

@@ -64,7 +64,7 @@ class TruncationCounts:
         if not self.branched:
             return ""
         times = self.branched_tokens / self.plain_tokens
-        why = "the chat template rewrites earlier turns, so each turn is a sequence with the context of generation"
+        why = "generation sees other tokens of earlier turns, so each turn is a sequence with the context of generation"
         return f"{self.branched} of {self.rows} rows: {why}; {times:.2g} times their tokens (chat.train_on=last: once)"
 
     def add(self, other: TruncationCounts) -> None:
@@ -295,9 +295,10 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
 
 
 def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
-    """A held-out prompt with its answer, of which the loss can be measured too."""
+    """A held-out prompt with its answer, whose loss is measured where it follows the prompt."""
     facts, prompt, [answer] = json.loads(record["facts"]), record["prompt"], record["answers"]
-    whole = TokenizedExample((*prompt, *answer), (0.0,) * len(prompt) + (1.0,) * len(answer))
+    follows = [] if facts.get("is_apart") else answer
+    whole = TokenizedExample((*prompt, *follows), (0.0,) * len(prompt) + (1.0,) * len(follows))
     messages = facts["messages"] and tuple(facts["messages"])
     found = _question(tokenizer, whole, prompt, answer)
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.

@@ -16,6 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -101,6 +102,14 @@ def render(source: str, variables: Mapping[str, Any], deadline_s: float = DEADLI
     sandbox, template = _compile(source)
     sandbox.set_deadline(deadline_s)
     return template.render(**variables)
+
+
+@lru_cache(maxsize=16)
+def read_variables(source: str) -> frozenset[str]:
+    """The variables that a template reads, `strftime_now` among them."""
+    sandbox = _Sandbox()
+    del sandbox.globals["strftime_now"]
+    return frozenset(jinja2.meta.find_undeclared_variables(sandbox.parse(source)))
 
 
 @lru_cache(maxsize=16)

@@ -22,7 +22,8 @@ import transformers
 
 from runner.core.errors import DataError
 from runner.data.chat import TrainOn
-from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig
+from runner.data.chat_template import reads_date
+from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig, today
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -129,7 +130,10 @@ class SourcePreparation:
         options["max_length"] = self.limit(reading).most
         rule = portion.holdout
         side = [rule.fraction, rule.group, rule.content, portion.held_out] if rule else []
-        chat = self.chat.model_dump(mode="json", exclude={"template"} | ({"train_on"} if reading != "sft" else set()))
+        unused = {"template", "date", *(() if reading == "sft" else ("train_on",))}
+        chat = self.chat.model_dump(mode="json", exclude=unused)
+        if reads_date(self.tokenizer):
+            chat["date"] = self.chat.date or today()
         return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:

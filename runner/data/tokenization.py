@@ -15,12 +15,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
+from runner.data.chat import Renderer, TrainOn, UnopenedError, merge_neighbors
+from runner.data.chat_template import RenderError, RenderTimeout
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
@@ -144,19 +146,58 @@ class ExampleTokenizer:
         for place, fault in failed.items():
             problems.add_fault(place, str(fault), fault.hint)
         rows = [row for plan in plans for row in plan]
-        parts = iter(self._tokens([(s.text, at > 0, s.literal) for row in rows for at, s in enumerate(row)]))
-        made = [
-            [self._assemble(example, row, [next(parts) for _ in row]) for row in plan]
+        contexts = [_context(row, runs[-1][0]) if len(runs := _trained_runs(row)) > 1 else [] for row in rows]
+        texts = [(s.text, at > 0, s.literal) for some in (*rows, *contexts) for at, s in enumerate(some)]
+        parts = iter(self._tokens(texts))
+        ids = [[next(parts) for _ in row] for row in rows]
+        exact = [list(chain(*(next(parts) for _ in context))) for context in contexts]
+        made = iter([self._exact_rows(*one) for one in zip(rows, ids, exact, strict=True)])
+        found = [
+            [self._assemble(example, *one) for _ in plan for one in next(made)]
             for example, plan in zip(examples, plans, strict=True)
         ]
-        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in made]
+        return [(some[0] if len(some) == 1 else EncodedRows(some)) if some else None for some in found]
+
+    def _exact_rows(
+        self, row: list[Segment], ids: list[list[int]], context: list[int]
+    ) -> list[tuple[list[Segment], list[list[int]]]]:
+        """A row with its ids; several where generation sees other ids of the turns before one.
+
+        A tokenizer may join the end of a context and the beginning of a turn, once both are the context of the next
+        turn. context: what generation sees before the last of several trained turns, else empty
+        """
+        if list(chain(*ids))[: len(context)] == context:
+            return [(row, ids)]
+        rows, end = list[list[Segment]](), 0
+        for start, stop in _trained_runs(row):
+            before = _context(row, start)
+            continued = [*rows[-1], *row[end:start]] if rows else []
+            if rows and self._ids_of_row(continued) == self._ids_of_row(before):
+                rows[-1] = continued
+            else:
+                rows.append(before)
+            rows[-1] += row[start:stop]
+            end = stop
+        rows[-1] += row[end:]
+        for one in rows[:-1]:
+            start, _ = _trained_runs(one)[-1]
+            one[start:] = [replace(s, answer=True) for s in one[start:]]
+        return [(one, [self._control.ids_of([s], begins_row=not at) for at, s in enumerate(one)]) for one in rows]
+
+    def _ids_of_row(self, row: Sequence[Segment]) -> list[int]:
+        return self._control.ids_of(row, begins_row=True)
 
     def _plan(self, example: TextExample | ChatExample | PromptExample) -> list[list[Segment]]:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
             _refuse_excluded(example.messages, self.train_on)
             self._refuse_special_tokens(example.messages)
-            return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+            try:
+                return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+            except UnopenedError:
+                if not example.is_question:
+                    raise
+            return [self._question(example)]
         if isinstance(example, TextExample):
             return [self._plain(example)]
         if isinstance(example.prompt, tuple):
@@ -173,6 +214,16 @@ class ExampleTokenizer:
             if found := next((token for token in self.special_tokens if token in text), None):
                 why = "data.special_tokens allows it in assistant turns only"
                 raise RenderError(f"messages[{at}] (role {message['role']}) has the special token {found!r}; {why}")
+
+    def _question(self, example: ChatExample) -> list[Segment]:
+        """The prompt, and the text of the right answer apart from it. Raises RenderError."""
+        self._text_notes.add(
+            "the chat template opens a completion in another way than it renders one, so expected answers are compared "
+            "by their text, and their loss is not measured"
+        )
+        *prompt, answer = example.messages
+        segments = self.renderer.render_prompt(prompt, example.tools)
+        return [*segments, Segment(str(answer["content"]), is_trained=False, answer=True)]
 
     def _note_special_tokens(self, text: str) -> None:
         if self._control.special.search(text):
@@ -223,7 +274,7 @@ class ExampleTokenizer:
             loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
-        elif segments and answer[1]:
+        elif answer[1] and any(loss_mask):
             self._note_end(ids[answer[0] : answer[1]])
         loss_mask[:1] = [0] * len(loss_mask[:1])
         return EncodedExample(example.place, ids, loss_mask, answer)
@@ -252,6 +303,22 @@ def _refuse_excluded(messages: Sequence[Message], train_on: TrainOn) -> None:
     flags = [flag for message in turns for flag in excluding_flags(message)] if train_on in ("last", "all") else []
     if flags:
         raise RenderError(f"a message has {flags[0]}, but chat.train_on={train_on}", "type chat.train_on=assistant")
+
+
+def _trained_runs(row: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Half-open spans of the trained turns; blanks before the token that ends a turn belong to it."""
+    found: list[tuple[int, int]] = []
+    for at in (at for at, segment in enumerate(row) if segment.is_trained):
+        if found and not "".join(s.text for s in row[found[-1][1] : at]).strip():
+            found[-1] = (found[-1][0], at + 1)
+        else:
+            found.append((at, at + 1))
+    return found
+
+
+def _context(row: Sequence[Segment], stop: int) -> list[Segment]:
+    """The first `stop` segments as generation sees them: as one text."""
+    return merge_neighbors([replace(s, is_trained=False, answer=False) for s in row[:stop]])
 
 
 def bos_and_eos(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int | None]:
@@ -287,7 +354,9 @@ def _combine(
         return EncodedAnswers(example.place, known[0].ids, [], facts)
     if isinstance(example, AnswersExample):
         prompt = known[0].ids[: known[0].answer[0]]
-        return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], example.facts)
+        apart = {} if any(known[0].loss_mask) else {"is_apart": True}
+        answers = [row.ids[slice(*row.answer)] for row in known]
+        return EncodedAnswers(example.place, prompt, answers, {**example.facts, **apart})
     return rows[0]
 
 

@@ -21,7 +21,7 @@ from runner.interfaces import Request, Rollout
 
 
 class AnswerJournal:
-    """A file of answers of one model's weights, a JSON line each.
+    """A file of answers of one model, a JSON line each.
 
     num_known: answers that were in the file, as far as they were requested again
     """
@@ -126,7 +126,8 @@ class JournaledSampler:
                 self.engine.cancel(key)
 
     def _key(self, request: Request) -> str:
-        """What an answer depends on: prompt, longest answer, temperature, the sample's seed, and what ends it."""
+        """What an answer of the journal's model depends on: prompt, sampling, and what ends it."""
+        ends = sorted({*self.engine.limits.stop_token_ids, *self.stop_token_ids})
         facts: list[Any] = [request.prompt, request.max_new_tokens, self.temperature, self.temperature and request.seed]
-        facts += [self.stop, self.stop_token_ids] if self.stop or self.stop_token_ids else []
+        facts += [ends, self.stop]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer, RenderError
+from runner.data.chat import Renderer
+from runner.data.chat_template import RenderError
 from runner.inference.answer_text import THINK
 
 
@@ -32,7 +33,7 @@ def render_chat(
     """
     if not messages:
         raise DataError("messages is empty; at least one message is needed")
-    if "developer" not in renderer.source:  # OpenAI's newer name of the system prompt
+    if "developer" not in renderer.template.source:  # OpenAI's newer name of the system prompt
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
         segments = renderer.render_prompt(messages, tuple(tools))
@@ -40,4 +41,4 @@ def render_chat(
         text = f"{error}; leave it out, or serve a model whose chat template writes it"
         raise DataError(text) from error
     text = "".join(segment.text for segment in segments)
-    return ChatPrompt(tuple(renderer.control.ids_of(segments)), text.rstrip().endswith(THINK))
+    return ChatPrompt(tuple(renderer.control.ids_of(segments, begins_row=True)), text.rstrip().endswith(THINK))

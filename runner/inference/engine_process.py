@@ -57,7 +57,7 @@ class EngineInfo(Config):
     """What the front end has to know of a loaded model.
 
     adapters: names that a request may choose; length_limit: most tokens of prompt and answer; step: of a run's
-    checkpoint; chat_kwargs: variables of the chat template
+    checkpoint; chat_date: see `ChatConfig`
     """
 
     name: str
@@ -66,7 +66,7 @@ class EngineInfo(Config):
     vocab_size: int
     length_limit: int | None
     step: int | None
-    chat_kwargs: dict[str, bool | int | float | str]
+    chat_date: str | None
 
 
 class EngineHost:
@@ -225,7 +225,7 @@ def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, Eng
         vocab_size=limits.vocab_size,
         length_limit=None if limits.length_limit is None else limits.length_limit[0],
         step=loaded.step,
-        chat_kwargs=loaded.chat.kwargs or {},
+        chat_date=loaded.chat.date,
     )
     return host, info
 

@@ -304,7 +304,7 @@ def _load_folder(spec: JobSpec) -> TrainableModel:
 
     decide = Decisions()
     device = build.build_device(spec, decide)
-    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec), device, decide, trains=False)
+    model: TrainableModel = build.build_model(spec, build.build_tokenizer(spec, decide), device, decide, trains=False)
     return model
 
 
@@ -335,7 +335,7 @@ def load_run(
     check_spec_unchanged(spec, loaded.state["identity"], free=SETTABLE)
     device = build.build_device(spec, decide)
     role, head = next(iter(spec.algorithm.trained_models().items()))
-    tokenizer = build.build_tokenizer(with_copied_files(spec, folder))
+    tokenizer = build.build_tokenizer(with_copied_files(spec, folder), decide)
     model: TrainableModel = build.build_model(spec, tokenizer, device, decide, head)
     check_model_unchanged(model.base_fingerprint, loaded.state["identity"])
     load_parameters(model.trainable(), loaded.state[role]["tensors"])

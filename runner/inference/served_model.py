@@ -98,12 +98,12 @@ class ServedModel:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions with a plain prompt")
         renderer = self._renderer
         if kwargs:
-            renderer = Renderer(self.tokenizer, ChatConfig(kwargs={**self.info.chat_kwargs, **kwargs}))
+            renderer = Renderer(self.tokenizer, ChatConfig(kwargs=dict(kwargs), date=self.info.chat_date))
         return render_chat(renderer, messages, tools)
 
     @cached_property
     def _renderer(self) -> Renderer:
-        return Renderer(self.tokenizer, ChatConfig(kwargs=self.info.chat_kwargs))
+        return Renderer(self.tokenizer, ChatConfig(date=self.info.chat_date))
 
     def new_tokens(self, prompt: Sequence[int], wanted: int | None) -> int:
         """Most tokens of an answer; wanted None = as many as fit.

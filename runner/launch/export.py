@@ -166,6 +166,9 @@ def _loading_code(export: Path) -> str:
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f"model = {kind}.from_pretrained(folder)",
     ]
+    if is_adapter(export) and (export / "generation_config.json").is_file():
+        lines[1] = "from transformers import AutoTokenizer, GenerationConfig"
+        lines.append("model.generation_config = GenerationConfig.from_pretrained(folder)  # the end tokens")
     return "```python\n" + "\n".join(lines) + "\n```"
 
 

@@ -30,7 +30,10 @@ def load(folder: Path, dtype: str) -> Any:
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as kind
     name = "dtype" if version("transformers") >= "5" else "torch_dtype"  # releases before 4.56 know the second alone
-    return kind.from_pretrained(folder, **{name: getattr(torch, dtype)}).eval()
+    model = kind.from_pretrained(folder, **{name: getattr(torch, dtype)}).eval()
+    if (folder / "generation_config.json").is_file():  # which an adapter's base does not have
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:

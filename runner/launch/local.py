@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerError, SpecError
 from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
+from runner.data.config import today
 from runner.launch.preflight import mask_secrets, preflights, refuse_other_launcher, refuse_unready
 from runner.launch.run_records import (
     TRUST_REMOTE_CODE,
@@ -106,11 +107,12 @@ def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping
 
 
 def prepare_spec(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths, and weights that are there; everything is checked that needs no torch.
+    """The spec with absolute paths, its day, and weights that are there; checks all that needs no torch.
 
     Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
     """
     spec = check_spec(spec, here=spec.launch.here)
+    spec = spec.model_copy(update={"chat": spec.chat.model_copy(update={"date": spec.chat.date or today()})})
     if spec.init_from is None and not spec.algorithm.upstream_models():
         return spec
     from runner.launch.upstream_runs import resolve_init_from, resolve_other_models

@@ -143,11 +143,12 @@ def run_suite(
 
 def _write_tokenizer(source: ModelSource, folder: Path) -> None:
     from runner import build
+    from runner.core.auto_choices import Decisions
     from runner.model.export import write_tokenizer
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        write_tokenizer(folder, build.build_tokenizer(source_spec(source)))
+        write_tokenizer(folder, build.build_tokenizer(source_spec(source), Decisions()))
 
 
 @contextmanager

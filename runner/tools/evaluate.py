@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +25,7 @@ from runner.core.rank_info import RankInfo
 from runner.inference.model_source import LoadedModel, ModelSource, load_source, source_spec
 from runner.interfaces import TokenizedExample
 from runner.run_dir.folder import OUTPUTS, RunFolder, display_path, make_unique, write_atomic
+from runner.run_dir.manifest import LIBRARIES
 from runner.spec.evaluation import EvaluationSet, EvaluationSetConfig, without_bounds
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -112,7 +114,7 @@ def _evaluate_model(
 
     spec = base.model_copy(update={"chat": loaded.chat, "device": source_spec(source, **settings).device})
     digest = weights_digest(_tensors(loaded.model.module))[:16]
-    journal = AnswerJournal(OUTPUTS / "eval" / "answers" / f"{digest}.jsonl")
+    journal = AnswerJournal(OUTPUTS / "eval" / "answers" / f"{_model_digest(loaded, digest)}.jsonl")
     if stops := loaded.stop_text():
         print_text(f"{source.text}: {stops}", file=sys.stderr)
     engine = TorchEngine(loaded.model, decide=Decisions(), max_num_seqs=base.evaluation.batch_size)
@@ -121,6 +123,16 @@ def _evaluate_model(
     finally:
         engine.close()
     return Evaluated(source, loaded.step, digest, results)
+
+
+def _model_digest(loaded: LoadedModel, weights: str) -> str:
+    """Of what answers depend on beside prompt and sampling, e.g. weights and config."""
+    from runner.data.tokenization import digest
+
+    config = json.loads(loaded.model.inner.config.to_json_string(use_diff=False))
+    config = {key: value for key, value in config.items() if key not in ("_name_or_path", "architectures")}
+    where = [loaded.model.device.type, *map(version, LIBRARIES)]
+    return digest(weights, config, loaded.tokenizer.get_vocab(), where)[:16]
 
 
 def _tensors(module: Any) -> dict[str, Any]:

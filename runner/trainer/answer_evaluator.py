@@ -172,8 +172,13 @@ def _score_record(question: EvalQuestion, sample: RolloutSample, comparable: boo
     }
 
 
+END_OF_REASONING = "</think>"
+
+
 def _is_exact(question: EvalQuestion, sample: RolloutSample) -> bool:
-    return sample.text.strip() == question.answer.strip()
+    """Whether the completion, without reasoning that the expected one does not have, is the expected one."""
+    said = sample.text if END_OF_REASONING in question.answer else sample.text.rpartition(END_OF_REASONING)[2]
+    return said.strip() == question.answer.strip()
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:

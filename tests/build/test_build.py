@@ -25,6 +25,7 @@ from runner.build.components import (
 from runner.build.data import build_data
 from runner.build.job import _experience_queue
 from runner.build.rewards import refuse_missing_columns
+from runner.build.samplers import _report_padding
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
@@ -42,7 +43,7 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     Path("rows.jsonl").write_text(json.dumps({"prompt": "hello there, general", "completion": "kenobi"}) + "\n")
     words = ["data=file", "data.path=rows.jsonl", "data.eval_path=rows.jsonl", "data.cache=false", "model=tiny"]
     spec = compose_job([*words, f"algorithm={algorithm}"]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions(strict=False))
     [item] = data.take(0, 1)
     [question] = data.held_out_questions()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
@@ -75,7 +76,7 @@ def test_a_column_that_no_row_has_is_refused_before_there_is_a_model(
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["data=file", "data.path=rows.jsonl", "model=tiny", "algorithm=grpo", "sampler=torch"]
     spec = compose_job([*words, *f"reward={reward}".split()]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions(strict=False))
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions(strict=False))
     if not said:
         return refuse_missing_columns(spec, data)
     with pytest.raises(SpecError) as raised:
@@ -202,6 +203,13 @@ def test_memory_that_nobody_wrote_is_not_filled_where_kernels_are_deterministic(
     assert not torch.utils.deterministic.fill_uninitialized_memory
 
 
+@pytest.mark.parametrize(("vocab_size", "said"), [(512, ["sampler: samples from all 512 ids"]), (259, [])])
+def test_ids_that_the_tokenizer_does_not_have_are_sampled_and_said(vocab_size: int, said: list[str]) -> None:
+    tokenizer, decide = byte_tokenizer(64), Decisions(strict=True)
+    _report_padding(vocab_size, tokenizer, decide)
+    assert [str(entry).partition(" (")[0] for entry in decide.entries] == said
+
+
 def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
     """The weights that the job starts from, given by their path, score as their copy does; others score otherwise."""
     words = [
@@ -215,7 +223,7 @@ def test_a_reference_with_a_path_is_that_model(workdir: Path) -> None:
 
     def reference(more: str, seed: int = 0) -> torch.Tensor:
         spec = compose_job([*words, f"seed={seed}", more]).spec
-        decide, tokenizer = Decisions(), build_tokenizer(spec)
+        decide, tokenizer = Decisions(), build_tokenizer(spec, Decisions())
         device = build_device(spec, decide)
         policy = build_model(spec, tokenizer, device, decide, world=alone())
         if not Path("mine").exists():
@@ -243,12 +251,12 @@ def trained(tmp_path: Path) -> Path:
 def test_a_template_that_takes_the_place_of_that_of_init_from_is_named(trained: Path) -> None:
     spec = compose_job(["+recipe=sft_demo", f"init_from={trained}"]).spec
     decide = Decisions()
-    compare_tokenizers(spec, build_tokenizer(spec), decide)
+    compare_tokenizers(spec, build_tokenizer(spec, Decisions()), decide)
     assert [entry.feature for entry in decide.entries] == ["chat template"]
     spec = compose_job(
         ["+recipe=sft_demo", f"init_from={trained}", f"chat.template={trained}/chat_template.jinja"]
     ).spec
-    compare_tokenizers(spec, build_tokenizer(spec), decide := Decisions())
+    compare_tokenizers(spec, build_tokenizer(spec, Decisions()), decide := Decisions())
     assert not decide.entries
 
 
@@ -260,9 +268,9 @@ def test_a_tokenizer_with_other_ids_than_that_of_init_from_is_refused(trained: P
     words = ["+recipe=sft_demo", "model=hf", f"model.path={tmp_path / 'base'}", f"init_from={trained}"]
     spec = compose_job(words).spec
     with pytest.raises(SpecError, match=r"init_from: .* other ids than .*type model\.tokenizer="):
-        compare_tokenizers(spec, build_tokenizer(spec), Decisions())
+        compare_tokenizers(spec, build_tokenizer(spec, Decisions()), Decisions())
     spec = compose_job([*words, f"model.tokenizer={trained}"]).spec
-    compare_tokenizers(spec, build_tokenizer(spec), Decisions())
+    compare_tokenizers(spec, build_tokenizer(spec, Decisions()), Decisions())
 
 
 def test_options_that_init_from_or_a_folder_leaves_without_effect_are_refused(trained: Path) -> None:

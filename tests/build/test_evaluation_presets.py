@@ -86,7 +86,7 @@ def test_rows_of_the_datas_shape_are_read_and_scored(preset: str, workdir: Path)
     shared = {name: getattr(hub, name) for name in ("rename_columns", "max_eval_examples", "max_length")}
     data_config = FileConfig(path="rows.jsonl", cache=False, **shared).as_held_out()
     spec = spec.model_copy(update=one.components | {"data": data_config})
-    data = build_data(spec, build_tokenizer(spec), Decisions(), data_config, "prompts")
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions(), data_config, "prompts")
     refuse_missing_columns(spec, data)
     [question] = data.held_out_questions()
     prompt = Prompt(question.prompt_ids, question.prompt, question.messages, question.columns)
@@ -98,7 +98,9 @@ def test_rows_of_the_datas_shape_are_read_and_scored(preset: str, workdir: Path)
 def test_the_expected_answers_of_sets_made_here_score_and_others_do_not(preset: str, workdir: Path) -> None:
     spec, [one] = decoded(f"+evaluation={preset}")
     spec = spec.model_copy(update=dict(one.components))
-    data = build_data(spec, build_tokenizer(spec), Decisions(), one.components["data"].as_held_out(), "prompts")
+    data = build_data(
+        spec, build_tokenizer(spec, Decisions()), Decisions(), one.components["data"].as_held_out(), "prompts"
+    )
     questions = data.held_out_questions()
     assert len({question.prompt for question in questions}) == len(questions) == 256
     for question in questions[:8]:

@@ -25,7 +25,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def resolve(*words: str) -> tuple[JobSpec, Decisions]:
     spec, decide = compose_job(list(words)).spec, Decisions(strict=True)
-    return resolve_max_length(spec, build_data(spec, build_tokenizer(spec), decide), decide), decide
+    return resolve_max_length(spec, build_data(spec, build_tokenizer(spec, Decisions()), decide), decide), decide
 
 
 def test_it_is_the_longest_item_and_said(rows: str) -> None:
@@ -61,6 +61,6 @@ def test_a_prompt_leaves_room_for_its_answer(rows: str) -> None:
 @pytest.mark.parametrize("recipe", ["sft_demo", "grpo_demo"])
 def test_no_item_of_the_demo_is_longer(recipe: str) -> None:
     spec = compose_job([f"+recipe={recipe}"]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions())
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions())
     items = [getattr(item, "ids", None) or item.prompt for item in data.take(0, 50)]
     assert max(map(len, items)) <= data.longest < 200

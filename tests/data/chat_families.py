@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from runner.data.chat import TEMPLATES
+from runner.data.chat_template import TEMPLATES
 from runner.data.config import ChatConfig
 from runner.data.examples import ChatExample
 from runner.data.message_keys import Message
@@ -64,8 +64,8 @@ FAMILIES = (
     Family("Llama-3", "llama3", "<|begin_of_text|>", "<|eot_id|>"),
     Family("Gemma-3", "gemma3", "<bos>", "<end_of_turn>"),
     Family("Gemma-4", "gemma4_v5", "<bos>", "<turn|>"),
-    Family("DeepSeek-V3/R1", "deepseekv3", *DEEPSEEK),
-    Family("DeepSeek, `chat.template=deepseek_r1`", "deepseekv3", *DEEPSEEK, ChatConfig(template="deepseek_r1")),
+    Family("DeepSeek-V3/R1 (`deepseek_r1`)", "deepseekv3", *DEEPSEEK, ChatConfig(template="deepseek_r1")),
+    Family("Nemotron-3", "nemotron_3_nano", "<s>", "<|im_end|>"),
     Family("gpt-oss", "gptoss", "<|startoftext|>", "<|return|>"),
     Family("Phi-3", "phi3", "<s>", "<|endoftext|>"),
     Family("GLM-4.5", "glm4moe", "[gMASK]", "<|endoftext|>"),
@@ -129,9 +129,9 @@ def trl_names() -> list[str]:
     return sorted(path.stem for path in (Path(found.submodule_search_locations[0]) / "chat_templates").glob("*.jinja"))
 
 
-def family_tokenizer(template: str, bos: str, eos: str) -> Any:
-    """A byte-level tokenizer with the tokens that a template names."""
-    tokenizer = byte_tokenizer(template=None)
+def family_tokenizer(template: str, bos: str, eos: str, tokenizer: Any = None) -> Any:
+    """A byte-level tokenizer, or the given one, with the tokens that a template names."""
+    tokenizer = tokenizer or byte_tokenizer(template=None)
     found = sorted({*TOKEN.findall(template), bos, eos})
     special = [AddedToken(t, special=t in (bos, eos) or not WORD.fullmatch(t), normalized=False) for t in found]
     tokenizer.add_tokens(special)
@@ -155,6 +155,12 @@ def spans(tokenizer: Any, ids: Sequence[int], mask: Sequence[int]) -> list[str]:
     """The stretches that are trained on, as text."""
     cut = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
     return [tokenizer.decode(ids[a:b]) for a, b in pairwise(cut) if a < b and mask[a]]
+
+
+def contexts(row: EncodedExample) -> list[list[int]]:
+    """The ids before each turn that a row trains on."""
+    mask = row.loss_mask
+    return [row.ids[:at] for at in range(1, len(mask)) if mask[at] > mask[at - 1]]
 
 
 def equals_trl(family: Family, messages: Sequence[Message], tools: Any, row: EncodedExample) -> bool:

@@ -275,7 +275,7 @@ def test_a_template_that_rewrites_history_trains_on_every_turn(tmp_path: Path, j
     )
     assert question.answer == "Td" and tokenizer.decode(list(question.answer_ids)) == "Td<|im_end|>"
     said = " ".join(map(str, decide.entries))
-    assert "1 of 1 rows: the chat template rewrites earlier turns" in said and "chat.train_on=last" in said
+    assert "1 of 1 rows: generation sees other tokens of earlier turns" in said and "chat.train_on=last" in said
 
 
 def test_control_tokens_in_rows_are_said(tmp_path: Path, jsonl: Jsonl) -> None:

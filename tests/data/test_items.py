@@ -196,7 +196,7 @@ def test_rows_of_a_conversation_share_their_beginning_within_max_length() -> Non
         assert (tally.rows, tally.items, sum(sum(item.loss_mask) for item in items)) == (1, len(sizes), 9)
         first, last = items[-1].answer
         assert items[-1].ids[first:last] == [302, 302, 302]
-        assert tally.branches_text().startswith("1 of 1 rows: the chat template rewrites earlier turns")
+        assert tally.branches_text().startswith("1 of 1 rows: generation sees other tokens of earlier turns")
         assert f"{sum(sizes) / 15:.2g} times" in tally.branches_text()
 
 

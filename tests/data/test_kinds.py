@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.config import FileConfig
+from runner.data.config import ChatConfig, FileConfig, today
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt
 from runner.spec.base import ItemKind
-from tests.data.conftest import chat
+from tests.data.conftest import CHATML, byte_tokenizer, chat
 
 Jsonl = Callable[..., str]
 END = "<|im_end|>"
@@ -122,6 +122,23 @@ def test_cached_or_not_the_items_are_the_same(tokenizer: Any, tmp_path: Path, js
     assert len([path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]) == 1
 
 
+def test_the_day_changes_the_tokens_of_templates_that_read_it_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"prompt": chat("a")}])
+
+    def prepared(template: str, date: str | None) -> TokenizedData:
+        options: dict[str, Any] = {"decide": Decisions(), "cache_dir": tmp_path / "cache", "kind": "prompts", "seed": 0}
+        chat_options = ChatConfig(date=date)
+        return build(FileConfig(path=path), tokenizer=byte_tokenizer(template), chat=chat_options, **options)
+
+    first, other = (prepared(CHATML, date) for date in ("2024-02-03", None))
+    assert first.fingerprint == other.fingerprint
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    found = [prepared(dated, date) for date in ("2024-02-03", "2024-02-04", "2024-02-03", today(), None)]
+    assert [data.fingerprint == found[0].fingerprint for data in found] == [True, False, True, False, False]
+    assert found[3].fingerprint == found[4].fingerprint
+    assert [data.take(0, 1)[0].text[:10] for data in found[:3]] == ["2024-02-03", "2024-02-04", "2024-02-03"]
+
+
 def test_the_fingerprint_follows_the_kind_and_the_names(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     row = {"prompt": "a b", "chosen": "a b", "rejected": "a c", "completion": "d", "label": True, "answer": "e"}
     path = jsonl([row, row])
@@ -192,6 +209,22 @@ def test_held_out_prompts_become_questions(tokenizer: Any, tmp_path: Path, jsonl
     )
     assert found.held_out_items() == ()
     assert data(tokenizer, tmp_path, "prompts", path=path).held_out_questions() == ()
+
+
+def test_a_template_that_opens_a_thought_asks_and_compares_texts(tmp_path: Path, jsonl: Jsonl) -> None:
+    """The expected answer is no continuation of the prompt, so it has no loss."""
+    tokenizer, decide = (
+        byte_tokenizer(CHATML.replace("assistant\n{%", "assistant\n<think>\n{%")),
+        Decisions(strict=True),
+    )
+    path = jsonl(PROMPTS)
+    found = data(tokenizer, tmp_path, "prompts", decide, path=path, eval_path=path).held_out_questions()
+    assert len(found) == len(PROMPTS)
+    for number, question in enumerate(found):
+        assert question.prompt.endswith(f"p{number}{END}\n<|im_start|>assistant\n<think>\n")
+        assert (question.answer, tokenizer.decode(question.answer_ids)) == (f"a{number}", f"a{number}")
+        assert question.item.ids == question.prompt_ids and not any(question.item.weights)
+    assert any("their loss is not measured" in line for line in said(decide, "chat"))
 
 
 def test_a_held_out_prompt_without_answer_names_the_row(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:

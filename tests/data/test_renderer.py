@@ -9,7 +9,8 @@ import pytest
 
 from runner.core.errors import DataError
 from runner.data import jinja_sandbox
-from runner.data.chat import Renderer, RenderError, load_template
+from runner.data.chat import Renderer
+from runner.data.chat_template import RenderError, load_template
 from runner.data.config import ChatConfig
 from runner.data.conversation import plain_messages, statements
 from runner.data.jinja_sandbox import TemplateTimeout, render
@@ -61,10 +62,10 @@ def test_every_turn_is_trained_on_after_what_generation_sees(family: Family, kin
     assert len(trained) == len(turns)
     renderer = Renderer(tokenizer, family.options)
     for turn, text in zip(turns, trained, strict=True):
-        said = [s for s in statements(plain_messages(messages, (), renderer._call_form)) if s.index == turn]
+        said = [s for s in statements(plain_messages(messages, (), renderer.template.call_form)) if s.index == turn]
         assert said and all(one.text in text for one in said)
         assert re.search(r"(<[^<>]*>|\[INST\])$", text), "the end token is trained on"
-    for one in statements(plain_messages(messages, (), renderer._call_form), tools):
+    for one in statements(plain_messages(messages, (), renderer.template.call_form), tools):
         assert one.text in everything
         assert one.role in ("assistant", "tool") or not any(one.text in text for text in trained)
     first = rows[0].loss_mask.index(1)
@@ -83,7 +84,7 @@ def test_every_template_of_trl_is_exact_or_refused_in_words(name: str) -> None:
             assert "the chat template" in rows and re.search(r"chat\.(template|drop|kwargs)=", rows), kind
             continue
         text = "".join(tokenizer.decode(row.ids) for row in rows)
-        for one in statements(plain_messages(messages, (), Renderer(tokenizer)._call_form), tools):
+        for one in statements(plain_messages(messages, (), Renderer(tokenizer).template.call_form), tools):
             assert one.text in text, kind
 
 
@@ -107,7 +108,7 @@ def test_an_episode_has_the_ids_of_the_template_or_is_refused(name: str, role: s
         assert "of role tool" in str(error) and "environment.role=user" in str(error)
         return
     assert "OBS 3" in tokenizer.decode(ids)
-    if renderer.rewrites_history():  # what the policy wrote stays, so the template's history is another one
+    if renderer.template.rewrites_history():  # what the policy wrote stays, so the template's history is another one
         assert ids[: len(first)] == first and name == "Qwen3.5"
     else:
         assert ids == renderer.control.ids_of(renderer.render_prompt(messages[:3]))
@@ -134,6 +135,25 @@ def test_control_tokens_in_messages_are_text() -> None:
     assert tokenizer.decode([i for i in prompt if i in special]) == "<|im_start|><|im_end|><|im_start|>"
     marks = [i for i in found if i in special]
     assert tokenizer.decode(marks) == "<|im_start|><|im_end|><|im_start|>"
+
+
+def test_control_tokens_in_keys_are_text() -> None:
+    """Of schemas and of arguments, at any depth; a value is text whatever its key is called."""
+    template = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}")
+    tokenizer = byte_tokenizer(template)
+
+    def encode(key: str, role: str) -> tuple[list[int], list[str]]:
+        tools = ({"name": "f", "parameters": {"properties": {key: {"type": "string", "role": role}}}},)
+        call = {"name": "f", "arguments": {key: "x", "deep": [{key: 1}], "role": role}}
+        messages = [*chat("q"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+        [row] = encode_chat(tokenizer, messages, tools)
+        assert not isinstance(row, str)
+        return row.ids, spans(tokenizer, row.ids, row.loss_mask)
+
+    ids, trained = encode(f"k{HOSTILE}", f"r{HOSTILE}")
+    special = {tokenizer.convert_tokens_to_ids(t) for t in ("<|im_start|>", "<|im_end|>")}
+    assert [i for i in ids if i in special] == [i for i in encode("k", "r")[0] if i in special]
+    assert trained[0].count("five<|im_end|>") == 3
 
 
 def test_the_assistant_writes_tokens_that_are_not_special_and_a_user_does_not() -> None:

@@ -112,23 +112,26 @@ MERGES = [("a", "b"), ("Ċ", "a"), ("ab", "ab"), ("Ċ", "Ċ"), ("Ġ", "a")]
 
 @given(st.lists(TEXT, min_size=2, max_size=6), st.booleans())
 def test_every_prompt_is_what_generation_sees_whatever_is_said(contents: list[str], merges: bool) -> None:
-    """Also where the answer's first characters could merge with the prompt's last."""
+    """Also where the first characters of an answer merge with the last ones before it, in the context of later ones."""
     tokenizer = byte_tokenizer(merges=MERGES if merges else None)
-    contents = contents[: len(contents) // 2 * 2]
-    row = encode(tokenizer, ChatExample(HERE, tuple(chat(*contents))))
-    rest = tokenizer.apply_chat_template(chat(*contents), tokenize=False)
-    assert tokenizer.decode(row.ids) == rest
-    ids: list[int] = []
-    flags: list[int] = []
-    for turn in range(0, len(contents), 2):
-        prompt = tokenizer.apply_chat_template(chat(*contents[: turn + 1]), tokenize=False, add_generation_prompt=True)
-        asked = ids_of(tokenizer, prompt[len(tokenizer.decode(ids)) :])
-        answer = ids_of(tokenizer, contents[turn + 1] + "<|im_end|>")
-        ids, flags = ids + asked + answer, flags + [0] * len(asked) + [1] * len(answer)
-    tail = ids_of(tokenizer, "\n")
-    assert (row.ids, row.loss_mask) == (ids + tail, flags + [0] * len(tail))
-    if len(contents) == 2:
-        assert row.ids[: row.answer[0]] == prompt_ids(tokenizer, chat(contents[0]))
+    messages = chat(*contents[: len(contents) // 2 * 2])
+    example = ChatExample(HERE, tuple(messages))
+    [found] = ExampleTokenizer(tokenizer).encode([example], Problems("data.path", "a.jsonl"))
+    rows = found.rows if isinstance(found, EncodedRows) else [found]
+    assert merges or len(rows) == 1
+    turn = 1
+    for row in rows:
+        edges = [at for at in range(1, len(row.ids)) if row.loss_mask[at] != row.loss_mask[at - 1]]
+        for start, stop in zip(edges[::2], [*edges, len(row.ids)][1::2], strict=True):
+            assert row.ids[:start] == prompt_ids(tokenizer, messages[:turn])
+            assert row.ids[start:stop] == ids_of(tokenizer, messages[turn]["content"] + "<|im_end|>")
+            turn += 2
+        assert row.answer == (start, stop)
+        context = messages if row is rows[-1] else messages[: turn - 1]
+        assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(context, tokenize=False).removesuffix(
+            "" if row is rows[-1] else "\n"
+        )
+    assert turn == len(messages) + 1
 
 
 def test_turns_of_a_conversational_prompt_are_context(tokenizer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import statistics
@@ -146,13 +145,16 @@ def test_a_request_that_is_refused_cancels_those_before_it(tmp_path: Path) -> No
     assert asking.sample([Request((1, 2, 3), 100, 8, 0)])[0].ids
 
 
-def test_a_runs_own_stops_end_its_answers_and_leave_the_keys_of_other_runs(tmp_path: Path) -> None:
+def test_end_tokens_of_a_run_or_of_a_model_are_part_of_a_kept_answers_key(tmp_path: Path) -> None:
     request = Request((1, 2, 3), 100, 8, 0)
     plain = sampler(tmp_path / "a.jsonl", 0.0, 99)
     [whole] = plain.sample([request])
-    facts = [[1, 2, 3], 8, 0.0, 0.0]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    assert len(whole.ids) == 8 and plain.journal.find(key) == whole
+    assert len(whole.ids) == 8
+    model = causal("llama")
+    model.inner.generation_config.eos_token_id = [whole.ids[2]]
+    engine = TorchEngine(model, decide=Decisions(), max_num_seqs=3)
+    [ended] = replace(plain, engine=engine, journal=AnswerJournal(tmp_path / "a.jsonl")).sample([request])
+    assert ended.ids == whole.ids[: whole.ids.index(whole.ids[2]) + 1]
     again = replace(sampler(tmp_path / "a.jsonl", 0.0, 99), stop_token_ids=(whole.ids[2],))
     [short] = again.sample([request])
     end = whole.ids.index(whole.ids[2]) + 1
@@ -231,7 +233,7 @@ def test_models_that_drop_other_rows_are_paired_by_the_row(tmp_path: Path) -> No
         data = {"name": "file", "path": str(tmp_path / "rows.jsonl"), "max_length": most, "truncation": "skip"}
         spec = compose_job(["model=tiny", "data=demo", "algorithm=sft", "tracker=none"]).spec
         config = default_registry().classes("data")["file"].model_validate(data).as_held_out()
-        tokenizer = build_tokenizer(spec)
+        tokenizer = build_tokenizer(spec, Decisions())
         if most == 60:
             tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}"
         found = build_data(spec, tokenizer, Decisions(), config, "prompts").held_out_questions()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from runner.algorithm.rollouts import RolloutSample
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main
 from runner.core.errors import SpecError
+from runner.interfaces import EvalQuestion, TokenizedExample
+from runner.trainer.answer_evaluator import _is_exact
 from tests.small import TINY
 
 SHORT = (*TINY[2:], "algorithm.batch_size=4", "steps=2", "checkpoint.every=0", "evaluation.max_new_tokens=4")
@@ -123,3 +127,18 @@ def test_rows_of_a_file_are_a_set(workdir: Path, capsys: pytest.CaptureFixture[s
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={missing}"]) == 2
     assert main([*SHORT, "algorithm=sft", f"evaluation.sets.plus={given.replace('test.jsonl', 'gone.jsonl')}"]) == 3
     assert "error: evaluation.sets.plus: data.path=gone.jsonl: no such file or folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "expected", "exact"),
+    [
+        (" 4\n", "4", True),
+        ("2+2 is 4</think>\n\n4", "4", True),
+        ("4</think>\n\n5", "4", False),
+        ("carry</think>4", "carry</think>4", True),
+        ("other</think>4", "carry</think>4", False),
+    ],
+)
+def test_reasoning_that_the_expected_completion_lacks_is_not_compared(said: str, expected: str, exact: bool) -> None:
+    question = EvalQuestion(TokenizedExample((1,), (0.0,)), answer=expected)
+    assert _is_exact(question, cast(RolloutSample, SimpleNamespace(text=said))) is exact

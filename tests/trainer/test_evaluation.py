@@ -69,7 +69,7 @@ def evaluation(
     """That of the job that these words make, of a model that follows a script."""
     decide = decide or Decisions(strict=True)
     spec = compose_job(words).spec
-    tokenizer = build_tokenizer(spec)
+    tokenizer = build_tokenizer(spec, Decisions())
     model = Scripted(tokenizer, says)
     model.length_limit = longest
     environments = default_registry().factory(spec.environment)(spec.environment, decide=decide)

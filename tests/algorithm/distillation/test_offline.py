@@ -282,7 +282,7 @@ def test_a_step_without_a_learnt_token_has_a_gradient_of_zero(monkeypatch: pytes
 def test_held_out_answers_have_a_divergence_beside_the_numbers_of_every_policy(workdir: Path) -> None:
     words = ["model=tiny", "data=demo", "data.items=16", "data.held_out=6", "evaluation.max_new_tokens=8"]
     spec = compose_job([*words, "algorithm=distill", f"algorithm.teacher={TEACHER}", "algorithm.sft_coef=0.5"]).spec
-    data = build_data(spec, build_tokenizer(spec), Decisions())
+    data = build_data(spec, build_tokenizer(spec, Decisions()), Decisions())
     student, teacher = student_of(), teacher_of()
     subject = learner_of(student, budget=100)
     config: Any = spec.algorithm
