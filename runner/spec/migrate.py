@@ -27,6 +27,7 @@ WORD = re.compile(r"[a-z_]+(?:[.@][a-z_]+)*=\S+")
 PLAIN = re.compile(r"[\w./:@%+,\[\]-]+")
 OURS = "ours"  # the page of options of older versions
 RENAMED = "renamed: "
+LEAVE_OUT = "leave it out"
 IT = "it"  # the value itself, in an expression
 TEXT = "text:"  # an expression that is a name, not arithmetic
 WHOLE = "int:"  # an expression that is rounded up
@@ -99,7 +100,7 @@ class MigrationTable:
         to, sentence = _parts(_matching_rules(entry.rule, value, "")[0][1])
         if sentence.startswith(RENAMED):
             to = f"{sentence.removeprefix(RENAMED)}={{}}"
-        elif sentence and not to:  # no successor for this value
+        elif sentence and not to and not sentence.startswith(LEAVE_OUT):  # no successor for this value
             return None
         found = dict[str, Any]()
         for word in _split(to):
