@@ -71,7 +71,7 @@ def eligible_questions(
 def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
     """Whether the first tokens of the expected answer hold all of its text."""
     ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
-    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
+    best = tokenizer.decode(list(ids[:max_new_tokens]))
     return bool(best.strip().startswith(question.answer.strip()))
 
 
