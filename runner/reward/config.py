@@ -11,6 +11,7 @@ from pydantic import Field, field_serializer
 
 from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
 from runner.reward.base import (
+    ANSWER,
     PooledConfig,
     collect_errors,
     component_names,
@@ -48,10 +49,13 @@ class FallibleConfig(RewardConfig):
 class ColumnConfig(FallibleConfig):
     """A reward that compares with a column of the data."""
 
-    column: str = Field(default="answer", min_length=1, description="Column of the data with the correct answer.")
+    column: str = Field(default=ANSWER, min_length=1, description="Column of the data with the correct answer.")
 
     def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
+
+    def answer_column(self) -> str | None:
+        return self.column
 
 
 class ExtractConfig(FallibleConfig):
@@ -64,6 +68,9 @@ class ExtractConfig(FallibleConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return _pattern_problems("extract", self.extract, groups=1)
+
+    def answer_column(self) -> str | None:
+        return super().answer_column() if self.extract is None else None
 
 
 class ExactConfig(ExtractConfig, ColumnConfig):
@@ -200,6 +207,9 @@ class FunctionConfig(FallibleConfig, PooledConfig):
     def with_absolute_paths(self) -> Self:
         return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
 
+    def answer_column(self) -> str | None:
+        return ANSWER
+
     def preflight(self) -> None:
         """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
         from runner.reward.preflight import function_fault
@@ -242,6 +252,9 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
         wrong = None if self.url is None else address_problem(self.url)
         return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
 
+    def answer_column(self) -> str | None:
+        return None
+
     def preflight(self) -> None:
         """Raise EnvironmentProblem where no sandbox can be made."""
         from runner.reward.code import find_sandbox
@@ -267,6 +280,9 @@ class HttpConfig(FallibleConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         wrong = address_problem(self.url, "/PATH")
         return [] if wrong is None else [("reward.url", wrong)]
+
+    def answer_column(self) -> str | None:
+        return ANSWER
 
 
 class ModelRewardConfig(FallibleConfig):
