@@ -297,6 +297,11 @@ class ModelRewardConfig(FallibleConfig):
     )
     dtype: Dtype | None = Field(default=None, description="Data type of the reward model; null = model.dtype.")
     batch_size: int = Field(default=16, ge=1, description="Number of completions in one forward pass.")
+    score_position: Literal["end_of_turn", "last_token"] | None = Field(
+        default=None,
+        description="Token with the score: end_of_turn = that which ends the completion; last_token = the last of the "
+        "conversation, as in Transformers, TRL and verl; null = as stored with the model, else last_token.",
+    )
 
     def with_dtype(self, dtype: Dtype) -> Self:
         return self.model_copy(update={"dtype": self.dtype or dtype})
