@@ -1,11 +1,11 @@
 """Whether an answer is mathematically equal to the right one. Runs in a worker; needs math-verify.
 
     right answer ─▶ after #### (GSM8K) ─▶ \\boxed{…}, one formula; a sentence around formulas is read like an answer
-    answer       ─▶ its \\boxed{…} alone; without one, what math-verify finds, the last number at worst
+    answer       ─▶ after </think> ─▶ its \\boxed{…} alone; without one, what math-verify finds
 
 Departures from math-verify: of a `\\boxed` that cannot be read, its text is compared, where math-verify takes a number
-from anywhere in the answer. Both sides are first written in the form that it reads (`PLAIN`), and a percentage also
-counts as its number, as in the MATH data: 25\\% is 25.
+from anywhere in the answer. Both sides are first written in the form that it reads (`PLAIN`), a percentage also counts
+as its number, as in the MATH data: 25\\% is 25, and fractions are compared exactly, where it rounds to 6 digits.
 """
 
 from __future__ import annotations
@@ -16,10 +16,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-not-found,import-untyped,unused-ignore]
+from sympy import Expr, Float  # type: ignore[import-not-found,import-untyped,unused-ignore]  # math-verify needs it
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are off: ours kill it
 FORMULA = re.compile(r"(?<!\\)\$\$?(.+?)(?<!\\)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 WORD = re.compile(r"(?!(?:and|or)\b)\b[A-Za-z]{2,}")
+TYPED = str.maketrans(
+    {
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "√": r"\sqrt ",
+        "²": "^2",
+        "³": "^3",
+        "½": r"\frac12",
+        "∞": r"\infty ",
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "∪": r"\cup ",
+    }
+)
 PERCENT = re.compile(r"\s*\\?%")
 PLAIN = (
     (re.compile(r"\\(?:begin|end)\{(?:aligned|align\*?|equation\*?|gathered|gather\*?)\}|(?<=[a-z\s])&(?==)"), ""),
@@ -45,8 +60,17 @@ def _score(answer: str, right: str) -> float:
         raise ValueError(f"the correct answer is not a mathematical expression: {right[:80]!r}")
     if answer.strip() == right.strip():
         return 1.0
-    found = _parse_text(answer)
-    return float(bool(found) and verify(gold, found, timeout_seconds=None))
+    found = _parse_text(answer.rpartition("</think>")[2])
+    if not found or not verify(gold, found, timeout_seconds=None):
+        return 0.0
+    exact, given = _fractions(gold), _fractions(found)
+    return float(not exact or not given or any(a == b for a in exact for b in given))
+
+
+def _fractions(readings: Sequence[Any]) -> list[Any]:
+    """The values of the readings that are exact rational numbers."""
+    values = [one.doit() for one in readings if isinstance(one, Expr) and one.is_number and not one.has(Float)]
+    return [value for value in values if value.is_Rational]
 
 
 def parse_expected(right: str) -> list[Any]:
@@ -60,6 +84,7 @@ def parse_expected(right: str) -> list[Any]:
 
 def _parse_text(text: str) -> list[Any]:
     """What the text gives as its answer: its last box, or else the last formula or number."""
+    text = text.translate(TYPED)
     for pattern, replacement in PLAIN:
         text = pattern.sub(replacement, text)
     found: list[Any] = []
