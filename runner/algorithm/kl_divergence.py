@@ -93,7 +93,7 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None
 def k3_ratio(
     logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
 ) -> Tensor:
-    """r·k3, [T], with its gradient r·d; `ratio` is r = `token_ratio` (DeepSeek-V3.2, 2512.02556; TRL's default).
+    """r·k3, [T], with gradient r·d; `ratio` is r = `token_ratio` (DeepSeek-V3.2; TRL's default).
 
     The gradient r·k3 + r·(1 − exp(−d)) is written out: a clamp would cut only the second term, and leave exp(20).
     """

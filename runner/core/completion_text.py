@@ -7,7 +7,7 @@ from typing import Any
 
 
 def completion_text(tokenizer: Any, ids: Sequence[int]) -> str:
-    """What the ids say as the model wrote it: with special tokens, but for the one at the end, which ends a turn."""
+    """The ids' text with its special tokens, but for one at the end, which ends the turn."""
     ids = list(ids)
     if tokenizer.decode(ids[-1:], skip_special_tokens=True) != tokenizer.decode(ids[-1:]):
         ids.pop()

@@ -52,7 +52,7 @@ class ScalarHeadModel(TransformersModel):
         self.head: nn.Module = found[0]
 
     def save(self, folder: Path | None) -> None:
-        """See `TransformersModel`; and the token that scores are read at, which a folder of the kind does not say."""
+        """Write the folder (see `TransformersModel`) and the token that its score is read at."""
         super().save(folder)
         if folder is not None:
             (folder / REWARD_MODEL_FILE).write_text(json.dumps({"score_position": "end_of_turn"}) + "\n")

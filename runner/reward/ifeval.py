@@ -45,7 +45,10 @@ def build(config: IfevalConfig, **_: Any) -> GroupScorer:
 
 
 def follows(instruction: str, text: str, arguments: Arguments) -> bool:
-    """Whether an answer follows an instruction. Raises UnscorableError for one that is unknown or lacks an argument."""
+    """Whether an answer follows an instruction.
+
+    Raises UnscorableError for one that is unknown or lacks an argument.
+    """
     if (check := CHECKS.get(instruction)) is None:
         raise UnscorableError("unknown instruction", f"{instruction} is none of the 25 instructions of IFEval")
     try:
@@ -76,7 +79,7 @@ def _sentences(text: str) -> int:
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
-    """The nth paragraph begins with the word, and so many paragraphs, two line breaks apart, are not empty."""
+    """The nth paragraph begins with the word, and so many paragraphs are not empty."""
     paragraphs = [part.strip() for part in text.split("\n\n")]
     nth, filled = int(arguments["nth_paragraph"]), sum(map(bool, paragraphs))
     if filled != int(arguments["num_paragraphs"]) or not 0 < nth <= filled or not paragraphs[nth - 1]:

@@ -51,7 +51,7 @@ def try_reward(
 def _warn_of_equal_scores(
     name: str, column: str, scorer: GroupScorer, own: Sequence[Completion], rights: Sequence[float], tokenizer: Any
 ) -> None:
-    """Warn where a row's own answer scores 0, or where no row's scores more than the next row's, which is another."""
+    """Warn where a row's own answer scores 0, or no row's scores more than the next row's."""
     others = [
         _completion(one.prompt, other.text, tokenizer) for one, other in zip(own, [*own[1:], own[0]], strict=True)
     ]

@@ -74,7 +74,7 @@ def with_interval(name: str, values: Sequence[float], *, share: bool) -> dict[st
 
 
 def score_metrics(name: str, scores: Sequence[Sequence[float]]) -> dict[str, float]:
-    """The mean over questions of their mean score, with its interval: that of a share where each score is 0 or 1."""
+    """The mean over questions of their mean score, and its interval: a share's if all scores are 0 or 1."""
     share = all(score in (0, 1) for question in scores for score in question)
     return with_interval(name, [fmean(question) for question in scores], share=share)
 
