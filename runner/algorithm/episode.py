@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from runner.core.completion_text import completion_text
 from runner.interfaces import (
     Completion,
     EnvironmentBatch,
@@ -103,7 +104,7 @@ class EpisodeRunner:
         live, turn = list(enumerate(episodes)), 0
         while live:
             for (_, episode), rollout in zip(live, write(live, turn), strict=True):
-                episode.append_action(rollout, self.tokenizer.decode(rollout.ids, skip_special_tokens=True))
+                episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
             live = [] if partners is None else self._step_environments(live, turn, partners)
             turn += 1
         return episodes

@@ -7,13 +7,14 @@ Estimates of KL(policy ‖ reference) per token: J. Schulman, "Approximating KL 
     k1          1: zero in expectation, so useless as a loss; belongs in the reward
     k2          d: that of the reverse KL on on-policy samples
     k3          1 − exp(−d): biased, at most 1, without a lower bound
-    k3_ratio    d at r = 1: unbiased also off-policy
+    k3_ratio    r·d: unbiased also off-policy
     k3_plus     d: value of k3, gradient of k2
 
 Every log-ratio that is exponentiated, d in k3 and its variants too, is clamped first, to ±20 by default
 (`max_log_ratio`), as verl and OpenRLHF do (TRL and NeMo-RL do not): exp(20) = 4.9e8 is finite in every dtype but
-float16. Beyond the clamp a token has no gradient. No estimate is clamped. (verl also clamps the value of k3 to ±10,
-OpenRLHF every estimator, slime only k3; TRL none.)
+float16. Beyond the clamp k3 and a ratio have no gradient; those of k3_ratio and k3_plus hold no exponential of d and
+stay as they are. No estimate is clamped. (verl also clamps the value of k3 to ±10, OpenRLHF every estimator, slime only
+k3; TRL none.)
 
 Legend: T tokens; l = logprobs of the policy; f = logprobs of the reference; d = l − f; float [T].
 
@@ -92,16 +93,23 @@ def k3(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None
 def k3_ratio(
     logprobs: Tensor, reference_logprobs: Tensor, ratio: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO
 ) -> Tensor:
-    """r·k3, [T]; `ratio` is `token_ratio` with gradient (DeepSeek-V3.2, 2512.02556; TRL's default)."""
-    return ratio * k3(logprobs, reference_logprobs, max_log_ratio)
+    """r·k3, [T], with gradient r·d; `ratio` is r = `token_ratio` (DeepSeek-V3.2; TRL's default).
+
+    The gradient r·k3 + r·(1 − exp(−d)) is written out: a clamp would cut only the second term, and leave exp(20).
+    """
+    value = ratio.detach() * k3(logprobs, reference_logprobs, max_log_ratio).detach()
+    return _with_gradient(value, ratio.detach() * k2(logprobs, reference_logprobs))
 
 
 @kl_estimator("k3_plus", paper="k3+ of verl; 2506.09477", formula="exp(−d) − 1 + d, with the gradient of d²/2")
 def k3_plus(logprobs: Tensor, reference_logprobs: Tensor, max_log_ratio: float | None = MAX_LOG_RATIO) -> Tensor:
     """The value of k3 with the gradient of k2, [T] ("k3+", "low_var_kl+" in verl)."""
-    straight_through = k2(logprobs, reference_logprobs)
-    value = k3(logprobs, reference_logprobs, max_log_ratio).detach()
-    return value + straight_through - straight_through.detach()
+    return _with_gradient(k3(logprobs, reference_logprobs, max_log_ratio).detach(), k2(logprobs, reference_logprobs))
+
+
+def _with_gradient(value: Tensor, other: Tensor) -> Tensor:
+    """`value`, [T], with the gradient of `other` (straight-through)."""
+    return value + (other - other.detach())
 
 
 @dataclass(slots=True)

@@ -86,7 +86,9 @@ class RewardBuilder:
 
         if prompts:
             everyone = self.world.world_peers
-            run_on_rank0(everyone, lambda: try_reward(reward, prompts, self.tokenizer, self.decide, option))
+            run_on_rank0(
+                everyone, lambda: try_reward(reward, spec.reward, prompts, self.tokenizer, self.decide, option)
+            )
         return partition_reward(reward, peers)
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.core.completion_text import completion_text
 from runner.data.examples import Reading
 from runner.data.readers import Problems
 from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
@@ -314,7 +315,7 @@ def _question(
         item=whole,
         prompt_ids=tuple(prompt),
         prompt=str(tokenizer.decode(list(prompt))),
-        answer=str(tokenizer.decode(list(answer), skip_special_tokens=True)),
+        answer=completion_text(tokenizer, answer),
         answer_ids=tuple(answer),
     )
 

@@ -22,6 +22,9 @@ from runner.core.batch import Batch
 from runner.interfaces.learning import LogitTermsFn, PipelineStage
 from runner.interfaces.sampling import ModelLimits
 
+# Beside an exported reward model: {"score_position": "end_of_turn"}, the token that its score was trained at
+REWARD_MODEL_FILE = "reward_model.json"
+
 
 class VarlenAttention(Protocol):
     """Causal attention within sequences that lie end to end, by a kernel of a device's own.

@@ -173,13 +173,14 @@ def require_column(completion: Completion, name: str, option: str) -> Any:
 
 
 def require_text(completion: Completion, name: str, option: str) -> str:
-    """The text of a column of texts or numbers.
+    """The text of a column of texts or numbers, or of the only element of a list.
 
     Raises UnscorableError where the row has none, and DataError for another value: its text would be no answer.
     """
     value = require_column(completion, name, option)
-    if isinstance(value, str | int | float) and not isinstance(value, bool):
-        return str(value)
+    sole = value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
+    if isinstance(sole, str | int | float) and not isinstance(sole, bool):
+        return str(sole)
     inner = " or ".join(f"reward.{option}={path}" for path in nested_names(name, value))
     raise DataError(
         f"reward.{option}={name}: expected text or a number, found {json_type_name(value)}, in the row of the prompt "

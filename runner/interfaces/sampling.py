@@ -183,8 +183,9 @@ class Sampler(Protocol):
 class Completion:
     """An answer as a reward sees it.
 
-    ids: of all of the policy's turns; text: of the last one; messages: the whole conversation, where there is one;
-    step: optimizer steps before the one that it is sampled for, or before the evaluation
+    ids: of all of the policy's turns; text: of the last one, with its special tokens but the one that ends it;
+    messages: the whole conversation, where there is one; step: optimizer steps before the one that it is sampled for,
+    or before the evaluation
     """
 
     prompt: Prompt

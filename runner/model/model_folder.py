@@ -68,11 +68,6 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{folder}: an adapter of type {kind}; only LORA is supported\n"
             "  merge it into its base with peft: merge_and_unload(), then give that folder"
         )
-    if config.get("trainable_token_indices"):
-        raise EnvironmentProblem(
-            f"{folder}: trainable_token_indices: the adapter replaces rows of the embedding, which is not supported\n"
-            "  merge it into its base with peft: merge_and_unload(), then give that folder"
-        )
     init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(INITS_THAT_CHANGE_THE_BASE):
         raise EnvironmentProblem(

@@ -14,6 +14,8 @@ Legend: N rows, T tokens, W of them on this rank (all, or see `context`), S pred
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 
 from runner.core.errors import EnvironmentProblem, UnsupportedModelError
 from runner.interfaces import Decide
+from runner.interfaces.model import REWARD_MODEL_FILE
 from runner.model.batch_layout import BatchTokens
 from runner.model.causal_lm import CausalLM
 from runner.model.transformers_model import TransformersModel
@@ -47,6 +50,12 @@ class ScalarHeadModel(TransformersModel):
                 "model whose sequence classifier has one (Qwen2, Qwen3, Llama, Mistral, Gemma, …)"
             )
         self.head: nn.Module = found[0]
+
+    def save(self, folder: Path | None) -> None:
+        """Write the folder (see `TransformersModel`) and the token that its score is read at."""
+        super().save(folder)
+        if folder is not None:
+            (folder / REWARD_MODEL_FILE).write_text(json.dumps({"score_position": "end_of_turn"}) + "\n")
 
     def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
         """See `TransformersModel`.

@@ -20,6 +20,8 @@ from runner.core.errors import DataError, EnvironmentProblem, Problem, RunnerErr
 from runner.spec import suggest
 from runner.spec.base import ComponentConfig, Config, Dtype, ResolveSource
 
+ANSWER = "answer"  # the column that most data has the right answer in
+
 
 class RewardConfig(ComponentConfig):
     """How sampled answers are scored."""
@@ -63,6 +65,10 @@ class RewardConfig(ComponentConfig):
     def required_columns(self) -> list[tuple[str, str]]:
         """(option, column) of each column that it cannot score without; runs no code of the user's."""
         return []
+
+    def answer_column(self) -> str | None:
+        """The column whose very text is a right completion; None where there is none, as for a length."""
+        return None
 
     def preflight(self) -> None:
         """Raise for what is wrong outside the spec (files, packages); imports nothing heavy."""

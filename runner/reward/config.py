@@ -11,6 +11,7 @@ from pydantic import Field, field_serializer
 
 from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
 from runner.reward.base import (
+    ANSWER,
     PooledConfig,
     collect_errors,
     component_names,
@@ -48,10 +49,13 @@ class FallibleConfig(RewardConfig):
 class ColumnConfig(FallibleConfig):
     """A reward that compares with a column of the data."""
 
-    column: str = Field(default="answer", min_length=1, description="Column of the data with the correct answer.")
+    column: str = Field(default=ANSWER, min_length=1, description="Column of the data with the correct answer.")
 
     def required_columns(self) -> list[tuple[str, str]]:
         return [("reward.column", self.column)]
+
+    def answer_column(self) -> str | None:
+        return self.column
 
 
 class ExtractConfig(FallibleConfig):
@@ -64,6 +68,9 @@ class ExtractConfig(FallibleConfig):
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         return _pattern_problems("extract", self.extract, groups=1)
+
+    def answer_column(self) -> str | None:
+        return super().answer_column() if self.extract is None else None
 
 
 class ExactConfig(ExtractConfig, ColumnConfig):
@@ -203,6 +210,9 @@ class FunctionConfig(FallibleConfig, PooledConfig):
     def with_user_files(self, change: Callable[[Path], Path]) -> Self:
         return self.model_copy(update={"path": f"{change(self.file)}:{self.function}"})
 
+    def answer_column(self) -> str | None:
+        return ANSWER
+
     def preflight(self) -> None:
         """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
         from runner.reward.preflight import function_fault
@@ -248,6 +258,9 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
         wrong = None if self.url is None else address_problem(self.url)
         return super().problems(job) + ([] if wrong is None else [("reward.url", wrong)])
 
+    def answer_column(self) -> str | None:
+        return None
+
     def preflight(self) -> None:
         """Raise EnvironmentProblem where no sandbox can be made."""
         from runner.reward.code import find_sandbox
@@ -274,6 +287,9 @@ class HttpConfig(FallibleConfig):
         wrong = address_problem(self.url, "/PATH")
         return [] if wrong is None else [("reward.url", wrong)]
 
+    def answer_column(self) -> str | None:
+        return ANSWER
+
 
 class ModelRewardConfig(FallibleConfig):
     """A trained reward model: a sequence classifier with one label, which scores prompt and completion."""
@@ -287,6 +303,11 @@ class ModelRewardConfig(FallibleConfig):
     )
     dtype: Dtype | None = Field(default=None, description="Data type of the reward model; null = model.dtype.")
     batch_size: int = Field(default=16, ge=1, description="Number of completions in one forward pass.")
+    score_position: Literal["end_of_turn", "last_token"] | None = Field(
+        default=None,
+        description="Token with the score: end_of_turn = that which ends the completion; last_token = the last of the "
+        "conversation, as in Transformers, TRL and verl; null = as stored with the model, else last_token.",
+    )
 
     def with_dtype(self, dtype: Dtype) -> Self:
         return self.model_copy(update={"dtype": self.dtype or dtype})

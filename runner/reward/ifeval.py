@@ -2,8 +2,10 @@
 
 Zhou et al. 2023, "Instruction-Following Evaluation for Large Language Models" (arXiv 2311.07911), prompt-level strict.
 
-Departures: sentences end at . ! or ? and white space, where the authors' program asks nltk; a language is detected by
-langdetect (its seed is 0: without one it draws).
+Each check is that of the authors' program (google-research/instruction_following_eval). Departures: sentences and words
+in capitals are found by punctuation and white space, where it asks nltk; keywords and marks are plain text, where it
+takes them for regular expressions; langdetect has the seed 0: without one it draws. An argument that is missing makes
+an answer unscorable, where it draws one.
 """
 
 from __future__ import annotations
@@ -28,31 +30,48 @@ def build(config: IfevalConfig, **_: Any) -> GroupScorer:
     """The reward; an instruction that is unknown here makes an answer unscorable."""
 
     def rate(completion: Completion) -> float:
-        names = require_column(completion, "instruction_id_list", "ifeval")
-        arguments = require_column(completion, "kwargs", "ifeval")
-        return float(all(follows(n, completion.text, a or {}) for n, a in zip(names, arguments, strict=True)))
+        names, arguments = (
+            require_column(completion, column, "ifeval") for column in ("instruction_id_list", "kwargs")
+        )
+        if not isinstance(names, list) or not isinstance(arguments, list) or len(names) != len(arguments):
+            text = "instruction_id_list and kwargs have to be lists of equal length"
+            raise UnscorableError(
+                "no lists of instructions", f"{text}, not {str(names)[:80]} and {str(arguments)[:80]}"
+            )
+        return float(all([follows(n, completion.text, a or {}) for n, a in zip(names, arguments, strict=True)]))
 
     advice = "score rows of google/IFEval or of its shape"
     return GroupScorer(score_each(rate), ScoringFailures("reward=ifeval", config.max_failures, advice))
 
 
 def follows(instruction: str, text: str, arguments: Arguments) -> bool:
-    """Whether an answer follows an instruction. Raises UnscorableError for one that is unknown."""
+    """Whether an answer follows an instruction.
+
+    Raises UnscorableError for one that is unknown or lacks an argument.
+    """
     if (check := CHECKS.get(instruction)) is None:
         raise UnscorableError("unknown instruction", f"{instruction} is none of the 25 instructions of IFEval")
-    return bool(text.strip()) and check(text, arguments)
+    try:
+        return check(text, arguments) and bool(text.strip())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        given = f"{instruction} cannot be checked with the arguments {str(arguments)[:200]}"
+        raise UnscorableError("unusable arguments", f"{given}: {type(error).__name__}: {error}") from error
 
 
 def _relates(count: int, relation: str, wanted: int) -> bool:
+    if relation not in ("at least", "less than"):
+        raise ValueError(f"the relation {relation!r} is neither 'at least' nor 'less than'")
     return count >= wanted if relation == "at least" else count < wanted
 
 
 def _count(text: str, word: str) -> int:
-    return len(re.findall(re.escape(word), text, re.IGNORECASE))
+    return len(re.findall(re.escape(word.strip()), text, re.IGNORECASE))
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+", text)
+def _capital_words(text: str) -> int:
+    """Tokens in capitals; hyphens, slashes and inner points join, `'S` and `N'T` are tokens of their own."""
+    parted = re.sub(r"(?i)(n['’]t|['’](?:s|m|d|ll|re|ve))\b", r" \1", text)
+    return sum(token.isupper() for token in re.findall(r"(?:[^\s,;:@#$%&*?!\"“”()\[\]{}<>…-]|(?<!-)-(?!-))+", parted))
 
 
 def _sentences(text: str) -> int:
@@ -60,13 +79,13 @@ def _sentences(text: str) -> int:
 
 
 def _first_word(text: str, arguments: Arguments) -> bool:
-    """The nth paragraph begins with the word, and there are so many paragraphs, two line breaks apart."""
-    paragraphs = [part.strip() for part in re.split(r"\n\n", text) if part.strip()]
-    nth = int(arguments["nth_paragraph"])
-    if len(paragraphs) != int(arguments["num_paragraphs"]) or nth > len(paragraphs):
+    """The nth paragraph begins with the word, and so many paragraphs are not empty."""
+    paragraphs = [part.strip() for part in text.split("\n\n")]
+    nth, filled = int(arguments["nth_paragraph"]), sum(map(bool, paragraphs))
+    if filled != int(arguments["num_paragraphs"]) or not 0 < nth <= filled or not paragraphs[nth - 1]:
         return False
-    first = re.match(r"[\"'“]*(\w[\w'’-]*)", paragraphs[nth - 1])
-    return first is not None and first[1].lower() == str(arguments["first_word"]).lower()
+    first = re.split(r"[.,?!'\"]", paragraphs[nth - 1].split()[0].lstrip("'").lstrip('"'))[0]
+    return first.lower() == str(arguments["first_word"]).lower()
 
 
 def _paragraphs(text: str, arguments: Arguments) -> bool:
@@ -77,8 +96,13 @@ def _paragraphs(text: str, arguments: Arguments) -> bool:
 
 
 def _highlights(text: str, arguments: Arguments) -> bool:
-    found = [one.strip("*").strip() for one in re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", text)]
-    return len([one for one in found if one]) >= int(arguments["num_highlights"])
+    """*One* and **two** asterisks are counted apart: ***both*** counts twice."""
+    found = [*re.findall(r"\*[^\n*]*\*", text), *re.findall(r"\*\*[^\n*]*\*\*", text)]
+    return sum(bool(one.strip("*").strip()) for one in found) >= int(arguments["num_highlights"])
+
+
+def _bullets(text: str) -> int:
+    return sum(len(re.findall(rf"^\s*{mark}.*$", text, re.MULTILINE)) for mark in (r"\*[^*]", "-"))
 
 
 def _sections(text: str, arguments: Arguments) -> bool:
@@ -93,7 +117,7 @@ def _postscript(text: str, arguments: Arguments) -> bool:
 
 
 def _is_json(text: str, arguments: Arguments) -> bool:
-    inner = re.sub(r"^```(?:json)?\s*|\s*```$", "", text.strip(), flags=re.IGNORECASE)
+    inner = re.sub(r"^```(?:json|Json|JSON)?|```$", "", text.strip()).strip()
     try:
         parse_json(inner)
     except ValueError:
@@ -107,12 +131,12 @@ def _two_responses(text: str, arguments: Arguments) -> bool:
     return len(inner) == 2 and inner[0] != inner[1] and all(inner)
 
 
-def _language(text: str, arguments: Arguments) -> bool:
+def _is_language(text: str, language: str) -> bool:
     import langdetect  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     langdetect.DetectorFactory.seed = 0
     try:
-        return bool(langdetect.detect(text) == arguments["language"])
+        return bool(langdetect.detect(text) == language)
     except langdetect.LangDetectException:  # a text without a letter
         return True
 
@@ -126,29 +150,29 @@ CHECKS: dict[str, Check] = {
     "keywords:letter_frequency": lambda t, a: _relates(
         t.lower().count(str(a["letter"]).lower()), a["let_relation"], int(a["let_frequency"])
     ),
-    "language:response_language": _language,
+    "language:response_language": lambda t, a: _is_language(t, a["language"]),
     "length_constraints:number_sentences": lambda t, a: _relates(_sentences(t), a["relation"], int(a["num_sentences"])),
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": lambda t, a: _relates(len(_words(t)), a["relation"], int(a["num_words"])),
+    "length_constraints:number_words": lambda t, a: _relates(
+        len(re.findall(r"\w+", t)), a["relation"], int(a["num_words"])
+    ),
     "length_constraints:nth_paragraph_first_word": _first_word,
     "detectable_content:number_placeholders": lambda t, a: len(re.findall(r"\[.*?\]", t)) >= int(a["num_placeholders"]),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": lambda t, a: (
-        len(re.findall(r"^\s*(?:\*[^*]|-).*$", t, re.MULTILINE)) == int(a["num_bullets"])
-    ),
+    "detectable_format:number_bullet_lists": lambda t, a: _bullets(t) == int(a["num_bullets"]),
     "detectable_format:constrained_response": lambda t, a: any(answer in t for answer in ANSWERS),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _is_json,
-    "detectable_format:title": lambda t, a: any(one.strip() for one in re.findall(r"<<([^\n]+?)>>", t)),
+    "detectable_format:title": lambda t, a: any(one.strip("<>").strip() for one in re.findall(r"<<[^\n]+>>", t)),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda t, a: t.strip().lower().startswith(str(a["prompt_to_repeat"]).strip().lower()),
     "startend:end_checker": lambda t, a: t.strip().strip('"').lower().endswith(str(a["end_phrase"]).strip().lower()),
     "change_case:capital_word_frequency": lambda t, a: _relates(
-        sum(word.isupper() for word in _words(t)), a["capital_relation"], int(a["capital_frequency"])
+        _capital_words(t), a["capital_relation"], int(a["capital_frequency"])
     ),
-    "change_case:english_capital": lambda t, a: t.isupper(),
-    "change_case:english_lowercase": lambda t, a: t.islower(),
+    "change_case:english_capital": lambda t, a: t.isupper() and _is_language(t, "en"),
+    "change_case:english_lowercase": lambda t, a: t.islower() and _is_language(t, "en"),
     "punctuation:no_comma": lambda t, a: "," not in t,
     "startend:quotation": lambda t, a: len(t.strip()) > 1 and t.strip()[0] == t.strip()[-1] == '"',
 }

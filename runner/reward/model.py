@@ -1,10 +1,14 @@
 """A trained reward model, run in this process without gradient.
 
-    prompt ids + answer ids   (same vocabulary)    ─┐
-    conversation ─▶ its own template ─▶ its own ids ─┴─▶ sorted by length, in batches ─▶ one score per answer
+    conversation ─▶ its own template ─▶ its own ids ─┬─▶ sorted by length, in batches ─▶ one score per answer
+    plain text ─▶ ids of prompt and answer ──────────┘
 
 Legend: B answers of a batch, S tokens of the longest of them, H the model's width. The score of a decoder is read at
-the last token, whatever that is: transformers would take it for padding where it has the same id.
+one token of the row, `reward.score_position`:
+
+    … assistant: 4 <|im_end|> ⏎
+                       │      └─ last_token: the last that is no padding, as Transformers, TRL and verl do
+                       └─ end_of_turn: without the blanks behind it, where `algorithm=rm` trains
 """
 
 from __future__ import annotations
@@ -12,47 +16,95 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.progress_bars import no_load_report, no_progress_bar
+from runner.core.untrusted_text import parse_json
 from runner.interfaces import Completion, Decide
+from runner.interfaces.model import REWARD_MODEL_FILE
 from runner.interfaces.rewards import GroupScores, ScoringFailure, ScoringFailures, UnscorableError
 from runner.reward.config import ModelRewardConfig
 from runner.reward.preflight import is_adapter, refuse_language_model
 
-Encode = Callable[[Completion], list[int]]
+Position = Literal["end_of_turn", "last_token"]
 EncodeConversation = Callable[[Sequence[Mapping[str, Any]]], list[int]]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ModelReward:
-    """Scores answers with a sequence classifier.
+@dataclass(frozen=True, slots=True)
+class RowEncoder:
+    """The ids of a row, and the index of the token where its score is read.
 
-    encode: the ids of an answer where they are not the policy's.
+    encode: a conversation by the reward model's template, None without one; shares_ids: each id of the policy's means
+    the same to the reward model; padding: the id that transformers skips at the end, None without one
     """
 
+    own: Any
+    encode: EncodeConversation | None
+    shares_ids: bool
+    position: Position
+    padding: int | None
+
+    def row(self, completion: Completion) -> tuple[list[int], int]:
+        """Raises UnscorableError where the template fails, or no token is left."""
+        is_chat = completion.prompt.messages is not None and self.encode is not None
+        ids = self._conversation(completion) if is_chat else self._plain(completion)
+        if not ids:
+            raise UnscorableError("empty", "prompt and completion have no token")
+        return ids, self._score_index(ids, is_chat)
+
+    def _score_index(self, ids: Sequence[int], is_chat: bool) -> int:
+        last = len(ids) - 1
+        if self.position == "last_token":
+            return next((at for at in range(last, -1, -1) if ids[at] != self.padding), 0)
+        blank = (at for at in range(last, -1, -1) if not is_chat or self.own.decode(ids[at]).strip())
+        return next(blank, last)
+
+    def _conversation(self, completion: Completion) -> list[int]:
+        assert self.encode is not None and completion.prompt.messages is not None
+        answer = {"role": "assistant", "content": completion.text}
+        messages = [dict(m) for m in completion.messages or (*completion.prompt.messages, answer)]
+        try:
+            return self.encode(messages)
+        except Exception as error:  # a template is a foreign program and may fail in any way
+            why = f"the reward model's chat template fails on the conversation: {type(error).__name__}: {error}"
+            raise UnscorableError("chat template failed", why) from error
+
+    def _plain(self, completion: Completion) -> list[int]:
+        """Prompt and answer, with the end token of an answer that is not cut off, in both vocabularies."""
+        if self.shares_ids:
+            return [*completion.prompt.ids, *completion.ids]
+        end = [self.own.eos_token_id] if completion.finish == "stop" and self.own.eos_token_id is not None else []
+        return [*self.own(completion.prompt.text + completion.text)["input_ids"], *end]
+
+
+class ModelReward:
+    """Scores answers with a sequence classifier."""
+
     def __init__(
-        self, module: Any, encode: Encode | None, device: torch.device, batch_size: int, faults: ScoringFailures
+        self, module: Any, encoder: RowEncoder, device: torch.device, batch_size: int, faults: ScoringFailures
     ) -> None:
-        self._module, self._encode, self._device = module, encode, device
+        self._module, self._encoder, self._device = module, encoder, device
         self._batch_size, self._faults = batch_size, faults
         self._longest = getattr(module.config.get_text_config(), "max_position_embeddings", None)
 
     def score(self, groups: Sequence[Sequence[Completion]]) -> list[list[float | None]]:
         """One list per group; None for what is longer than the model's positions or cannot be written for it."""
-        rows = [[self._row_ids(completion) for completion in group] for group in groups]
-        known = [row for group in rows for row in group if isinstance(row, list)]
+        rows = [[self._row(completion) for completion in group] for group in groups]
+        known = [row for group in rows for row in group if not isinstance(row, ScoringFailure)]
         scores = iter(self._scores(known))
         return [
             self._faults.record_group(
                 GroupScores(
-                    [next(scores) if isinstance(row, list) else None for row in group],
+                    [None if isinstance(row, ScoringFailure) else next(scores) for row in group],
                     tuple(row for row in group if isinstance(row, ScoringFailure)),
                 )
             )
@@ -63,19 +115,19 @@ class ModelReward:
         """Say what could not be scored."""
         self._faults.close()
 
-    def _row_ids(self, completion: Completion) -> list[int] | ScoringFailure:
-        """The ids to score, or why there are none."""
+    def _row(self, completion: Completion) -> tuple[list[int], int] | ScoringFailure:
+        """The ids to score and where the score is, or why there are none."""
         try:
-            ids = [*completion.prompt.ids, *completion.ids] if self._encode is None else self._encode(completion)
+            ids, at = self._encoder.row(completion)
         except UnscorableError as reason:
             return ScoringFailure(reason.kind, str(reason))
         if self._longest is not None and len(ids) > self._longest:
             return ScoringFailure("too long", f"{len(ids)} tokens, above the reward model's {self._longest} positions")
-        return ids if ids else ScoringFailure("empty", "prompt and completion have no token")
+        return ids, at
 
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _scores(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[float]:
         """A score for each row, in their order."""
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i][0]))
         found: dict[int, float] = {}
         for start in range(0, len(order), self._batch_size):
             chosen = order[start : start + self._batch_size]
@@ -83,12 +135,13 @@ class ModelReward:
         return [found[i] for i in range(len(rows))]
 
     @torch.no_grad()
-    def _batch(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _batch(self, rows: Sequence[tuple[Sequence[int], int]]) -> list[float]:
         """Scores of B rows, padded on the right to [B, S]."""
-        padding = self._module.config.get_text_config().pad_token_id or 0
-        lengths = torch.tensor([len(row) for row in rows], device=self._device)
-        width = max(map(len, rows))
-        ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row in rows], device=self._device)
+        padding = self._encoder.padding or 0
+        lengths = torch.tensor([len(row) for row, _ in rows], device=self._device)
+        places = torch.tensor([at for _, at in rows], device=self._device)
+        width = max(len(row) for row, _ in rows)
+        ids = torch.tensor([[*row, *[padding] * (width - len(row))] for row, _ in rows], device=self._device)
         mask = (torch.arange(width, device=self._device) < lengths[:, None]).long()
         if (head := getattr(self._module, "score", None)) is None:  # an encoder: it reads its first token
             scores: Tensor = self._module(input_ids=ids, attention_mask=mask).logits[:, 0]
@@ -96,8 +149,8 @@ class ModelReward:
             hidden = self._module.base_model(
                 input_ids=ids, attention_mask=mask, use_cache=False
             ).last_hidden_state  # [B, S, H]
-            last = hidden[torch.arange(len(rows), device=self._device), lengths - 1]  # [B, H]
-            scores = torch.nn.functional.linear(last.float(), head.weight.float(), _float(head.bias))[:, 0]
+            read = hidden[torch.arange(len(rows), device=self._device), places]  # [B, H]
+            scores = torch.nn.functional.linear(read.float(), head.weight.float(), _float(head.bias))[:, 0]
         return [float(score) for score in scores.float().cpu()]
 
 
@@ -117,34 +170,46 @@ def build(
     """
     config.preflight()
     module, own = _load_module(config)
-    encode: Encode | None = None
-    if not tokenizer.get_vocab().items() <= own.get_vocab().items():  # or each id of the policy's means the same to it
-        encode = partial(completion_ids, own, make_encoder(own) if own.chat_template else None)
-        how = "its own template and tokenizer" if own.chat_template else "its own tokenizer, as plain text"
-        decide(
-            "reward.path",
-            "the policy's tokens",
-            f"tokenized again with {how}",
-            "its vocabulary is different",
-        )
+    shares_ids = tokenizer.get_vocab().items() <= own.get_vocab().items()
+    if not own.chat_template and not shares_ids:
+        got = "tokenized again with its own tokenizer, as plain text"
+        decide("reward.path", "the policy's tokens", got, "its vocabulary is different, and it has no chat template")
+    pad = module.config.get_text_config().pad_token_id
+    encoder = RowEncoder(
+        own,
+        make_encoder(own) if own.chat_template else None,
+        shares_ids,
+        _score_position(config, decide),
+        own.pad_token_id if pad is None else pad,
+    )
     faults = ScoringFailures("reward=model", config.max_failures, "lower data.max_length or use another reward model")
     module = module.to(device).eval().requires_grad_(False)
     fit(module)
-    return ModelReward(module, encode, device, config.batch_size, faults)
+    return ModelReward(module, encoder, device, config.batch_size, faults)
 
 
-def completion_ids(own: Any, encode: EncodeConversation | None, completion: Completion) -> list[int]:
-    """Prompt and answer in the reward model's tokens, with its template if it has one and messages exist."""
-    before = completion.prompt.messages
-    if before is None or encode is None:
-        return list(own(completion.prompt.text + completion.text)["input_ids"])
-    answer = {"role": "assistant", "content": completion.text}
-    messages = [dict(m) for m in completion.messages or (*before, answer)]
+def _score_position(config: ModelRewardConfig, decide: Decide) -> Position:
+    """Where the model's score is: as set, as stored beside the model, or as others read it."""
+    if config.score_position is not None:
+        return config.score_position
+    path = os.path.expanduser(config.path)
+    found = cached_file(
+        path,
+        REWARD_MODEL_FILE,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    if found is None:
+        decide.record_fact(
+            "reward.score_position", "last_token", f"no {REWARD_MODEL_FILE} beside the model: as Transformers reads it"
+        )
+        return "last_token"
     try:
-        return encode(messages)
-    except Exception as error:  # a template is a foreign program and may fail in any way
-        why = f"the reward model's chat template fails on the conversation: {type(error).__name__}: {error}"
-        raise UnscorableError("chat template failed", why) from error
+        stored = ModelRewardConfig(path=config.path, **parse_json(Path(found).read_bytes())).score_position
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentProblem(f"{found} cannot be read: {error}\n  set reward.score_position") from error
+    decide.record_fact("reward.score_position", str(stored), f"of {REWARD_MODEL_FILE} beside the model")
+    return stored or "last_token"
 
 
 def _load_module(config: ModelRewardConfig) -> tuple[Any, Any]:

@@ -142,6 +142,7 @@ NUMBER = re.compile(
     r"|(?:(?<![0-9A-Za-z).])[-+−])?\.[0-9]+"
 )
 # Exact far beyond any answer, and bounded: 1e9999999999 becomes infinity and not a number of that many digits.
+STRUCTURES = ("{", "[")  # how the text of a mapping or a list begins: a number in it need not be the answer
 EXACT = Context(prec=100, Emax=10_000, Emin=-10_000, traps=[])
 
 
@@ -159,7 +160,7 @@ def is_close(a: Decimal, b: Decimal, tolerance: float) -> bool:
 def expected_number(completion: Completion, name: str) -> Decimal:
     """The right number: the last one of the column's text. Raises UnscorableError if there is none."""
     text = require_text(completion, name, "column")
-    number = last_number(text)
+    number = last_number(text) if text.lstrip()[:1] not in STRUCTURES else None
     if number is None:
         raise UnscorableError("no number in the column", f"column '{name}' has no number but {text[:80]!r}")
     return number

@@ -291,7 +291,7 @@ def select_arguments(function: Callable[..., Any], given: Mapping[str, Any]) -> 
 
 def validate_scores(returned: Any, size: int) -> dict[str, Any]:
     """What was returned as scores: a finite float or None for each of `size` samples, and what was wrong."""
-    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping | set | frozenset):
         return _invalid_scores(f"expected a list of {size} scores, got {_short_repr(returned)}", size)
     values = list(returned)
     if len(values) != size:

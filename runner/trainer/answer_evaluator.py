@@ -19,7 +19,7 @@ import torch
 from runner.algorithm.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
 from runner.core.errors import OutOfMemory
 from runner.interfaces import Decide, EvalQuestion, Prompt, Request, Rollout
-from runner.trainer.evaluation_metrics import pass_metrics, with_interval
+from runner.trainer.evaluation_metrics import pass_metrics, score_metrics, with_interval
 from runner.trainer.evaluator import Report
 
 
@@ -71,7 +71,7 @@ def eligible_questions(
 def _fits(question: EvalQuestion, tokenizer: Any, max_new_tokens: int) -> bool:
     """Whether the first tokens of the expected answer hold all of its text."""
     ids = question.answer_ids or question.item.ids[len(question.prompt_ids) :]
-    best = tokenizer.decode(list(ids[:max_new_tokens]), skip_special_tokens=True)
+    best = tokenizer.decode(list(ids[:max_new_tokens]))
     return bool(best.strip().startswith(question.answer.strip()))
 
 
@@ -124,10 +124,10 @@ class AnswerEvaluator:
         if self.collector.reward is None or not groups:
             return {}
         samples = [one for group in groups for one in group.samples]
-        values = with_interval("reward/mean", _question_means(groups, lambda s: s.reward), share=False)
+        values = score_metrics("reward/mean", _question_scores(groups, lambda s: s.reward))
         for part in dict.fromkeys(name for one in samples for name in one.components):
-            means = _question_means(groups, lambda s, part=part: s.components.get(part))  # type: ignore[misc]
-            values |= with_interval(f"reward/{part}", means, share=False)
+            scores = _question_scores(groups, lambda s, part=part: s.components.get(part))  # type: ignore[misc]
+            values |= score_metrics(f"reward/{part}", scores)
         return {**values, "reward/num_failed": float(sum(s.reward is None for s in samples))}
 
     def _passes(self, groups: Sequence[Group]) -> dict[str, float]:
@@ -182,12 +182,12 @@ def _is_exact(question: EvalQuestion, sample: RolloutSample) -> bool:
 
 
 def _lengths(groups: Sequence[Group]) -> dict[str, float]:
-    lengths = _question_means(groups, lambda sample: sum(sample.mask))
-    truncated = _question_means(groups, lambda sample: sample.finish == "length")
-    return {**with_interval("length", lengths, share=False), **with_interval("truncated_frac", truncated, share=True)}
+    lengths = [fmean(one) for one in _question_scores(groups, lambda sample: sum(sample.mask))]
+    truncated = _question_scores(groups, lambda sample: sample.finish == "length")
+    return {**with_interval("length", lengths, share=False), **score_metrics("truncated_frac", truncated)}
 
 
-def _question_means(groups: Sequence[Group], score: Callable[[RolloutSample], float | None]) -> list[float]:
-    """The mean score of each question's answers; an answer without a score counts for nothing."""
+def _question_scores(groups: Sequence[Group], score: Callable[[RolloutSample], float | None]) -> list[list[float]]:
+    """The scores of each question's answers; an answer without a score counts for nothing."""
     scored = ([s for sample in group.samples if (s := score(sample)) is not None] for group in groups)
-    return [fmean(scores) for scores in scored if scores]
+    return [scores for scores in scored if scores]

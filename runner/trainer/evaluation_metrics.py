@@ -73,6 +73,12 @@ def with_interval(name: str, values: Sequence[float], *, share: bool) -> dict[st
     return {name: fmean(values), **({} if bounds is None else {name + LOW: bounds[0], name + HIGH: bounds[1]})}
 
 
+def score_metrics(name: str, scores: Sequence[Sequence[float]]) -> dict[str, float]:
+    """The mean over questions of their mean score, and its interval: a share's if all scores are 0 or 1."""
+    share = all(score in (0, 1) for question in scores for score in question)
+    return with_interval(name, [fmean(question) for question in scores], share=share)
+
+
 def pass_metrics(passed: Sequence[Sequence[bool]]) -> dict[str, float]:
     """mean@n and pass@k of n samples of each question, with intervals. n is that of the first question."""
     samples = len(passed[0])

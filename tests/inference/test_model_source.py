@@ -109,7 +109,6 @@ def test_an_adapter_of_another_base_is_refused(folders: Path, tmp_path: Path) ->
     ("change", "error"),
     [
         ({"peft_type": "IA3"}, "an adapter of type IA3; only LORA"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices: the adapter replaces rows of the embedding"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa changed the base weights"),
     ],
 )

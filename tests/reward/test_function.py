@@ -221,6 +221,7 @@ def test_the_environment_is_an_allow_list_that_the_user_extends(
         ([], [None, None], "got 0"),
         (1.0, [None, None], "expected a list of 2 scores, got 1.0 (float)"),
         (np.float64(1), [None, None], "expected a list of 2 scores"),
+        ({1.0, 0.0}, [None, None], "expected a list of 2 scores"),  # a set has no order
         (None, [None, None], "got None (NoneType)"),
         ("ab", [None, None], "got 'ab' (str)"),
         ({"a": 1, "b": 2}, [None, None], "(dict)"),

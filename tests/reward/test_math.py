@@ -43,10 +43,74 @@ def reward() -> Iterator[Reward]:
         ("72", "", 0),
         (r"x+1", r"\boxed{x+2}", 0),
         ("3", r"\boxed{\frac{1}{0}}", 0),
+        ("72", "After 72 tries I give up: \\boxed{\\text{unknown}}", 0),  # a number outside the box is no answer
+        (
+            "72",
+            r"First \boxed{71}, but that forgets the last step of the recipe in the question, and so \boxed{72}.",
+            1,
+        ),
+        ("72", r"\[\boxed{72.}\]", 1),
+        ("72", r"\boxed{71} ... no wait, 72", 0),
+        ("4", r"<think>\boxed{5}?</think> So it is \boxed{4}.", 1),
+        ("4", r"<think>\boxed{4}?</think> So it is $5$.", 0),
+        (r"\sqrt{2}", "\\boxed{√2}", 1),
+        ("300000", "\\boxed{3×10^5}", 1),
+        ("x^2+1", "\\boxed{x²+1}", 1),
+        ("1,2", r"\boxed{1} and \boxed{2}", 1),
+        ("0.25", "25%", 1),
+        (r"25\%", "The answer is 25%.", 1),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"$\begin{pmatrix}1\\2\end{pmatrix}$", 1),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", "the answer is 2", 0),
+        (r"\text{Monday}", r"\text{Monday}", 1),  # the very text of the right answer, without any mark
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}", 1),
     ],
 )
 def test_equality(wanted: str, text: str, score: float, reward: Reward) -> None:
     assert reward.score([[answer(text, answer=wanted)]]) == [[score]]
+
+
+TABLE = Path(__file__).with_name("math_answers.txt")
+ROWS = [line for line in TABLE.read_text().splitlines() if not line.startswith("# ")]
+
+
+def verdicts(line: str) -> tuple[str, list[tuple[str, bool]]]:
+    """The right answer of a line, and each of its answers as marked there with the verdict by hand."""
+    gold, right, wrong = (part.strip() for part in line.split("‖"))
+    columns = ((right, True), (wrong, False))
+    return gold.replace(r"\n", "\n") if r"\n#" in gold or r"\n\[" in gold else gold, [
+        (given.strip(), verdict) for column, verdict in columns for given in column.split("¦")
+    ]
+
+
+@needs_it
+@pytest.mark.parametrize("line", ROWS[::12])
+def test_answers_of_the_table(line: str) -> None:
+    check_line(line)
+
+
+@needs_it
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ROWS)
+def test_all_answers_of_the_table(line: str) -> None:
+    """Unmarked answers have math-verify's own verdict too, with the right answer in a box as its users write it."""
+    from math_verify import LatexExtractionConfig, parse, verify  # type: ignore[import-not-found,unused-ignore]
+
+    check_line(line)
+    gold, answers = verdicts(line)
+    own = parse(f"\\boxed{{{gold.rpartition('####')[2].strip()}}}", [LatexExtractionConfig()], parsing_timeout=None)
+    for given, right in answers:
+        if given[0] not in "~!":
+            found = parse(f"So the answer is \\boxed{{{given}}}.", parsing_timeout=None)
+            assert verify(own, found, timeout_seconds=None) == right, given
+
+
+def check_line(line: str) -> None:
+    from runner.reward import equality
+
+    gold, answers = verdicts(line)
+    for given, right in answers:
+        [found] = equality.score([f"So the answer is \\boxed{{{given.lstrip('~!')}}}."], [gold])
+        assert found == (right != given.startswith("~")), (gold, given)
 
 
 @needs_it

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     PreTrainedTokenizerFast,
@@ -21,6 +22,7 @@ from transformers import (
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.interfaces import Completion, Prompt
+from runner.interfaces.model import REWARD_MODEL_FILE
 from runner.model.tiny import byte_tokenizer
 from runner.reward.config import ModelRewardConfig
 from tests.reward.samples import made
@@ -69,11 +71,17 @@ def completion(
 
 
 def reference(folder: Path, ids: list[int]) -> float:
-    """One row alone, without padding, by the model's own forward; no id of it counts as padding."""
-    module = Qwen2ForSequenceClassification.from_pretrained(folder)
-    module.config.pad_token_id = None
+    """One row alone by transformers' own forward, which skips padding at its end."""
+    module = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         return float(module(torch.tensor([ids])).logits[0, 0])
+
+
+def store_position(folder: Path, target: Path, content: str = '{"score_position": "end_of_turn"}') -> Path:
+    """A copy of a model's folder that says where its score is."""
+    shutil.copytree(folder, target)
+    (target / REWARD_MODEL_FILE).write_text(content)
+    return target
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16])
@@ -115,29 +123,72 @@ def test_what_is_too_long_has_no_score(trained: Path, tokenizer: Any, caplog: py
     assert "1 of 2 samples could not be scored: 1 × too long" in caplog.text
 
 
-def test_another_vocabulary_reads_the_conversation_again(
-    trained: Path, tokenizer: Any, caplog: pytest.LogCaptureFixture
+QUESTION = ({"role": "user", "content": "2+2?"},)
+CHAT = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
+
+
+@pytest.mark.parametrize("same_vocabulary", [True, False])
+@pytest.mark.parametrize("pads_with_end", [True, False])
+def test_a_foreign_model_is_read_as_transformers_reads_the_formatted_conversation(
+    same_vocabulary: bool, pads_with_end: bool, trained: Path, tmp_path: Path
 ) -> None:
-    other = byte_tokenizer(POSITIONS)
-    other.add_tokens(["<|more|>"])
-    decisions = Decisions()
-    reward = made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=decisions)
-    assert [d.got for d in decisions.entries] == ["tokenized again with its own template and tokenizer"]
-    question = ({"role": "user", "content": "2+2?"},)
-    asked = Completion(Prompt((1, 2), "…", question), (3,), "4", "stop")
-    turns = (*question, {"role": "assistant", "content": "4"})
-    whole = Completion(asked.prompt, asked.ids, "unread", "stop", messages=turns)
-    plain = Completion(Prompt((1,), "2+2?"), (3,), " 4", "stop")
+    """The last token that is no padding, whichever vocabulary the policy has: here the line break."""
+    folder = Path(shutil.copytree(trained, tmp_path / "model"))
+    if pads_with_end:
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | {"pad_token_id": 258}))
+    policy, decisions = byte_tokenizer(POSITIONS), Decisions(strict=True)
+    if not same_vocabulary:
+        policy.add_tokens(["<|more|>"])
+    reward = made(ModelRewardConfig(path=str(folder)), tokenizer=policy, decide=decisions)
+    assert [(d.feature, d.got) for d in decisions.entries] == [("reward.score_position", "last_token")]
+    asked = Completion(Prompt((1, 2), "…", QUESTION), (3,), "4", "stop")
+    turns = (*QUESTION, {"role": "assistant", "content": "4"})
+    whole = Completion(asked.prompt, asked.ids, "unread", "length", messages=turns)
+    plain = completion(policy, "2+2?", " 4")
+    ids = byte_tokenizer(POSITIONS)(CHAT, add_special_tokens=False)["input_ids"]
+    chat, text = reference(folder, ids), reference(folder, [*plain.prompt.ids, *plain.ids])
+    assert reward.score([[asked, whole, plain]])[0] == pytest.approx([chat, chat, text], abs=1e-5)
+    assert chat != pytest.approx(reference(folder, ids[:-1]), abs=1e-2), "the end token has another score"
+
+
+def test_a_model_of_this_project_is_read_where_it_was_trained(trained: Path, tokenizer: Any, tmp_path: Path) -> None:
+    folder, decisions = store_position(trained, tmp_path / "ours"), Decisions()
+    asked = Completion(Prompt((1, 2), "…", QUESTION), (3,), "4", "stop")
+    ids = tokenizer(CHAT, add_special_tokens=False)["input_ids"]
+    end, line_break = reference(folder, ids[:-1]), reference(folder, ids)
+
+    def score(**options: Any) -> float | None:
+        config = ModelRewardConfig(path=str(folder), **options)
+        return made(config, tokenizer=tokenizer, decide=decisions).score([[asked]])[0][0]
+
+    assert score() == pytest.approx(end, abs=1e-5)
+    assert [(d.got, d.reason) for d in decisions.entries] == [("end_of_turn", "of reward_model.json beside the model")]
+    assert score(score_position="last_token") == pytest.approx(line_break, abs=1e-5)
+    unread = store_position(trained, tmp_path / "unread", '{"score_position": "middle"}')
+    with pytest.raises(EnvironmentProblem, match=r"reward_model.json cannot be read[\s\S]*set reward.score_position"):
+        made(ModelRewardConfig(path=str(unread)), tokenizer=tokenizer)
+
+
+def test_what_cannot_be_formatted_is_said(
+    trained: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    marked = Completion(Prompt((1, 2), "…", QUESTION), (3,), "4<|im_end|>", "stop")  # as text, not as an end of turn
     refused = Completion(Prompt((1,), "", ({"no": "role"},)), (3,), "4", "stop")
-    text = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>\n"
-    chat = reference(trained, tokenizer(text, add_special_tokens=False)["input_ids"])
-    marked = Completion(asked.prompt, (3,), "4<|im_end|>", "stop")  # as the policy's text, not as an end of turn
-    [found] = reward.score([[asked, whole, plain, refused]])
-    assert reward.score([[marked]])[0][0] != pytest.approx(chat, abs=1e-5)
-    assert found[:3] == pytest.approx([chat, chat, reference(trained, tokenizer("2+2? 4")["input_ids"])], abs=1e-5)
-    assert found[3] is None and "chat template fails on the conversation" in caplog.text
-    with pytest.raises(EnvironmentProblem, match="strict=true does not allow"):
-        made(ModelRewardConfig(path=str(trained)), tokenizer=other, decide=Decisions(strict=True))
+    reward = made(ModelRewardConfig(path=str(trained)), tokenizer=tokenizer)
+    [found] = reward.score([[marked, refused]])
+    ids = tokenizer(CHAT, add_special_tokens=False)["input_ids"]
+    assert found[0] != pytest.approx(reference(trained, ids), abs=1e-5)
+    assert found[1] is None and "chat template fails on the conversation" in caplog.text
+    folder = Path(shutil.copytree(trained, tmp_path / "model"))
+    (folder / "chat_template.jinja").unlink()
+    tokenizer_of_policy, decisions = byte_tokenizer(POSITIONS), Decisions()
+    tokenizer_of_policy.add_tokens(["<|more|>"])
+    reward = made(ModelRewardConfig(path=str(folder)), tokenizer=tokenizer_of_policy, decide=decisions)
+    assert "tokenized again with its own tokenizer, as plain text" in [d.got for d in decisions.entries]
+    plain = completion(tokenizer, "2+2?", " 4")
+    expected = reference(folder, [*plain.prompt.ids, *plain.ids])
+    assert reward.score([[plain]])[0][0] == pytest.approx(expected, abs=1e-5)
 
 
 def test_an_encoder_is_asked_for_its_own_score(tmp_path: Path, tokenizer: Any) -> None:

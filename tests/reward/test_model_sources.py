@@ -46,7 +46,6 @@ def test_the_adapter_of_a_reward_model_scores_as_peft_does(folders: Path) -> Non
     group = [completion(tokenizer, "2+2?", text) for text in ("4", "five", "")]
     base = Qwen2ForSequenceClassification.from_pretrained(folders / "base", num_labels=1)
     module = peft.PeftModel.from_pretrained(base, folders / "adapter").eval()
-    module.config.pad_token_id = None
     with torch.no_grad():
         wanted = [float(module(torch.tensor([[*c.prompt.ids, *c.ids]])).logits) for c in group]
     [found] = made(ModelRewardConfig(path=str(folders / "adapter")), tokenizer=tokenizer).score([group])

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.reward.config import NumericConfig
+from runner.core.errors import DataError
+from runner.reward.config import ExactConfig, MathConfig, NumericConfig
 from runner.reward.rules import is_close, last_number
 from tests.reward.samples import answer, scores
 
@@ -67,3 +68,21 @@ def test_scores() -> None:
 def test_a_right_answer_without_a_number_cannot_be_used(caplog: pytest.LogCaptureFixture) -> None:
     assert scores(NumericConfig(), answer("4", answer="four"), answer("4", answer=4.0)) == [None, 1]
     assert "column 'answer' has no number but 'four'" in caplog.text
+
+
+@pytest.mark.parametrize("config", [NumericConfig, ExactConfig, MathConfig])
+def test_a_mapping_is_no_answer_and_its_keys_are_named(config: type[ExactConfig | MathConfig | NumericConfig]) -> None:
+    """A row of verl: the number of the whole mapping's text would be 2, from MATH_v2, for every row."""
+    if config is MathConfig:
+        pytest.importorskip("math_verify")
+    row = {"reward_model": {"ground_truth": "34", "style": "rule"}, "pair": ["3", "4"], "sole": ["34"]}
+    with pytest.raises(DataError, match=r"type reward\.column=reward_model\.ground_truth or reward\.col"):
+        scores(config(column="reward_model"), answer("2", **row))
+    with pytest.raises(DataError, match="expected text or a number, found a list"):
+        scores(config(column="pair"), answer("4", **row))
+    assert scores(config(column="sole"), answer("34", **row)) == [1]
+
+
+@pytest.mark.parametrize("text", ['{"ground_truth": 3, "style": "v2"}', "{'answer': 2}", "[1, 2]"])
+def test_no_number_is_taken_from_the_text_of_a_mapping_or_a_list(text: str) -> None:
+    assert scores(NumericConfig(), answer("2", answer=text)) == [None]

@@ -1,13 +1,29 @@
-"""Rewards are tried on two rows before the model is loaded: in whole commands."""
+"""Rewards are tried on four rows before the model is loaded: in whole commands, and what is warned of."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from runner.core.auto_choices import Decisions
+from runner.interfaces import Prompt
+from runner.model.tiny import byte_tokenizer
+from runner.reward.config import (
+    ExactConfig,
+    FormatConfig,
+    FunctionConfig,
+    LengthConfig,
+    NumericConfig,
+    RewardConfig,
+    SumConfig,
+)
+from runner.reward.trial import try_reward
 from tests.command import run
+from tests.reward.samples import made
 
 SMALL = (
     "+recipe=grpo_demo",
@@ -27,10 +43,10 @@ def score_with(folder: Path, body: str) -> str:
     return "reward.path=score.py:score"
 
 
-def test_the_scores_of_two_rows_are_shown_and_recorded(tmp_path: Path) -> None:
+def test_the_scores_of_four_rows_are_shown_and_recorded(tmp_path: Path) -> None:
     path = score_with(tmp_path, "return [4.0 if c[-1]['content'] == a else -1.0 for c, a in zip(completions, answer)]")
     said = run(*SMALL, "reward=function", path, "steps=1", cwd=tmp_path)
-    assert "row 1: 4; row 2: 4" in said and said.index("row 1: 4") < said.index("step ")
+    assert "row 1: 4; row 2: 4; row 3: 4; row 4: 4" in said and said.index("row 1: 4") < said.index("step ")
     manifest = json.loads((tmp_path / "outputs/latest/manifest.json").read_text())
     assert "row 1: 4; row 2: 4" in json.dumps(manifest)
 
@@ -89,3 +105,53 @@ def test_training_and_evaluation_know_their_step(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()]
     found = {row["step"]: (row.get("reward/mean"), row["eval/reward/mean"]) for row in rows}
     assert found == {0: (None, 0.0), 1: (0.0, 0.5), 2: (0.5, 1.0)}
+
+
+def warnings_of(config: RewardConfig, answers: Sequence[Any], caplog: pytest.LogCaptureFixture) -> list[str]:
+    tokenizer, reward = byte_tokenizer(64), made(config)
+    prompts = [Prompt((1,), "2+2?", None, {"answer": answer}) for answer in answers]
+    caplog.clear()
+    try:
+        try_reward(reward, config, prompts, tokenizer, Decisions())
+    finally:
+        reward.close()
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+NUMBERS = ("1 + 2 = 3", "2 + 2 = 4", "2 + 3 = 5", "3 + 3 = 6")
+
+
+def test_a_reward_that_tells_right_from_wrong_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(NumericConfig(), NUMBERS, caplog) == []
+    assert warnings_of(NumericConfig(), ("#### 3", "so #### 3", "#### 4", "#### 5"), caplog) == [], "two are equal"
+    assert warnings_of(ExactConfig(), ("A", "A", "A", "A"), caplog) == [], "there is no wrong one"
+    assert warnings_of(ExactConfig(), ("A", "B"), caplog) == []
+
+
+def test_a_right_answer_that_scores_0_is_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    score_with(tmp_path, "return [float(c == '5') for c in completions]")
+    config = FunctionConfig(path=f"{tmp_path}/score.py:score")
+    [said] = warnings_of(config, NUMBERS, caplog)
+    assert "reward gives row 1 0 for its own answer, the column answer: '1 + 2 = 3'" in said
+
+
+def test_a_wrong_answer_that_scores_as_much_is_warned_of(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    score_with(tmp_path, "return [float(c.isprintable()) for c in completions]")
+    part = {"name": "function", "path": f"{tmp_path}/score.py:score"}
+    [said] = warnings_of(SumConfig(parts=({"name": "length", "target": 4}, part)), NUMBERS, caplog)
+    assert said == (
+        "reward.parts[1] gives another row's answer as much as the row's own: "
+        "row 1 1 for '1 + 2 = 3', 1 for '2 + 2 = 4'"
+    )
+
+
+def test_a_penalty_for_wrong_answers_alone_is_no_fault(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    score_with(tmp_path, "return [-float(c != a) for c, a in zip(completions, answer)]")
+    assert warnings_of(FunctionConfig(path=f"{tmp_path}/score.py:score"), NUMBERS, caplog) == []
+
+
+@pytest.mark.parametrize(
+    "config", [LengthConfig(target=4), FormatConfig(pattern="x"), ExactConfig(extract="<a>(.*?)</a>")]
+)
+def test_what_compares_with_no_answer_is_not_warned_of(config: RewardConfig, caplog: pytest.LogCaptureFixture) -> None:
+    assert warnings_of(config, NUMBERS, caplog) == []

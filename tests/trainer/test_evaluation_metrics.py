@@ -14,6 +14,7 @@ from runner.trainer.evaluation_metrics import (
     pass_at_k,
     pass_metrics,
     ratio_with_interval,
+    score_metrics,
     share_interval,
     with_interval,
 )
@@ -67,6 +68,22 @@ def test_an_interval_has_a_width_where_all_agree_and_none_for_a_single_question(
     assert share_interval([1.0]) is mean_interval([1.0]) is None
     assert with_interval("x", [0.5], share=True) == {"x": 0.5} and with_interval("x", [], share=True) == {}
     assert mean_interval([1.0, 3.0, 2.0, 2.0, 4.0]) == pytest.approx((0.9843, 3.8157), abs=0.02)  # scipy.stats.t
+
+
+@pytest.mark.parametrize("questions", [20, 80])
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9])
+def test_the_interval_of_a_reward_of_0_or_1_covers_its_mean(questions: int, p: float) -> None:
+    """Student's t covers 87 % of the means at 20 questions and p = 0.1."""
+    rng, covered = random.Random(5), 0
+    for _ in range(1000):
+        found = score_metrics("reward/mean", [[float(rng.random() < p)] for _ in range(questions)])
+        covered += found["reward/mean" + LOW] <= p <= found["reward/mean" + HIGH]
+    assert 930 <= covered <= 990
+
+
+def test_the_interval_of_other_rewards_is_students() -> None:
+    scores = [[1.0, 0.5], [0.0, 0.0], [1.0, 1.0]]
+    assert score_metrics("x", scores) == with_interval("x", [0.75, 0.0, 1.0], share=False)
 
 
 def test_the_interval_of_a_ratio_covers_it() -> None:

@@ -14,6 +14,7 @@ from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector
 from runner.build.data import build_extend
 from runner.core.auto_choices import Decisions
+from runner.core.completion_text import completion_text
 from runner.core.errors import EnvironmentProblem
 from runner.data.chat import Renderer
 from runner.data.config import ChatConfig
@@ -30,9 +31,11 @@ from runner.interfaces import (
     TokenizedExample,
 )
 from runner.model.tiny import byte_tokenizer
+from runner.reward.config import FormatConfig
 from runner.trainer.answer_evaluator import AnswerEvaluator
 from runner.trainer.evaluator import Report
 from tests.algorithm import harness
+from tests.reward.samples import scores
 
 TOKENIZER = byte_tokenizer(512)
 END = TOKENIZER.eos_token_id
@@ -108,6 +111,27 @@ def test_an_episode_is_the_conversation_that_the_template_writes() -> None:
     assert (*PROMPT.ids, *sample.ids) == ids_of(whole.removesuffix("\n"))
     assert [m["role"] for m in reward.seen[0].messages or ()] == ["user", "assistant", "tool", "assistant"]
     assert reward.seen[0].text == "46"
+
+
+def test_rewards_and_environments_read_special_tokens_that_the_model_wrote_but_not_the_end() -> None:
+    heard: list[str] = []
+
+    class Listener:
+        def reset(self, prompt: Prompt) -> None: ...
+
+        def step(self, answer: str) -> Observation | None:
+            heard.append(answer)
+            return None
+
+    sample, _, reward = play("<|im_start|>a<|pad|>", environments=EnvironmentFactory(Listener, max_turns=2))
+    assert heard == [reward.seen[0].text] == [sample.text] == ["<|im_start|>a<|pad|>"]
+    pattern = FormatConfig(pattern=r"<\|im_start\|>.*")
+    assert scores(pattern, reward.seen[0]) == [1]
+
+
+def test_one_special_token_at_the_end_is_no_part_of_the_text() -> None:
+    assert completion_text(TOKENIZER, ids_of("ab")) == "ab" and completion_text(TOKENIZER, ()) == ""
+    assert completion_text(TOKENIZER, ids_of("ab<|im_end|><|im_end|>")) == "ab<|im_end|>"
 
 
 def test_only_what_the_policy_said_is_learnt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 
 from runner.algorithm.preference.config import RmConfig
 from runner.algorithm.preference.learning import build
-from runner.interfaces import PreferencePair
+from runner.data.chat import Renderer
+from runner.interfaces import Completion, PreferencePair, Prompt
 from runner.interfaces.learning import AlgorithmInputs
+from runner.reward.config import ModelRewardConfig
 from tests.algorithm.preferences import (
     TOKENIZER,
     WHOLE,
@@ -29,6 +32,7 @@ from tests.algorithm.preferences import (
     refuse,
     train,
 )
+from tests.reward.samples import made
 
 PAIRS = pairs(5)
 
@@ -129,3 +133,16 @@ def test_a_few_steps_teach_which_answer_is_better() -> None:
     values = train(subject, rm(pairs(16, seed=3), use_margin=False), {"reward_model": subject}, 12)
     assert values[0]["train/accuracy"] < 0.8
     assert values[-1]["train/accuracy"] == 1
+
+
+def test_an_exported_model_is_read_at_the_token_that_it_was_trained_at(tmp_path: Path) -> None:
+    """reward=model on a conversation against the score that the loss sees: at the end token, not at the line break."""
+    trained = model(5, head="scalar")
+    trained.save(tmp_path)
+    question = ({"role": "user", "content": "2+2?"},)
+    ids = Renderer(TOKENIZER).conversation_ids([*question, {"role": "assistant", "content": "4"}])
+    assert ids[-2:] == [TOKENIZER.eos_token_id, *TOKENIZER("\n")["input_ids"]]
+    reward = made(ModelRewardConfig(path=str(tmp_path)), tokenizer=TOKENIZER)
+    [[found]] = reward.score([[Completion(Prompt((1,), "", question), (2,), "4", "stop")]])
+    with torch.no_grad():
+        assert found == pytest.approx(plain_score(plain(trained), ids[:-3], ids[-3:-1]).item(), abs=1e-5)
