@@ -182,8 +182,6 @@ def build_learner(
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
-    if spec.adapter.trains_base:
-        model.weights_source.refuse_lost_tensors("model.path")
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)

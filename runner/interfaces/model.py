@@ -234,6 +234,8 @@ class TrainableModel(ScoringModel, Protocol):
 
     # --- how it is built ---
 
+    def freeze_parts(self, decide: Decide) -> set[str]: ...  # by model.freeze; the names of modules of frozen parts
+
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
 
     def merge_adapter(self, *, decide: Decide) -> Self: ...  # the same model with its adapter in its weights

@@ -21,7 +21,12 @@ from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, VarlenAttention
 from runner.model.batch_layout import run_packed
 from runner.model.flops import head_size
-from runner.model.packed_attention import PACKED_ATTENTION, UnsupportedAttention
+from runner.model.packed_attention import (
+    PACKED_ATTENTION,
+    UnsupportedAttention,
+    set_text_attention,
+    text_attention,
+)
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
@@ -77,14 +82,14 @@ def _static_objection(causal: Any) -> str | None:
     strange = set(getattr(causal.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
     if strange:
         return f"it has layers of type {', '.join(sorted(strange))}"
-    causal.set_attn_implementation(PACKED_ATTENTION)
-    return None if causal.config._attn_implementation == PACKED_ATTENTION else "its attention cannot be replaced"
+    set_text_attention(causal, PACKED_ATTENTION)
+    return None if text_attention(causal) == PACKED_ATTENTION else "its attention cannot be replaced"
 
 
 @torch.no_grad()
 def packed_objection(causal: Any, device: torch.device) -> str | None:
     """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
-    own = causal.config._attn_implementation
+    own = text_attention(causal)
     if causal.base_model is causal:
         return "the model does not expose its backbone"
     if device.type == "meta":
@@ -104,7 +109,7 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
         except UnsupportedAttention as error:
             reason = str(error)
     if reason is not None:
-        causal.set_attn_implementation(own)
+        set_text_attention(causal, own)
     return reason
 
 

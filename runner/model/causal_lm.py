@@ -183,7 +183,7 @@ class CausalLM(TransformersModel):
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """The model's own attention for a while, as text is written and not scored."""
-        config = self.causal.config
+        config = self.causal.config.get_text_config()
         before, config._attn_implementation = config._attn_implementation, self.default_attention
         try:
             yield

@@ -8,6 +8,8 @@ from pydantic import Field
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_local
 
+ModelPart = Literal["vision", "aligner", "language"]
+
 
 class ModelConfig(ComponentConfig):
     """A causal language model and how it runs ragged batches."""
@@ -55,6 +57,11 @@ class ModelConfig(ComponentConfig):
     def draws_weights(self) -> bool:
         """Whether its first weights are random numbers."""
         return True
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        """Parts of an image-text model that are not trained; None = all but the language model."""
+        return None
 
     @property
     def compute_dtype(self) -> Dtype:
@@ -195,7 +202,7 @@ class TinyMoeConfig(SmallConfig):
 
 
 class HfConfig(ModelConfig):
-    """Any Hugging Face causal LM, by folder or hub id."""
+    """Any Hugging Face causal LM or image-text model, by folder or hub id."""
 
     factory: ClassVar[str] = "runner.model.hf:build"
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
@@ -218,6 +225,11 @@ class HfConfig(ModelConfig):
         default=False, description="Run Python code from the model folder. Only for models whose code you have read."
     )
     from_scratch: bool = Field(default=False, description="Keep the architecture and initialize the weights at random.")
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] | None = Field(
+        default=None,
+        description="Parts of an image-text model that are not trained (vision, aligner, language), nor get an adapter "
+        "by name; null = [vision,aligner]; [] = all are trained.",
+    )
 
     @property
     def source(self) -> str | None:
@@ -226,6 +238,10 @@ class HfConfig(ModelConfig):
     @property
     def draws_weights(self) -> bool:
         return self.from_scratch
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        return self.freeze
 
     def with_absolute_paths(self) -> Self:
         tokenizer, base = (text and absolute_if_local(text) for text in (self.tokenizer, self.base))

@@ -9,8 +9,10 @@ instead of three.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
@@ -19,7 +21,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
@@ -59,6 +63,31 @@ def write_tokenizer_and_verify(folder: Path, tokenizer: Any, num_trained: int) -
             f"{folder} has {found} values, but {num_trained} are trainable: the export is incomplete. The checkpoints "
             "are unchanged; report this with the model's name"
         )
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+UNREAD_FILE = "model-unread.safetensors"
+
+
+def copy_unread(source: Path, names: Sequence[str], folder: Path) -> None:
+    """Copy what an export needs of the folder that the model came from, and that the model does not have.
+
+    names: tensors of its safetensors, which are written byte for byte; and the files of its image processor.
+    """
+    for file in (source / name for name in PROCESSOR_FILES):
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    found: dict[str, Tensor] = {}
+    for shard in sorted(source.glob("*.safetensors")) if names else ():
+        with safe_open(shard, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}  # noqa: SIM118
+    if not found:
+        return
+    save_file(found, folder / UNREAD_FILE, {"format": "pt"})
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(found, UNREAD_FILE)
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum

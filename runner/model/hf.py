@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -50,7 +57,6 @@ from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
-MEDIA = re.compile(r"visual|vision|image|audio|speech")  # in the names of tensors
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -103,7 +109,7 @@ def build(
     key = key if init_from is None else "init_from"
     kept = DTYPES[stored or config.compute_dtype]
     weights = find_weights(config, key, init_from)
-    path, auto, scratch = weights.path, _AUTO[head], config.from_scratch and init_from is None
+    path, scratch = weights.path, config.from_scratch and init_from is None
     if scratch and weights.adapter is not None:
         raise EnvironmentProblem(
             f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
@@ -113,6 +119,7 @@ def build(
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
+        auto = _auto_class(architecture, head)
         check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
@@ -122,7 +129,7 @@ def build(
             module = init_with_seed(lambda: auto.from_config(architecture, **options), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
-            source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
+            source = replace(source, unread=_unread_tensors(source.files, module))
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _fix_generation_config(path, module.generation_config, decide)
@@ -176,9 +183,11 @@ def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | Non
 def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
     """The folder, or the commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
     if Path(weights.path).exists():
-        return WeightsSource(folder=Path(weights.path), drawn=drawn, adapter=weights.adapter)
+        folder = Path(weights.path)
+        return WeightsSource(folder=folder, drawn=drawn, adapter=weights.adapter, files=folder)
     config = cached_file(weights.path, "config.json", revision=weights.revision)
-    return WeightsSource(commit=extract_commit_hash(config, None), drawn=drawn, adapter=weights.adapter)
+    commit, files = extract_commit_hash(config, None), Path(str(config)).parent
+    return WeightsSource(commit=commit, drawn=drawn, adapter=weights.adapter, files=files)
 
 
 def _both_error(path: str, key: str) -> EnvironmentProblem:
@@ -188,11 +197,14 @@ def _both_error(path: str, key: str) -> EnvironmentProblem:
     )
 
 
-_AUTO: dict[Head, Any] = {
-    "lm": AutoModelForCausalLM,
-    "scalar": AutoModelForSequenceClassification,
-    "lm+value": AutoModelForCausalLM,
-}
+def _auto_class(architecture: Any, head: Head) -> Any:
+    """The transformers class that loads the whole model, with its vision part where it has one."""
+    if head == "scalar":
+        return AutoModelForSequenceClassification
+    is_image_text = type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(
+        architecture, "vision_config"
+    )
+    return AutoModelForImageTextToText if is_image_text else AutoModelForCausalLM
 
 
 def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None) -> Any:
@@ -251,14 +263,11 @@ def _load_pretrained(
     return module
 
 
-def _image_tensors(path: str, revision: str | None, module: Any) -> int:
-    """Number of image or sound tensors that transformers skips silently in the text part of a model."""
+def _unread_tensors(folder: Path, module: Any) -> tuple[str, ...]:
+    """Names of a folder's tensors that transformers skips, as the architecture does not have them."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    folder = (
-        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent
-    )
     names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
-    return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
+    return tuple(name for name in names if any(pattern.search(name) for pattern in patterns))
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:

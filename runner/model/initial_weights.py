@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem
 from runner.core.fsync_io import sha256
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
@@ -33,14 +33,16 @@ class WeightsSource:
     """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
     drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
-    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
+    adapter that was loaded onto them; files: the local folder with the files of either of the first two; unread:
+    tensors in it that the architecture does not have (multi-token prediction), which an export takes over.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
     adapter: Path | None = None
-    image_tensors: int = 0
+    files: Path | None = None
+    unread: tuple[str, ...] = ()
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
@@ -56,14 +58,6 @@ class WeightsSource:
         elif self.folder is not None and weights:
             found["weights"] = files_digest(sorted(self.folder.glob("*.safetensors")))
         return found
-
-    def refuse_lost_tensors(self, key: str) -> None:
-        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
-        if count := self.image_tensors:
-            text = f"the folder has {count} image or audio tensors, which training on text would leave out of the"
-            text += " export; type adapter=lora, or save the text model once, in Python: "
-            text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
-            raise SpecError([Problem(key, text)])
 
 
 def files_digest(files: Iterable[Path]) -> str:

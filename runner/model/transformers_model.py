@@ -31,7 +31,9 @@ from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
-from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
+from runner.model.model_parts import decoder_blocks, freeze_parts, splittable_ends
+from runner.model.packed_attention import set_text_attention, text_attention
+from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, read_as_stored
 
 if TYPE_CHECKING:
     from runner.model.checkpointing_and_compile import CompiledLayers
@@ -87,7 +89,7 @@ class TransformersModel:
 
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: batch_layout.BatchLayout = self.config.batch_layout
-        self.default_attention: str = self.inner.config._attn_implementation
+        self.default_attention: str = text_attention(self.inner)
         objection = packed_objection(self.inner, self.device) if self.layout == "packed" else None
         if objection:
             self.layout = "padded"
@@ -118,7 +120,7 @@ class TransformersModel:
             self.inner._weight_conversions = probe["conversions"]
         if probe["layout"] != self.layout:
             self.layout = probe["layout"]
-            self.inner.set_attn_implementation(self.default_attention)
+            set_text_attention(self.inner, self.default_attention)
 
     def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None:
         """Let packed rows attend by a device's kernel, unless it errs on a few tokens in its shape."""
@@ -131,14 +133,14 @@ class TransformersModel:
     @torch.no_grad()
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None:
         """Let `exchange` replace the attention of padded rows, in a model that is sharded by now. Collective."""
-        before = self.inner.config._attn_implementation
-        self.inner.set_attn_implementation(self.default_attention)
+        before = text_attention(self.inner)
+        set_text_attention(self.inner, self.default_attention)
         self._set_mode(False)
         with nullcontext() if self.stage.num_stages == 1 else self.summon_full_params():
             self.whole.run(lambda: exchange(self.inner))
-        self.default_attention = self.inner.config._attn_implementation
+        self.default_attention = text_attention(self.inner)
         if not self.is_padded:
-            self.inner.set_attn_implementation(before)
+            set_text_attention(self.inner, before)
 
     def compile(self, decide: Decide) -> None:
         """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
@@ -156,7 +158,6 @@ class TransformersModel:
             raise SpecError([Problem("adapter", "there is none to merge; leave --merge out")])
         self.merges = True
         self._refuse_tied_ends()
-        self.weights_source.refuse_lost_tensors("merge")
 
     def _refuse_tied_ends(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
@@ -167,7 +168,7 @@ class TransformersModel:
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
-        self.inner.set_attn_implementation(self.default_attention)
+        set_text_attention(self.inner, self.default_attention)
         made = type(self)(
             module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
         )
@@ -213,10 +214,7 @@ class TransformersModel:
 
     def transformer_blocks(self) -> list[nn.Module]:
         """The layers of this rank that FSDP gathers one by one, first to last; empty if they are not named."""
-        named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.absent_modules
-        parts = [part for part in self.inner.modules() if part not in elsewhere]
-        # fully_shard derives a class of its own for a layer
-        return [part for part in parts if not named.isdisjoint(kind.__name__ for kind in type(part).__mro__)]
+        return decoder_blocks(self.inner, self.stage.absent_modules)
 
     def summon_full_params(self) -> AbstractContextManager[None]:
         """See `FsdpRoot.summon_full_params`."""
@@ -248,6 +246,10 @@ class TransformersModel:
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def freeze_parts(self, decide: Decide) -> set[str]:
+        """See `model_parts.freeze_parts`."""
+        return freeze_parts(self.inner, self.config.frozen_parts, decide)
 
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled; see `_compute_outputs`.
@@ -286,6 +288,8 @@ class TransformersModel:
             if folder is not None:
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
+                if self.weights_source.files and (self.merges or self.module is self.inner):
+                    export.copy_unread(self.weights_source.files, self.weights_source.unread, folder)
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
@@ -373,12 +377,7 @@ class TransformersModel:
 
     def embedding_and_head(self) -> list[Any]:
         """The embedding and LM head that can be split by rows; with tied weights both or none."""
-        embedding, head = self.inner.get_input_embeddings(), self._plain_lm_head()
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        shared = is_tied(self.inner.get_output_embeddings(), embedding)
-        if shared and not (plain and head):
-            return []
-        return [*([embedding] if plain else []), *([head] if head else [])]
+        return splittable_ends(self.inner, self._plain_lm_head())
 
     def _plain_lm_head(self) -> Any:
         """The LM head, if it is nothing but a matrix, and used as one."""
