@@ -74,15 +74,18 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer with the template of chat.template, without the model.
+    """The model's tokenizer with the template of chat.template and the reader of images, without the model.
 
     Raises DataError for a file that is no template.
     """
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
     if spec.chat.template is not None:
-        from runner.data.chat import load_template
+        from runner.data.jinja_sandbox import load_template
 
         tokenizer.chat_template = load_template(spec.chat.template)
+    if factory := type(spec.model).image_reader_factory:
+        limits = {name: getattr(spec.data, name, None) for name in ("min_pixels", "max_pixels")}
+        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, cache_folder() / "images", **limits)
     return tokenizer
 
 

@@ -17,17 +17,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-
-from jinja2 import TemplateSyntaxError
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ControlTokens, Placeholders, Segment, common_length
-from runner.data.conversation import CALL_FORMS, CallForm, Statement, find_missing, plain_messages, statements
-from runner.data.examples import Message, Tools, is_trained
-from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, render
+from runner.data.conversation import (
+    CALL_FORMS,
+    CallForm,
+    Statement,
+    content_parts,
+    find_missing,
+    plain_messages,
+    statements,
+)
+from runner.data.examples import Message, Tools, image_parts, is_trained
+from runner.data.images import insert_images
+from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, render
+from runner.interfaces.media import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +43,14 @@ if TYPE_CHECKING:
 TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
 PROBE = chr(0xFFFFD)  # stands for an assistant's words
 OPENING: tuple[Message, ...] = ({"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE})
-TEMPLATES = Path(__file__).parent / "templates"
 UNOPENED = (
     "the chat template's generation prompt differs from the start of the assistant turns that it renders, so prompt "
     "and completion cannot be separated"
 )
 OTHER_TEMPLATE = "chat.template=FILE sets a template that renders such a conversation"
+TEXT_ONLY_HINT = (
+    "choose an image-text model (model.path=…), or train on the text alone: data.rename_columns={images: unused_images}"
+)
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
     "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
@@ -64,13 +73,17 @@ class RenderTimeout(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A conversation as templates take it. trained: the indices of the turns that are trained on."""
+    """A conversation as templates take it.
+
+    trained: the indices of the turns that are trained on; images: of each message, its images (path or content)
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     context: int
     trained: list[int]
     placeholders: Placeholders
+    images: list[list[str | bytes]] = field(default_factory=list)
 
 
 class Renderer:
@@ -86,7 +99,7 @@ class Renderer:
                 "  use a model that has one (an instruct or chat model: model.path=..., or model.tokenizer=...),\n"
                 "  or set chat.template=FILE, or use plain text in `prompt` and `completion` (or `text`)"
             )
-        self.tokenizer, self.chat = tokenizer, options or ChatConfig()
+        self.tokenizer, self.chat, self.reader = tokenizer, options or ChatConfig(), images_of(tokenizer)
         self.notes: set[str] = set()
         self.source = str(tokenizer.get_chat_template())
         self.control = ControlTokens(tokenizer, self.source)
@@ -107,23 +120,29 @@ class Renderer:
             rows = [self._everything(chat)]
         else:
             rows = self._rows(chat, train_on)
-        return [
-            _merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
-        ]
+        return [self._finish(chat, row) for row in rows]
+
+    def _finish(self, chat: _Chat, row: Sequence[Segment]) -> list[Segment]:
+        """The segments of a row with literal control tokens apart, and with what stands for its images."""
+        segments = _merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)])
+        try:
+            return insert_images(segments, self.reader, [one for some in chat.images for one in some])
+        except DataError as error:
+            raise RenderError(str(error)) from error
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
         """What generation sees of a conversation that the assistant is to answer. Raises RenderError."""
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return _merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
+        return self._finish(chat, [Segment(text, is_trained=False)])
 
     def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
         chat = self._prepare(messages, tools, 0, "all")
         text = self._text(chat, len(chat.messages))
         self._check_context(chat, len(chat.messages), text)
-        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)))
+        return self.control.ids_of(self._finish(chat, [Segment(text, is_trained=False)]))
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
@@ -179,22 +198,38 @@ class Renderer:
         plain, used, placeholders = self.control.insert_placeholders(plain, used)
         if placeholders.chars:
             self.notes.add("messages contain control tokens of the chat template; they are encoded as text")
-        return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders)
+        images = [[part["image"] for part in image_parts(messages[at])] for at in kept]
+        if any(images) and self.reader is None:
+            raise RenderError("an image, but the model reads text alone", TEXT_ONLY_HINT)
+        return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders, images)
 
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, extra: Mapping[str, Any] | None = None) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
         messages = chat.messages[:stop]
+        if self.reader is not None and self._needs_parts:
+            messages = [{**message, "content": content_parts(message["content"])} for message in messages]
         variables: dict[str, Any] = {"tools": chat.tools, "documents": None, "add_generation_prompt": prompt}
         variables |= {**self.tokenizer.special_tokens_map, **(self.chat.kwargs or {}), **(extra or {})}
         source = str(self.tokenizer.get_chat_template(tools=chat.tools))
         try:
-            return render(source, {"messages": messages, **variables})
+            text = render(source, {"messages": messages, **variables})
         except TemplateTimeout as error:
             raise RenderTimeout(f"the chat template ran for more than {DEADLINE_S:g} s", OTHER_TEMPLATE) from error
         except Exception as error:  # a template is a foreign program and may fail in any way; the row is named instead
             roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
             raise RenderError(f"the chat template fails on the conversation: {reason}", OTHER_TEMPLATE) from error
+        count = sum(map(len, chat.images[:stop]))
+        if self.reader and any(chat.images) and (written := text.count(self.reader.token)) != count:
+            raise RenderError(f"the chat template renders {written} of {count} images", OTHER_TEMPLATE)
+        return text
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        try:
+            return PROBE not in render(self.source, {"messages": OPENING, **self.tokenizer.special_tokens_map})
+        except Exception:  # of whatever kind the template raises
+            return True
 
     @cached_property
     def _call_form(self) -> CallForm:
@@ -335,22 +370,6 @@ class _Row:
     text: str = ""
     start: int = 0
     turn: int = 0
-
-
-def load_template(name: str) -> str:
-    """A chat template: a file of the user's, or one of this project's training templates.
-
-    Raises DataError if there is no such template, or if it is none.
-    """
-    file = TEMPLATES / f"{name}.jinja" if name in TRAINING_TEMPLATES else Path(name)
-    try:
-        source = file.read_text(encoding="utf-8")
-        literal_text(source)
-    except OSError as error:
-        raise DataError(f"chat.template={name}: {error.strerror or error}") from error
-    except (UnicodeDecodeError, TemplateSyntaxError) as error:
-        raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
-    return source
 
 
 def _statements_between(chat: _Chat, start: int, stop: int) -> list[Statement]:

@@ -184,6 +184,15 @@ class SourceConfig(DataConfig):
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
+    media_root: str | None = Field(
+        default=None, description="Folder that paths of images are relative to; null = the folder of the data file."
+    )
+    max_pixels: int | None = Field(
+        default=None, ge=1, description="Maximum pixels of an image, which is scaled down; null = the model's own."
+    )
+    min_pixels: int | None = Field(
+        default=None, ge=1, description="Minimum pixels of an image, which is scaled up; null = the model's own."
+    )
     holdout: float | None = Field(
         default=None,
         gt=0,
@@ -297,6 +306,7 @@ class FileConfig(SourceConfig):
         paths = tuple(absolute_if_local(p) for p in self.sources())
         return self.model_copy(
             update={
+                "media_root": self.media_root and absolute_if_local(self.media_root),
                 "path": paths[0] if isinstance(self.path, str) else paths,
                 "eval_path": self.eval_path and absolute_if_local(self.eval_path),
             }
@@ -306,7 +316,7 @@ class FileConfig(SourceConfig):
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
         from runner.data.formats import validate_files
 
-        validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
+        validate_files(self.sources(), self.eval_path, kind, self.rename_columns, self.media_root)
 
     def eval_option(self) -> str | None:
         return None if self.eval_path is None else f"data.eval_path={self.eval_path}"

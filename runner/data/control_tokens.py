@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from runner.data.jinja_sandbox import literal_text
+from runner.interfaces.media import fill_in_images, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,13 +29,14 @@ class Segment:
     """A span of text.
 
     answer: of the row's last assistant turn, without the blanks that the template puts after it; literal: a
-    control token that a message holds as text.
+    control token that a message holds as text; images: (media id, number of places) of each in the text.
     """
 
     text: str
     is_trained: bool
     answer: bool = False
     literal: bool = False
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -94,7 +96,13 @@ class ControlTokens:
 
     def ids_of(self, segments: Sequence[Segment]) -> list[int]:
         """The ids of segments that continue a row."""
-        return [i for s in segments for i in (self.literal_ids(s.text) if s.literal else self._encode(s.text))]
+        parts = ((s, self.literal_ids(s.text) if s.literal else self._encode(s.text)) for s in segments)
+        return [i for segment, ids in parts for i in self.with_images(segment, ids)]
+
+    def with_images(self, segment: Segment, ids: list[int]) -> list[int]:
+        """The ids of a segment with those of its images."""
+        reader = images_of(self._tokenizer)
+        return fill_in_images(ids, segment.images, reader.token_id) if reader and segment.images else ids
 
     def literal_ids(self, token: str) -> list[int]:
         """Ids of a control token's characters as text: of two parts without a control token, the fewest."""

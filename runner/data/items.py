@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from runner.core.media import whole_images, without_media
 from runner.data.examples import Reading
 from runner.data.readers import Problems
 from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
@@ -190,7 +191,7 @@ class LengthLimit:
     def _pieces(self, row: EncodedExample | EncodedAnswers, length: int) -> list[EncodedExample] | list[EncodedAnswers]:
         """What is left of the row, as far as anything is."""
         if isinstance(row, EncodedAnswers):
-            rest = row.prompt[length - self.most :]
+            rest = row.prompt[whole_images(row.prompt, length - self.most, len(row.prompt))[0] :]
             return [replace(row, prompt=rest)] if rest else []
         if self.rule == "truncate_right":
             pieces = [_slice(row, 0, self.most)]
@@ -227,7 +228,8 @@ def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
 
 
 def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
-    """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
+    """Tokens start … stop of a row, images whole; an answer that is not whole, or has no prompt left, is none."""
+    start, stop = whole_images(row.ids, start, stop)
     ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
     loss_mask[:1] = [0]
     first, last = row.answer
@@ -261,7 +263,7 @@ def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt
     """A prompt; its text is what the ids decode to, also where they were cut."""
     facts, ids = json.loads(record["facts"]), record["prompt"]
     messages = facts["messages"]
-    return Prompt(tuple(ids), str(tokenizer.decode(ids)), messages and tuple(messages), facts["columns"])
+    return Prompt(tuple(ids), str(tokenizer.decode(without_media(ids))), messages and tuple(messages), facts["columns"])
 
 
 def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
@@ -284,7 +286,7 @@ def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) 
     messages = facts["messages"] and tuple(facts["messages"])
     found = _question(tokenizer, whole, prompt, answer)
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.
-    asked = facts["messages"] or tokenizer.decode(prompt, skip_special_tokens=True)
+    asked = facts["messages"] or tokenizer.decode(without_media(prompt), skip_special_tokens=True)
     key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True).encode()).hexdigest()[:16]
     return replace(found, messages=messages, columns=facts["columns"], key=key)
 
@@ -295,7 +297,7 @@ def _question(
     return EvalQuestion(
         item=whole,
         prompt_ids=tuple(prompt),
-        prompt=str(tokenizer.decode(list(prompt))),
+        prompt=str(tokenizer.decode(without_media(prompt))),
         answer=str(tokenizer.decode(list(answer), skip_special_tokens=True)),
         answer_ids=tuple(answer),
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping
 from datetime import datetime
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -22,6 +23,10 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runner.core.errors import DataError
+from runner.data.config import TRAINING_TEMPLATES
+
+TEMPLATES = Path(__file__).parent / "templates"
 DEADLINE_S = 10.0  # of one rendering; a long conversation takes some milliseconds
 LONGEST_REPEAT = 10_000_000  # characters or elements that `*` may make
 
@@ -129,3 +134,19 @@ def _raise_exception(message: str) -> None:
 
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
+
+
+def load_template(name: str) -> str:
+    """A chat template: a file of the user's, or one of this project's training templates.
+
+    Raises DataError if there is no such template, or if it is none.
+    """
+    file = TEMPLATES / f"{name}.jinja" if name in TRAINING_TEMPLATES else Path(name)
+    try:
+        source = file.read_text(encoding="utf-8")
+        literal_text(source)
+    except OSError as error:
+        raise DataError(f"chat.template={name}: {error.strerror or error}") from error
+    except (UnicodeDecodeError, jinja2.TemplateSyntaxError) as error:
+        raise DataError(f"chat.template={name}: not a jinja template: {error}") from error
+    return source

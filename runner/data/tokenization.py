@@ -20,6 +20,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
+from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
@@ -202,13 +203,14 @@ class ExampleTokenizer:
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
-            ids += part
+            ids += self._control.with_images(segment, part)
             loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif segments and answer[1]:
             self._note_end(ids[answer[0] : answer[1]])
         loss_mask[:1] = [0] * len(loss_mask[:1])
+        loss_mask = [trained and int(one < MEDIA_ID) for one, trained in zip(ids, loss_mask, strict=True)]
         return EncodedExample(example.place, ids, loss_mask, answer)
 
     def _append_eos(
@@ -258,7 +260,8 @@ def _combine(
     """The item of an example: its row, or its prompt with the answers."""
     known = [row for row in rows if isinstance(row, EncodedExample)]
     if isinstance(example, PromptExample):
-        facts = {"messages": example.prompt if isinstance(example.prompt, tuple) else None, "columns": example.columns}
+        messages = example.prompt if isinstance(example.prompt, tuple) else None
+        facts = {"messages": messages, "columns": example.columns}
         return EncodedAnswers(example.place, known[0].ids, [], facts)
     if isinstance(example, AnswersExample):
         prompt = known[0].ids[: known[0].answer[0]]

@@ -206,6 +206,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
+    media: Any  # what reads the images of its inputs: runner.model.media.MediaInputs; None for a model of text alone
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property  # what must be equal for a checkpoint to fit, beside its parameters

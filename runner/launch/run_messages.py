@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.core.media import without_media
 from runner.core.rank_info import RankInfo
 from runner.data.config import ChatConfig
 from runner.run_dir.folder import display_path
@@ -125,7 +126,7 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
     if hasattr(item, "weights"):
         text = _context(item, tokenizer)
     else:
-        text = tokenizer.decode(list(item.ids if hasattr(item, "ids") else item.prompt))
+        text = tokenizer.decode(without_media(item.ids if hasattr(item, "ids") else item.prompt))
     text = turn.user_message(text) if turn else text.strip()
     fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
     return _quote(text) if fits else NO_EXAMPLE
@@ -135,8 +136,8 @@ def _context(item: Any, tokenizer: Any) -> str:
     """Text before the first trained token; the first words if all tokens are trained."""
     first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
     if first > 1:  # the first token is never predicted
-        return str(tokenizer.decode(list(item.ids[:first])))
-    return " ".join(tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
+        return str(tokenizer.decode(without_media(item.ids[:first])))
+    return " ".join(tokenizer.decode(without_media(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
 
 
 def _quote(text: str) -> str:

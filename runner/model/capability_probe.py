@@ -21,6 +21,7 @@ from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, VarlenAttention
 from runner.model.batch_layout import run_packed
 from runner.model.flops import head_size
+from runner.model.media import MediaInputs
 from runner.model.packed_attention import (
     PACKED_ATTENTION,
     UnsupportedAttention,
@@ -87,8 +88,11 @@ def _static_objection(causal: Any) -> str | None:
 
 
 @torch.no_grad()
-def packed_objection(causal: Any, device: torch.device) -> str | None:
-    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
+def packed_objection(causal: Any, device: torch.device, media: MediaInputs | None = None) -> str | None:
+    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place.
+
+    media: of an image-text model; its rows with images are tried too
+    """
     own = text_attention(causal)
     if causal.base_model is causal:
         return "the model does not expose its backbone"
@@ -99,12 +103,13 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
         hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
         return hidden
 
-    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in PROBE_ROWS])
+    rows = [*PROBE_ROWS, *(media.probe_rows() if media else ())]
+    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in rows])
     reason = _static_objection(causal)
     if reason is None:
-        batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
+        batch = pack(rows, [[1.0] * len(row) for row in rows]).to(device)
         try:
-            got = run_packed(forward, batch)
+            got = run_packed(forward, media.prepare(batch) if media else batch)
             reason = None if is_close(got, wanted) else "its output changes when sequences are packed"
         except UnsupportedAttention as error:
             reason = str(error)

@@ -115,7 +115,7 @@ class CausalLM(TransformersModel):
         """
         if not self.stage.is_last:
             return self._pipeline_placeholder(batch).sum(), {}
-        tokens = self.shard_tokens(batch)
+        tokens = self.local_tokens(batch)
         places = tokens.locally_predicted(coefficients.nonzero()[:, 0])
         chosen, places = tokens.to_device(coefficients[places]), tokens.to_device(places)
 

@@ -16,6 +16,7 @@ class ModelConfig(ComponentConfig):
 
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
+    image_reader_factory: ClassVar[str | None] = None  # of config, tokenizer, folder → reader of images, or None
     architecture_factory: ClassVar[str | None] = None  # the same of its transformers config; None = sets no limit
     dtype: Dtype | None = Field(
         default=None,
@@ -206,6 +207,7 @@ class HfConfig(ModelConfig):
 
     factory: ClassVar[str] = "runner.model.hf:build"
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
+    image_reader_factory: ClassVar[str | None] = "runner.model.hf:image_reader"
     architecture_factory: ClassVar[str | None] = "runner.model.hf:architecture"
     name: Literal["hf"] = "hf"
     path: str = Field(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
 from runner.model.causal_lm import model_class_for_head
 from runner.model.config import HfConfig
+from runner.model.image_processor import load_image_processor
+from runner.model.image_reader import FileImageReader
 from runner.model.initial_weights import (
     DTYPES,
     HEADS,
@@ -52,6 +55,7 @@ from runner.model.model_folder import (
     is_adapter,
     read_adapter_config,
     read_header,
+    read_json,
 )
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
@@ -79,7 +83,30 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
             f"  copy its tokenizer into the folder, or in a job type {option}=FOLDER"
         )
     with _translate_errors(path, key):
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+    if not made.chat_template and (file := Path(path) / "chat_template.json").is_file():  # an older form of processors
+        made.chat_template = read_json(file).get("chat_template")
+    return made
+
+
+def image_reader(
+    config: HfConfig, tokenizer: Any, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None
+) -> FileImageReader | None:
+    """The reader of images for the model; None for one of text alone. folder: of images without a file.
+
+    Raises what `architecture` raises.
+    """
+    found = architecture(config, tokenizer)
+    if not is_image_text(found):
+        return None
+    weights = find_weights(config)
+    load = partial(
+        load_image_processor,
+        *(weights.path, weights.revision, found, tokenizer),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
+    return FileImageReader(load, folder)
 
 
 def build(
@@ -201,10 +228,12 @@ def _auto_class(architecture: Any, head: Head) -> Any:
     """The transformers class that loads the whole model, with its vision part where it has one."""
     if head == "scalar":
         return AutoModelForSequenceClassification
-    is_image_text = type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(
-        architecture, "vision_config"
-    )
-    return AutoModelForImageTextToText if is_image_text else AutoModelForCausalLM
+    return AutoModelForImageTextToText if is_image_text(architecture) else AutoModelForCausalLM
+
+
+def is_image_text(architecture: Any) -> bool:
+    """Whether a transformers config is of a model with a vision part."""
+    return type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(architecture, "vision_config")
 
 
 def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None) -> Any:

@@ -62,6 +62,18 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
+def template_with_images(place: str) -> str:
+    """The chat template with `place` where an image stands between the texts of a user's message."""
+    parts = (
+        "{%- for part in message['content'] %}{{- '"
+        + place
+        + "' if part['type'] == 'image' else part['text'] }}{%- endfor %}"
+    )
+    text = "{{- (message['content'] or '') + '<|im_end|>' }}"
+    several = f"{{%- if message['content'] is string or not message['content'] %}}{text}{{%- else %}}{parts}"
+    return CHAT_TEMPLATE.replace(text, several + "{{- '<|im_end|>' }}{%- endif %}")
+
+
 def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """A tokenizer of 259 ids: the 256 bytes, <|pad|>, <|im_start|>, <|im_end|> (end of sequence).
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -31,6 +30,7 @@ from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
+from runner.model.media import media_inputs
 from runner.model.model_parts import decoder_blocks, freeze_parts, splittable_ends
 from runner.model.packed_attention import set_text_attention, text_attention
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, read_as_stored
@@ -78,6 +78,7 @@ class TransformersModel:
         self._kernel: VarlenAttention | None = None
         self._compiled: CompiledLayers | None = None
         self.shard_tokens: MakeTokens = BatchTokens
+        self.media = media_inputs(self.inner, tokenizer)
         self.module.eval()
         if self._compute_dtype is not None:
             if config.head_dtype == "float32" and (head := self.inner.get_output_embeddings()) is not None:
@@ -90,7 +91,7 @@ class TransformersModel:
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: batch_layout.BatchLayout = self.config.batch_layout
         self.default_attention: str = text_attention(self.inner)
-        objection = packed_objection(self.inner, self.device) if self.layout == "packed" else None
+        objection = packed_objection(self.inner, self.device, self.media) if self.layout == "packed" else None
         if objection:
             self.layout = "padded"
             decide("model.batch_layout", "packed", "padded", objection)
@@ -264,8 +265,12 @@ class TransformersModel:
             return {}
         if not self.stage.is_last:
             return dict.fromkeys(needs, self._pipeline_placeholder(batch))
-        tokens = self.shard_tokens(batch)
+        tokens = self.local_tokens(batch)
         return self._run_pass(lambda: self._compute_outputs(tokens, needs))
+
+    def local_tokens(self, batch: Batch) -> BatchTokens:
+        """This rank's tokens of a batch, whose images are apart from its ids."""
+        return self.shard_tokens(batch if self.media is None else self.media.prepare(batch))
 
     def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs of one pass of the backbone, of all ranks that share a batch's tokens."""
@@ -318,10 +323,7 @@ class TransformersModel:
         with no_progress_bar():
             self.tokenizer.save_pretrained(folder)
         if self.module is not self.inner:
-            module: Any = self.module
-            config = copy(module.peft_config[module.active_adapter])
-            config.inference_mode = True
-            config.save_pretrained(str(folder / "adapter"))
+            hf_state_dict.write_adapter_config(self.module, folder / "adapter")
 
     def _gather_module(self, keep: bool) -> Any:
         """The module, gathered where `keep`; the base of an adapter that is not merged has no values."""
@@ -386,13 +388,11 @@ class TransformersModel:
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
         """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
-
-        def run(forward: batch_layout.ForwardFn) -> Tensor:
-            padded, rows = batch_layout.run_padded, tokens.batch
-            return padded(forward, rows) if self.is_padded else tokens.run(forward, self._kernel)
-
+        run = partial(batch_layout.run_padded, batch=tokens.batch)
+        if not self.is_padded:
+            run = partial(tokens.run, kernel=self._kernel)
         return self.stage.run_local(run, forward)
 
     def _pipeline_placeholder(self, batch: Batch) -> Tensor:
         """An empty tensor [0] of a stage that is not the last; its backward pass begins here."""
-        return self._run_pass(lambda: self._backbone(self.shard_tokens(batch)))
+        return self._run_pass(lambda: self._backbone(self.local_tokens(batch)))

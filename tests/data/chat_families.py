@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 from tokenizers import AddedToken
 
-from runner.data.chat import TEMPLATES
 from runner.data.config import ChatConfig
 from runner.data.examples import ChatExample, Message
+from runner.data.jinja_sandbox import TEMPLATES
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import EncodedExample, EncodedRows, ExampleTokenizer
 from tests.data.conftest import byte_tokenizer

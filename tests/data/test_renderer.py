@@ -9,10 +9,10 @@ import pytest
 
 from runner.core.errors import DataError
 from runner.data import jinja_sandbox
-from runner.data.chat import Renderer, RenderError, load_template
+from runner.data.chat import Renderer, RenderError
 from runner.data.config import ChatConfig
 from runner.data.conversation import plain_messages, statements
-from runner.data.jinja_sandbox import TemplateTimeout, render
+from runner.data.jinja_sandbox import TemplateTimeout, load_template, render
 from tests.data.chat_families import (
     BEGIN,
     END,

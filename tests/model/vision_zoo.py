@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
-from runner.model.tiny import byte_tokenizer
+from runner.model.tiny import byte_tokenizer, template_with_images
 
 IMAGE = 300
 TEXT: dict[str, Any] = {
@@ -135,9 +138,90 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+Q, M, G, S = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"
+QWEN_TOKENS = {300: M, 301: S, 302: Q, 303: G}
+QWEN_IMAGES = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "size": {"shortest_edge": 64}}
+QWEN_IMAGES["size"]["longest_edge"] = 1024
+BASE16 = {"size": {"height": 16, "width": 16}}
+# of each family: its added tokens, the tokenizer's names of some, the image processor's settings, the processor's
+PROCESSORS: dict[str, tuple[dict[int, str], dict[str, str], dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (QWEN_TOKENS, {}, QWEN_IMAGES, {}),
+    "qwen2_5_vl": (QWEN_TOKENS, {}, QWEN_IMAGES, {}),
+    "qwen3_vl": (QWEN_TOKENS, {}, QWEN_IMAGES, {}),
+    "qwen3_vl_moe": (QWEN_TOKENS, {}, QWEN_IMAGES | {"image_processor_type": "Qwen2VLImageProcessor"}, {}),
+    "qwen3_5": (QWEN_TOKENS, {}, QWEN_IMAGES, {}),
+    "gemma3": (
+        {300: "<image_soft_token>", 302: "<start_of_image>", 303: "<end_of_image>"},
+        {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"},
+        BASE16,
+        {"image_seq_length": 4},
+    ),
+    "internvl": (
+        {300: "<IMG_CONTEXT>", 301: "<video>", 302: "<img>", 303: "</img>"},
+        {
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "video_token": "<video>",
+        },
+        BASE16 | {"max_patches": 3},
+        {"image_seq_length": 4},
+    ),
+    "llava_onevision": (
+        {300: "<image>", 301: "<video>"},
+        {},
+        BASE16 | {"image_grid_pinpoints": [[16, 16], [16, 32], [32, 16], [32, 32]]},
+        {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    ),
+    "mistral3": (
+        {300: "[IMG]", 301: "[IMG_BREAK]", 302: "[IMG_END]"},
+        {},
+        {"size": {"longest_edge": 32}, "patch_size": {"height": 4, "width": 4}},
+        {"patch_size": 4, "spatial_merge_size": 2},
+    ),
+    "smolvlm": (
+        {300: "<image>", 301: "<video>", 302: "<fake_token_around_image>", 303: "<global-img>"},
+        {},
+        {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}},
+        {"image_seq_len": 4},
+    ),
+    "glm4v": (
+        {300: "<|image|>", 301: "<|video|>", 304: "<|begin_of_image|>", 305: "<|end_of_image|>"},
+        {},
+        QWEN_IMAGES,
+        {},
+    ),
+}
+# what the chat template writes for an image, where it is not the image token alone
+PLACES = {kind: f"{Q}{M}{G}" for kind in PROCESSORS if "qwen" in kind} | {
+    "gemma3": "<start_of_image>",
+    "glm4v": "<|begin_of_image|><|image|><|end_of_image|>",
+}
+
+
+def tokenizer(kind: str) -> Any:
+    """The byte tokenizer with the family's tokens; others fill the ids between."""
+    added, names, *_ = PROCESSORS[kind]
+    made = byte_tokenizer(1024)
+    tokens = [added.get(i, f"<|unused{i}|>") for i in range(259, 310)]
+    made.add_special_tokens({"additional_special_tokens": tokens}, replace_extra_special_tokens=False)
+    made._set_model_specific_special_tokens(names)
+    made.chat_template = template_with_images(PLACES.get(kind, added[IMAGE]))
+    return made
+
+
 def write_folder(kind: str, folder: Path) -> Path:
-    """A model folder of this family."""
+    """A model folder of this family, with its image processor."""
     torch.manual_seed(0)
-    AutoModelForImageTextToText.from_config(CONFIGS[kind]()).save_pretrained(folder)
-    byte_tokenizer(512).save_pretrained(folder)
+    model = AutoModelForImageTextToText.from_config(CONFIGS[kind]())
+    for parameter in model.parameters():
+        if not parameter.any() and parameter.ndim > 1:  # Gemma 3's projection begins with zeros
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(folder)
+    tokenizer(kind).save_pretrained(folder)
+    *_, images, more = PROCESSORS[kind]
+    names = IMAGE_PROCESSOR_MAPPING_NAMES.get("pixtral" if kind == "mistral3" else kind) or {}
+    settings = {"image_processor_type": str(names.get("torchvision"))} | images
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    (folder / "processor_config.json").write_text(json.dumps(more | {"processor_class": PROCESSOR_MAPPING_NAMES[kind]}))
     return folder
