@@ -85,7 +85,8 @@ def build_tokenizer(spec: JobSpec) -> Any:
         tokenizer.chat_template = load_template(spec.chat.template)
     if factory := type(spec.model).image_reader_factory:
         limits = {name: getattr(spec.data, name, None) for name in ("min_pixels", "max_pixels")}
-        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, cache_folder() / "images", **limits)
+        folder = cache_folder() / "images" if hasattr(spec.data, "media_root") else None
+        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, folder, **limits)
     return tokenizer
 
 

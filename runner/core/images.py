@@ -22,7 +22,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 def decode_image(content: bytes) -> Image:
     """The RGB image in `content`, an encoded file. Raises DataError for one that is damaged, too large or animated."""
-    from PIL import Image, ImageOps
+    from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(content) > MAX_IMAGE_BYTES:
         raise DataError(f"the image has {format_bytes(len(content))}; at most {format_bytes(MAX_IMAGE_BYTES)}")
@@ -38,7 +38,7 @@ def decode_image(content: bytes) -> Image:
                 raise DataError(f"the image has {frames} frames; expected one")
             image.load()
             return _as_rgb(ImageOps.exif_transpose(image))
-    except Image.UnidentifiedImageError as error:
+    except UnidentifiedImageError as error:
         raise DataError(f"not an image; expected one of {', '.join(FORMATS)}") from error
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         raise DataError(f"the image is damaged: {error}") from error

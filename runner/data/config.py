@@ -118,10 +118,11 @@ class DemoConfig(DataConfig):
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    task: Literal["sort", "sum", "arithmetic", "reverse", "format"] = Field(
+    task: Literal["sort", "sum", "arithmetic", "reverse", "format", "shapes"] = Field(
         default="sort",
         description="sort the digits of a number; sum numbers with a calculator (environment=calculator); or, in plain "
-        "words, arithmetic with two numbers, reverse a word, format (a number between two tags).",
+        "words, arithmetic with two numbers, reverse a word, format (a number between two tags); shapes: count and "
+        "name what an image shows (model=tiny_vl).",
     )
     digits: int = Field(default=4, ge=2, le=12, description="Digits of each number, or letters of a word.")
     terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add with task=sum; null = 2.")
@@ -138,6 +139,7 @@ class DemoConfig(DataConfig):
         """How many different questions there are."""
         numbers = 9 * 10 ** (self.digits - 1)  # without leading 0
         others = {"sum": numbers**self.numbers_to_add, "arithmetic": 3 * numbers**2, "reverse": 26**self.digits}
+        others["shapes"] = 10**9  # each draws another image
         return others.get(self.task, 10**self.digits)
 
     def example_prompt(self) -> str:
@@ -160,8 +162,8 @@ class DemoConfig(DataConfig):
             options = "data.digits or data.terms" if self.task == "sum" else "data.digits"
             text = f"{numbers} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower {options}"
             found.append(("data.digits", text))
-        if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
-            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
+        if self.task not in ("sort", "shapes") and job.algorithm.item_kind not in ("sft", "prompts"):
+            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only sort and shapes have"
             if self.task == "sum":
                 why = f"sum is answered in several turns; algorithm={job.algorithm.name} compares completions, "
                 why += "but the calculator's messages are in between"

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,17 @@ from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer, RenderError, RenderTimeout, TrainOn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
-from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
+from runner.data.examples import (
+    AnswersExample,
+    ChatExample,
+    Example,
+    Message,
+    PromptExample,
+    TextExample,
+    image_parts,
+)
 from runner.data.readers import Problems, SourceLocation
+from runner.interfaces.media import ImageReader, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -120,7 +129,15 @@ class ExampleTokenizer:
         rows = iter(self._encode_each([part for some in parts for part in some], problems))
         each = [[row for row in [next(rows) for _ in some] if row is not None] for some in parts]
         complete = zip(examples, parts, each, strict=True)
-        return [_combine(example, made) for example, some, made in complete if len(made) == len(some)]
+        made = [_combine(example, made) for example, some, made in complete if len(made) == len(some)]
+        return [self._storable(one) if isinstance(one, EncodedAnswers) else one for one in made]
+
+    def _storable(self, row: EncodedAnswers) -> EncodedAnswers:
+        """The row with messages that have JSON forms: contents of images as paths or data URLs."""
+        reader, messages = images_of(self.tokenizer), row.facts.get("messages")
+        if reader is None or not messages or not any(map(image_parts, messages)):
+            return row
+        return replace(row, facts={**row.facts, "messages": [_with_locations(one, reader) for one in messages]})
 
     def _encode_each(
         self, examples: Sequence[TextExample | ChatExample | PromptExample], problems: Problems
@@ -267,6 +284,18 @@ def _combine(
         prompt = known[0].ids[: known[0].answer[0]]
         return EncodedAnswers(example.place, prompt, [row.ids[slice(*row.answer)] for row in known], example.facts)
     return rows[0]
+
+
+def _with_locations(message: Message, reader: ImageReader) -> dict[str, Any]:
+    content = (
+        [
+            {**part, "image": reader.location(part["image"])} if part in image_parts(message) else part
+            for part in message["content"]
+        ]
+        if image_parts(message)
+        else message["content"]
+    )
+    return {**message, "content": content}
 
 
 def digest(*parts: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -58,9 +59,13 @@ class ImageReader(Protocol):
     # an image by its path or its encoded content, which is kept in a file; raises DataError
     def add(self, source: str | bytes, *, several: bool) -> tuple[ImageEntry, ProcessedImage]: ...
 
+    def location(self, source: str | bytes) -> str: ...  # the path of an image, or a data URL of content without a file
+
     def register(self, entries: Iterable[ImageEntry]) -> None: ...  # that another process has added
 
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
+
+    def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
 
     def read(self, id: int) -> ProcessedImage: ...  # raises DataError for a file that is not what it was
 

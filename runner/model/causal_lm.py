@@ -165,8 +165,8 @@ class CausalLM(TransformersModel):
 
         Raises SpecError if the model cannot be sampled from; `decide` records a slower decoder.
         """
+        from runner.model.decoder_choice import choose_decoder  # a job that writes no text does without both
         from runner.model.generation import CompletionGenerator, eos_token_ids
-        from runner.model.kv_cache import choose_decoder  # a job that writes no text does without both
 
         with torch.no_grad(), self._generation_mode():
             make_decoder = choose_decoder(self.causal, decide)

@@ -202,6 +202,21 @@ class TinyMoeConfig(SmallConfig):
         return found
 
 
+class TinyVlConfig(SmallConfig):
+    """A small Qwen2-VL-type model from random weights: it sees images, and all of it is trained."""
+
+    image_reader_factory: ClassVar[str | None] = "runner.model.tiny:image_reader"
+    name: Literal["tiny_vl"] = "tiny_vl"
+    vocab_size: int = Field(default=512, ge=263, description="Vocabulary size; at least the tokenizer's 263.")
+    vision_layers: int = Field(default=2, ge=1, description="Layers of the vision part.")
+    patch_size: int = Field(default=4, ge=2, description="Width of a patch in pixels; an image token is 2 x 2 patches.")
+    divided: ClassVar[dict[str, str]] = {"heads": "heads", "kv_heads": "kv_heads", "layers": "layers"}
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        return ()
+
+
 class HfConfig(ModelConfig):
     """Any Hugging Face causal LM or image-text model, by folder or hub id."""
 
@@ -258,4 +273,4 @@ class HfConfig(ModelConfig):
         check(self.path, "model.path")
 
 
-COMPONENTS = (TinyConfig, TinyMoeConfig, HfConfig)
+COMPONENTS = (TinyConfig, TinyMoeConfig, TinyVlConfig, HfConfig)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
@@ -28,6 +28,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
 from runner.distributed.dtensor_utils import full_tensor
+from runner.interfaces.media import ImageReader
+from runner.model.initial_weights import WeightsSource
 from runner.model.parameters import read_as_stored
 
 
@@ -69,16 +71,20 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 UNREAD_FILE = "model-unread.safetensors"
 
 
-def copy_unread(source: Path, names: Sequence[str], folder: Path) -> None:
+def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
     """Copy what an export needs of the folder that the model came from, and that the model does not have.
 
-    names: tensors of its safetensors, which are written byte for byte; and the files of its image processor.
+    These are the files of its image processor, with the settings of `images` if they were used, and tensors that the
+    architecture does not have, byte for byte.
     """
-    for file in (source / name for name in PROCESSOR_FILES):
+    for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
+    if images is not None:
+        images.save(folder)
+    names = source.unread
     found: dict[str, Tensor] = {}
-    for shard in sorted(source.glob("*.safetensors")) if names else ():
+    for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():
         with safe_open(shard, "pt") as tensors:
             found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}  # noqa: SIM118
     if not found:

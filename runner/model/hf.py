@@ -90,9 +90,9 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
 
 
 def image_reader(
-    config: HfConfig, tokenizer: Any, folder: Path, min_pixels: int | None = None, max_pixels: int | None = None
+    config: HfConfig, tokenizer: Any, folder: Path | None, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> FileImageReader | None:
-    """The reader of images for the model; None for one of text alone. folder: of images without a file.
+    """The reader of images for the model; None for one of text alone. folder: see `FileImageReader`.
 
     Raises what `architecture` raises.
     """
@@ -292,10 +292,11 @@ def _load_pretrained(
     return module
 
 
-def _unread_tensors(folder: Path, module: Any) -> tuple[str, ...]:
+def _unread_tensors(folder: Path | None, module: Any) -> tuple[str, ...]:
     """Names of a folder's tensors that transformers skips, as the architecture does not have them."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
+    shards = folder.glob("*.safetensors") if folder and patterns else ()
+    names = [name for shard in shards for name in read_header(shard)]
     return tuple(name for name in names if any(pattern.search(name) for pattern in patterns))
 
 

@@ -9,13 +9,14 @@ import inspect
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import AutoImageProcessor, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto import processing_auto
 
 from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.interfaces.media import ProcessedImage
@@ -43,6 +44,15 @@ class ImageProcessor:
     def variant(self, *, several: bool) -> str:
         """All that `process` depends on beside the image."""
         return f"{self.how} {several and self._joins_rows}"
+
+    def save(self, folder: Path) -> None:
+        """Write its settings as transformers does, for the class with or without torchvision."""
+        content = json.loads(self._processor.image_processor.to_json_string())
+        content |= {
+            "image_processor_type": str(content["image_processor_type"]).removesuffix("Pil"),
+            "processor_class": type(self._processor).__name__,
+        }
+        (folder / "preprocessor_config.json").write_text(json.dumps(content, indent=2) + "\n")
 
     def process(self, image: Image, *, several: bool = False) -> ProcessedImage:
         """One image; several: whether its row has others (LLaVA-OneVision then takes it without its parts).
@@ -120,21 +130,22 @@ def load_image_processor(
     Raises EnvironmentProblem where the folder or the installed packages have none, SpecError for limits of pixels that
     this processor does not have.
     """
-    name = PROCESSOR_MAPPING_NAMES.get(architecture.model_type)
+    name = processing_auto.PROCESSOR_MAPPING_NAMES.get(architecture.model_type)  # type: ignore[attr-defined]
     if name is None or (token_id := _image_token_id(architecture)) is None:
         raise EnvironmentProblem(f"{path}: {architecture.model_type} has no image processor; use data without images")
     try:
         images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil")
-        _set_pixel_limits(images, min_pixels, max_pixels)
+        set_pixel_limits(images, min_pixels, max_pixels)
         settings, _ = ProcessorMixin.get_processor_dict(path, revision=revision)
-        processor = _make_processor(name, images, tokenizer, settings)
+        processor = make_processor(name, images, tokenizer, settings)
     except (OSError, ImportError, AttributeError) as error:
         why = " ".join(str(error).split())[:200]
         raise EnvironmentProblem(f"{path}: its image processor ({name}) cannot be loaded: {why}") from error
     return ImageProcessor(processor, tokenizer, processor.image_token, token_id)
 
 
-def _make_processor(name: str, images: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+def make_processor(name: str, images: Any, tokenizer: Any, settings: Mapping[str, Any]) -> Any:
+    """transformers' processor of this class around an image processor, without one of videos."""
     kind: Any = STAND_INS.get(name)
     if kind is None:
         kind = getattr(transformers, name)
@@ -155,7 +166,8 @@ def _image_token_id(architecture: Any) -> int | None:
     return getattr(architecture, "image_token_index", None) if found is None else found
 
 
-def _set_pixel_limits(images: Any, least: int | None, most: int | None) -> None:
+def set_pixel_limits(images: Any, least: int | None, most: int | None) -> None:
+    """Change how many pixels an image processor gives an image. Raises SpecError where it does not go by pixels."""
     for key, edge, value in (("min_pixels", "shortest_edge", least), ("max_pixels", "longest_edge", most)):
         if value is None:
             continue

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,14 +19,15 @@ from runner.model.image_processor import ImageProcessor
 
 
 class FileImageReader:
-    """See `ImageReader`. load: makes the image processor when the first image comes; folder: of given contents.
+    """See `ImageReader`. load: makes the image processor when the first image comes, and can be pickled.
 
-    load can be pickled: a process that tokenizes has a reader of its own.
+    folder: where given contents are kept; None = in memory
     """
 
-    def __init__(self, load: Callable[[], ImageProcessor], folder: Path) -> None:
+    def __init__(self, load: Callable[[], ImageProcessor], folder: Path | None) -> None:
         self._load, self._folder = load, folder
         self._entries: dict[int, ImageEntry] = {}
+        self._contents: dict[int, bytes] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._load, self._folder)
@@ -68,14 +72,36 @@ class FileImageReader:
         content = source if isinstance(source, bytes) else _read(source)
         made = self._processor.process(decode_image(content), several=several)
         one = media_id(content, self._processor.variant(several=several))
-        path = Path(source) if isinstance(source, str) else self._folder / f"{one - MEDIA_ID:016x}"
-        if isinstance(source, bytes) and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, content)
-        known = path.stat()
-        entry = ImageEntry(one, str(path), known.st_size, known.st_mtime_ns, several)
+        entry = ImageEntry(one, "", len(content), 0, several)
+        if self._folder is None and isinstance(source, bytes):
+            self._contents[one] = content
+        else:
+            path = Path(source) if isinstance(source, str) else self._keep(content)
+            entry = replace(entry, path=str(path), mtime_ns=path.stat().st_mtime_ns)
         self._entries[one] = entry
         return entry, made
+
+    def _keep(self, content: bytes) -> Path:
+        """The file of an image that came without one."""
+        assert self._folder is not None
+        path = self._folder / hashlib.sha256(content).hexdigest()
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, content)
+        return path
+
+    def location(self, source: str | bytes) -> str:
+        """See `ImageReader`."""
+        if isinstance(source, str):
+            return source
+        if self._folder is not None:
+            return str(self._keep(source))
+        return f"data:image/*;base64,{base64.b64encode(source).decode()}"
+
+    def save(self, folder: Path) -> None:
+        """See `ImageReader`."""
+        if "_processor" in self.__dict__:
+            self._processor.save(folder)
 
     def register(self, entries: Iterable[ImageEntry]) -> None:
         """See `ImageReader`."""
@@ -88,7 +114,7 @@ class FileImageReader:
     def read(self, id: int) -> ProcessedImage:
         """See `ImageReader`."""
         entry = self._entries[id]
-        content = _read(entry.path)
+        content = self._contents[id] if id in self._contents else _read(entry.path)
         if media_id(content, self._processor.variant(several=entry.several)) != id:
             raise DataError(f"{entry.path} has changed since the data was tokenized; start a new run")
         return self._processor.process(decode_image(content), several=entry.several)

@@ -38,6 +38,7 @@ class MediaInputs:
         self._keywords = inspect.signature(inner.base_model.forward).parameters.keys()
         self._pool, self._lock = ThreadPoolExecutor(THREADS, "images"), Lock()
         self._found: OrderedDict[int, Future[ProcessedImage]] = OrderedDict()
+        self._bytes = 0
         self.has_rotary_grid = hasattr(inner.base_model, "get_rope_index")
         inner.base_model.register_forward_pre_hook(self._replace_inputs, with_kwargs=True)
 
@@ -48,24 +49,27 @@ class MediaInputs:
     def images(self, ids: Iterable[int]) -> list[ProcessedImage]:
         """Images by their ids. Raises DataError for one that cannot be read."""
         started = [self._image(one) for one in ids]
-        found = [one.result() for one in started]
-        self._drop_oldest()
-        return found
+        return [one.result() for one in started]
 
     def _image(self, one: int) -> Future[ProcessedImage]:
         """Read and process an image in another thread, unless that is done."""
         with self._lock:
             if one not in self._found:
-                self._found[one] = self._pool.submit(self._reader.read, one)
+                self._found[one] = self._pool.submit(self._load, one)
             self._found.move_to_end(one)
             return self._found[one]
 
-    def _drop_oldest(self) -> None:
+    def _load(self, one: int) -> ProcessedImage:
+        made = self._reader.read(one)
         with self._lock:
-            sizes = {i: sum(v.nbytes for v in f.result().values.values()) for i, f in self._found.items() if f.done()}
-            for one in list(sizes):
-                if sum(sizes.values()) > CACHE_BYTES:
-                    del self._found[one], sizes[one]
+            self._bytes += _num_bytes(made)
+            while self._bytes > CACHE_BYTES and (oldest := next(iter(self._found))) != one:
+                future = self._found[oldest]
+                if not future.done():
+                    break
+                del self._found[oldest]
+                self._bytes -= 0 if future.exception() else _num_bytes(future.result())
+        return made
 
     def count(self, one: int) -> int:
         """The places that an image takes in token ids."""
@@ -132,7 +136,9 @@ class MediaInputs:
         images = self.images(one for row in runs for one, _ in row)
         more = collate([image.values for image in images], self._keywords)
         kinds = (ids >= MEDIA_ID).long()
-        types = {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in self._keywords}
+        types: dict[str, Tensor] = {
+            name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in self._keywords
+        }
         positions = keywords.get("position_ids")
         if self.has_rotary_grid and positions is not None and positions.ndim == 2:
             types["position_ids"] = self._grid_positions(ids, positions, keywords.get("attention_mask"))
@@ -162,6 +168,10 @@ def media_inputs(inner: Any, tokenizer: Any) -> MediaInputs | None:
         inner.media_inputs = MediaInputs(inner, reader)
     found: MediaInputs = inner.media_inputs
     return found
+
+
+def _num_bytes(image: ProcessedImage) -> int:
+    return sum(value.nbytes for value in image.values.values())
 
 
 def collate(images: Sequence[Any], known: Iterable[str]) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from runner.core.errors import Problem, SpecError
 from runner.core.progress_bars import no_progress_bar
 from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
+from runner.interfaces.media import images_of
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
@@ -293,8 +294,8 @@ class TransformersModel:
             if folder is not None:
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
-                if self.weights_source.files and (self.merges or self.module is self.inner):
-                    export.copy_unread(self.weights_source.files, self.weights_source.unread, folder)
+                if self.merges or self.module is self.inner:
+                    export.copy_unread(self.weights_source, folder, images_of(self.tokenizer))
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
