@@ -16,6 +16,7 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from runner.core.untrusted_text import parse_json
@@ -112,6 +113,14 @@ def image_parts(message: Message) -> list[Mapping[str, Any]]:
     content = message.get("content")
     parts = content if isinstance(content, list) else ()
     return [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
+
+
+def user_message(text: str, images: Sequence[Path] = ()) -> dict[str, Any]:
+    """A message of the user: images, and the text after them."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": str(path.resolve())} for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
 def join_text_parts(content: Any) -> Any:

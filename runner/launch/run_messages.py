@@ -128,6 +128,9 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
     else:
         text = tokenizer.decode(without_media(item.ids if hasattr(item, "ids") else item.prompt))
     text = turn.user_message(text) if turn else text.strip()
+    ids = item.ids if hasattr(item, "ids") else item.prompt
+    if turn and len(without_media(ids)) < len(ids):
+        return f"--image FILE {_quote(turn.without_special(text))}"
     fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
     return _quote(text) if fits else NO_EXAMPLE
 

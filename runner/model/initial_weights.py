@@ -24,6 +24,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from runner.core.errors import EnvironmentProblem
 from runner.core.fsync_io import sha256
+from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -165,6 +166,25 @@ def load_folder(module: nn.Module, folder: str) -> None:
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         lacks = f"lacks {len(missing)} of the model's weights, e.g. {missing[0]}{hint}"
         raise EnvironmentProblem(f"init_from={folder} {lacks}")
+    refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
+
+
+def load_renamed(module: nn.Module, folder: str) -> None:
+    """The same of a model whose tensors have other names in a folder, which transformers knows.
+
+    Raises EnvironmentProblem unless the folder has all of the model's tensors, in their shapes.
+    """
+    config: Any = module.config
+    config._name_or_path = folder
+    if next(module.parameters()).device.type == "meta":
+        return
+    kind: Any = type(module)
+    options = {"config": config, "use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with no_progress_bar(), no_load_report():
+        loaded, info = kind.from_pretrained(folder, **options)
+    if faults := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise EnvironmentProblem(f"init_from={folder} does not fit this model, e.g. in {faults[0]}")
+    module.load_state_dict(loaded.state_dict())
     refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
 
 

@@ -27,6 +27,7 @@ from runner.interfaces.media import ImageReader, ProcessedImage, images_of
 from runner.model.model_parts import has_vision_part
 
 THREADS = 4
+STAND_IN = 0  # any id of the vocabulary
 CACHE_BYTES = 2**30  # of processed images that may be used again: sampled from, then scored, then trained on
 
 
@@ -128,11 +129,15 @@ class MediaInputs:
     def _replace_inputs(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         """The hook: pixels instead of media ids."""
         ids = keywords.get("input_ids")
-        if not self._reader.is_used or ids is None or ids.shape[1] == 1:  # one more token of each row is never an image
+        if not self._reader.is_used or ids is None:
             return None
-        runs = [media_runs(row, self.count) for row in ids.tolist()]
+        # a placeholder that a policy has written is no image, so the model reads another token in its place
+        ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
+        keywords = {**keywords, "input_ids": ids}
+        # one more token of each row is never an image
+        runs = [media_runs(row, self.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
         if not any(runs):
-            return None
+            return args, keywords
         images = self.images(one for row in runs for one, _ in row)
         more = collate([image.values for image in images], self._keywords)
         kinds = (ids >= MEDIA_ID).long()

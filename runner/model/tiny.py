@@ -35,6 +35,7 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     load_folder,
+    load_renamed,
     place_on_device,
 )
 from runner.model.transformers_model import TransformersModel
@@ -212,7 +213,10 @@ def build(
     module: Any = init_with_seed(lambda: kind(shape), seed)
     source = WeightsSource(drawn=f"from seed {seed} for {_architecture_text(config)}")
     if init_from is not None:
-        load_folder(module, init_from)
+        if isinstance(config, TinyVlConfig):
+            load_renamed(module, init_from)
+        else:
+            load_folder(module, init_from)
         source = WeightsSource(folder=Path(init_from))
     compute = DTYPES[config.compute_dtype]
     module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute)

@@ -26,7 +26,7 @@ from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig
 from runner.model.model_parts import part_finder
 from tests.model.vision_zoo import CONFIGS, write_folder
-from tests.model.zoo import CPU, LOGPROBS, relative
+from tests.model.zoo import CPU, LOGPROBS, greedy, relative
 
 FAMILIES = pytest.mark.parametrize("kind", CONFIGS)
 PADDED = {"gemma3", "qwen3_5"}  # image tokens that see one another, linear attention
@@ -59,24 +59,29 @@ def built(folder: Path, pictures: Sequence[str], decide: Decisions | None = None
     return lora.train_all(NoAdapterConfig(), model, decide=Decisions()), rows
 
 
-def own_logprobs(model: CausalLM, row: Sequence[int], parts: Sequence[Any], pictures: Sequence[str]) -> Tensor:
-    """By transformers' forward of a row, with all images of the row through its image processor at once."""
+def own_inputs(model: CausalLM, row: Sequence[int], parts: Sequence[Any], pictures: Sequence[str]) -> dict[str, Tensor]:
+    """A row as transformers takes it, with all of its images through its image processor at once."""
     reader = model.tokenizer.image_reader
     ids = torch.tensor([[reader.token_id if one >= MEDIA_ID else one for one in row]])
     images = [Image.open(pictures[part]).convert("RGB") for part in parts if isinstance(part, int)]
-    keywords: dict[str, Any] = {}
-    if images:
-        processor = reader._processor
-        values, _ = processor._processor._process_images([images], **processor._options)
-        known = model.media._keywords
-        keywords = {name: value for name, value in values.items() if name in known}
-        if "batch_num_images" in known:
-            keywords["batch_num_images"] = torch.tensor([len(images)])
-        kinds = (ids == reader.token_id).long()
-        keywords |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    if not images:
+        return {"input_ids": ids}
+    processor = reader._processor
+    values, _ = processor._processor._process_images([images], **processor._options)
+    known = model.media._keywords
+    found = {name: value for name, value in values.items() if name in known}
+    if "batch_num_images" in known:
+        found["batch_num_images"] = torch.tensor([len(images)])
+    kinds = (ids == reader.token_id).long()
+    found |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in known}
+    return {"input_ids": ids, **found}
+
+
+def own_logprobs(model: CausalLM, inputs: dict[str, Tensor]) -> Tensor:
+    """By transformers' forward of a row."""
     with model._own_attention():
-        logits = model.causal(input_ids=ids, use_cache=False, **keywords).logits[0]
-    chosen = log_softmax(logits.float(), -1)[:-1].gather(1, ids[0, 1:, None])[:, 0]
+        logits = model.causal(use_cache=False, **inputs).logits[0]
+    chosen = log_softmax(logits.float(), -1)[:-1].gather(1, inputs["input_ids"][0, 1:, None])[:, 0]
     return torch.cat([chosen.new_zeros(1), chosen])
 
 
@@ -104,7 +109,7 @@ def test_packed_rows_are_rows_alone_and_what_transformers_computes(
     found = model.outputs(weighted(rows), LOGPROBS)["logprobs"].split([len(row) for row in rows])
     for got, row, parts in zip(found, rows, CONVERSATIONS, strict=True):
         with torch.no_grad():
-            wanted = own_logprobs(model, row, parts, pictures)
+            wanted = own_logprobs(model, own_inputs(model, row, parts, pictures))
         text = torch.tensor([one < MEDIA_ID for one in row])
         torch.testing.assert_close(got[text], wanted[text], atol=1e-5, rtol=1e-5)
     packed, gradients = loss_and_gradients(model, [weighted(rows)])
@@ -131,6 +136,20 @@ def test_a_shared_prompt_is_a_repeated_prompt(kind: str, pictures: list[str], tm
     kept = {name: value.clone() for name, value in kept.items()}
     assert relative(kept, loss_and_gradients(model, [repeated])[1]) <= 1e-5
     assert relative(kept, loss_and_gradients(model, list(micro_batches(shared, 1)))[1]) <= 1e-5
+
+
+@FAMILIES
+def test_greedy_answers_are_those_of_transformers(kind: str, pictures: list[str], tmp_path: Path) -> None:
+    model, rows = built(write_folder(kind, tmp_path), pictures)
+    wanted = []
+    for row, parts in zip(rows, CONVERSATIONS, strict=True):
+        inputs = own_inputs(model, row, parts, pictures)
+        with torch.no_grad(), model._own_attention():
+            made = model.causal.generate(**inputs, do_sample=False, max_new_tokens=6, pad_token_id=256)
+        ids = made[0, len(row) :].tolist()
+        wanted.append([one for one in ids if one != 258])
+    assert greedy(model, rows, 6) == wanted
+    assert greedy(model, rows, 6, max_num_seqs=1) == wanted
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
