@@ -74,7 +74,7 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec) -> Any:
-    """The model's tokenizer with the template of chat.template and the reader of images, without the model.
+    """The model's tokenizer with chat.template and the reader of images, without the model.
 
     Raises DataError for a file that is no template.
     """
@@ -84,9 +84,8 @@ def build_tokenizer(spec: JobSpec) -> Any:
 
         tokenizer.chat_template = load_template(spec.chat.template)
     if factory := type(spec.model).image_reader_factory:
-        limits = {name: getattr(spec.data, name, None) for name in ("min_pixels", "max_pixels")}
-        folder = cache_folder() / "images" if hasattr(spec.data, "media_root") else None
-        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, folder, **limits)
+        folder = cache_folder() / "images" if spec.data.keeps_images else None
+        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, folder, **spec.data.pixel_limits())
     return tokenizer
 
 

@@ -61,11 +61,12 @@ def _item_length_limit(spec: JobSpec, tokenizer: Any, kind: ItemKind) -> tuple[i
 
 
 def check_images(spec: JobSpec, tokenizer: Any) -> None:
-    """Raise SpecError for what does not run with the images of the data, and for options of images without any."""
+    """Raise SpecError for what does not run with images, and for their options where there are none."""
     reader = images_of(tokenizer)
     if reader is None or not reader.is_used:
-        unused = [f"data.{name}" for name in ("max_pixels", "min_pixels") if getattr(spec.data, name, None)]
-        unused += ["model.freeze"] if spec.model.frozen_parts not in (None, ("vision", "aligner")) else []
+        unused = [f"data.{name}" for name, value in spec.data.pixel_limits().items() if value is not None]
+        is_set = spec.model.source is not None and spec.model.frozen_parts not in (None, ("vision", "aligner"))
+        unused += ["model.freeze"] if is_set else []
         if unused:
             raise SpecError([Problem(name, "the data has no images; leave it out") for name in unused])
         return
@@ -78,11 +79,12 @@ def check_images(spec: JobSpec, tokenizer: Any) -> None:
     if spec.parallelism.deepspeed:
         text = "DeepSpeed gathers the vision part in forwards that only ranks with images run"
         found.append(Problem("parallelism", f"{text}; type parallelism=ddp or fsdp"))
-    trains_vision = {"vision", "aligner"} - {*(spec.model.frozen_parts or ("vision", "aligner"))}
+    frozen = spec.model.frozen_parts
+    trains_vision = frozen is not None and {"vision", "aligner"} - {*frozen}
     if sizes["dp_shard"] > 1 and trains_vision:
         text = "with FSDP a rank without images has no gradient of the vision part to reduce"
         found.append(Problem("model.freeze", f"{text}; leave it out, or type parallelism=ddp"))
-    if spec.algorithm.needs_sampler and spec.sampler.name != "torch":
+    if spec.algorithm.needs_sampler and not spec.sampler.shares_model:
         found.append(Problem("sampler", f"{spec.sampler.name} gets no images; type sampler=torch"))
     if found:
         raise SpecError(found)

@@ -21,7 +21,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 
 
 def decode_image(content: bytes) -> Image:
-    """The RGB image in `content`, an encoded file. Raises DataError for one that is damaged, too large or animated."""
+    """The RGB image in an encoded file. Raises DataError if it is damaged, too large or animated."""
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     if len(content) > MAX_IMAGE_BYTES:

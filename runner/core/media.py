@@ -1,4 +1,4 @@
-"""Images in token ids: an image is one id above every vocabulary, repeated as often as it takes places.
+"""Images in token ids: one id above every vocabulary, as often as the image takes places.
 
     ids of the vocabulary   0 … vocab_size - 1
     an image                MEDIA_ID + 61 bits of a digest of its content and of how it is processed

@@ -220,7 +220,7 @@ class Renderer:
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
             raise RenderError(f"the chat template fails on the conversation: {reason}", OTHER_TEMPLATE) from error
         count = sum(map(len, chat.images[:stop]))
-        if self.reader and any(chat.images) and (written := text.count(self.reader.token)) != count:
+        if self.reader and any(chat.images) and (written := text.count(self.reader.placeholder)) != count:
             raise RenderError(f"the chat template renders {written} of {count} images", OTHER_TEMPLATE)
         return text
 

@@ -87,6 +87,15 @@ class DataConfig(ComponentConfig):
         """Whether some of its rows are for evaluation."""
         return True
 
+    @property
+    def keeps_images(self) -> bool:
+        """Whether images that rows contain are kept in files."""
+        return False
+
+    def pixel_limits(self) -> dict[str, int | None]:
+        """min_pixels and max_pixels of an image; empty without these options."""
+        return {}
+
     def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
         return '"…"'
@@ -211,6 +220,13 @@ class SourceConfig(DataConfig):
     shuffle_buffer: int | None = Field(
         default=None, ge=1, description="Size of the shuffle buffer of a stream, in rows; null = 1000."
     )
+
+    @property
+    def keeps_images(self) -> bool:
+        return True
+
+    def pixel_limits(self) -> dict[str, int | None]:
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
 
     @property
     def is_mixture(self) -> bool:

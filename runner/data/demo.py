@@ -66,7 +66,7 @@ class DemoTask(ABC):
     def question(self, number: int) -> str:
         """What the user says."""
 
-    def content(self, number: int) -> Any:
+    def message_content(self, number: int) -> Any:
         """The content of the user's message: the question, or parts of it."""
         return self.question(number)
 
@@ -161,7 +161,7 @@ class ShapesTask(DemoTask):
         """The same for all images."""
         return "which shapes?"
 
-    def content(self, number: int) -> Any:
+    def message_content(self, number: int) -> Any:
         """The image, and the question."""
         image = {"type": "image", "image": demo_shapes.draw(number)}
         return [image, {"type": "text", "text": self.question(number)}]
@@ -267,7 +267,7 @@ class DemoData:
 
     def _conversation(self, index: int) -> tuple[Message, ...]:
         number, at_once = self._numbers[index], (index + self.seed) % 2 == 1
-        asked: Message = {"role": "user", "content": self._task.content(number)}
+        asked: Message = {"role": "user", "content": self._task.message_content(number)}
         return (asked, *self._task.turns(number, at_once))
 
     def _rows(self, indices: Sequence[int]) -> list[EncodedExample | EncodedAnswers]:

@@ -140,7 +140,7 @@ class FormatCheck:
         keep: Callable[[Format, Row], bool] = lambda form, row: True,
         media_root: str | None = None,
     ) -> None:
-        """keep: whether a row becomes an example; the others are only looked at; media_root: see `place_images`."""
+        """keep: whether a row becomes an example; media_root: see `place_images`."""
         self.problems, self.reading, self.keep, self.media_root = problems, reading, keep, media_root
         self.renaming = Renaming(columns)
         self.format: Format | None = None

@@ -97,7 +97,7 @@ def _is_text(part: Any) -> bool:
 
 
 def _put_first(messages: Mapping[str, list[dict[str, Any]]], count: int) -> dict[str, list[dict[str, Any]]]:
-    """`count` places before the text of the first message of the user, in each conversation that begins with one."""
+    """Messages with `count` places before the text of the user's first message."""
     found = {}
     for name, some in messages.items():
         at = next((i for i, message in enumerate(some) if message.get("role") == "user"), None)
@@ -203,7 +203,7 @@ def _decode_base64(text: Any) -> bytes:
 def insert_images(
     segments: Sequence[Segment], reader: ImageReader | None, images: Sequence[str | bytes]
 ) -> list[Segment]:
-    """Segments with what the image processor writes for each image, in place of the template's placeholders.
+    """Segments with what the image processor writes in place of the template's placeholders.
 
     Raises DataError for an image that cannot be read.
     """
@@ -211,7 +211,7 @@ def insert_images(
         return list(segments)
     rest, found = iter(images), list[Segment]()
     for segment in segments:
-        first, *others = [segment.text] if segment.literal else segment.text.split(reader.token)
+        first, *others = [segment.text] if segment.literal else segment.text.split(reader.placeholder)
         entries, texts = list[tuple[int, int]](), [first]
         for text in others:
             source = next(rest)

@@ -228,7 +228,7 @@ def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
 
 
 def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
-    """Tokens start … stop of a row, images whole; an answer that is not whole, or has no prompt left, is none."""
+    """Tokens start … stop of a row, without parts of images; an answer without its prompt or end is none."""
     start, stop = whole_images(row.ids, start, stop)
     ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
     loss_mask[:1] = [0]

@@ -1,4 +1,4 @@
-"""How images get into token ids, and out of them: what data, models and servers know of a model's image processor."""
+"""Images of a model: the reader that data, models and commands share, and its records."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ImageReader(Protocol):
     """The images of a job or a server, by their ids."""
 
     @property
-    def token(self) -> str: ...  # the placeholder that a chat template writes
+    def placeholder(self) -> str: ...  # the placeholder that a chat template writes
 
     @property
     def token_id(self) -> int: ...  # which stands for the places of an image in `ProcessedImage.text`
@@ -71,7 +71,7 @@ class ImageReader(Protocol):
 
 
 def images_of(tokenizer: Any) -> ImageReader | None:
-    """The image reader of a model's tokenizer, where transformers would have a processor; None = text alone."""
+    """The image reader that belongs to a tokenizer; None for a model of text alone."""
     found: ImageReader | None = getattr(tokenizer, "image_reader", None)
     return found
 

@@ -33,6 +33,12 @@ PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
+def forget_positions(inner: Any) -> None:
+    """Remove the rotary state that a model has kept of the last row that it was tried on."""
+    if getattr(inner.base_model, "rope_deltas", None) is not None:
+        inner.base_model.rope_deltas = None
+
+
 def is_close(got: Tensor, wanted: Tensor) -> bool:
     """Whether `got` is `wanted` but for the rounding of its data type."""
     limit = tolerance_of(_matmul_dtype(wanted)).values * float(wanted.abs().max())

@@ -23,7 +23,7 @@ from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces import Decide, LogitTermsFn, ModelLimits
 from runner.model import chunked_lm_head
 from runner.model.batch_layout import BatchTokens, max_row_length
-from runner.model.capability_probe import head_objection
+from runner.model.capability_probe import forget_positions, head_objection
 from runner.model.config import ModelConfig
 from runner.model.export import merge_temporarily
 from runner.model.parameters import cache_casts
@@ -48,6 +48,7 @@ class CausalLM(TransformersModel):
     def _choose_head(self, decide: Decide) -> None:
         with self._own_attention():
             objection = head_objection(self.causal, self.device)
+        forget_positions(self.causal)
         self.chunked = objection is None
         if objection:
             decide("lm_head", "chunked", "full logits", objection)

@@ -208,7 +208,8 @@ class TinyVlConfig(SmallConfig):
     image_reader_factory: ClassVar[str | None] = "runner.model.tiny:image_reader"
     name: Literal["tiny_vl"] = "tiny_vl"
     vocab_size: int = Field(default=512, ge=263, description="Vocabulary size; at least the tokenizer's 263.")
-    vision_layers: int = Field(default=2, ge=1, description="Layers of the vision part.")
+    layers: int = Field(default=2, ge=1, description="Decoder layers.")
+    vision_layers: int = Field(default=1, ge=1, description="Layers of the vision part.")
     patch_size: int = Field(default=4, ge=2, description="Width of a patch in pixels; an image token is 2 x 2 patches.")
     divided: ClassVar[dict[str, str]] = {"heads": "heads", "kv_heads": "kv_heads", "layers": "layers"}
 

@@ -1,4 +1,4 @@
-"""The decoder that fits a model: the fastest one whose logits are those of whole rows, found out by trial."""
+"""The decoder of a model: the fastest one whose logits are those of whole rows, by trial."""
 
 from __future__ import annotations
 

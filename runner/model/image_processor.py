@@ -1,4 +1,4 @@
-"""A model's own image processor: what stands for an image in a prompt, and what the model's forward gets of it.
+"""A model's own image processor: what stands for an image in a prompt, and its pixels.
 
 transformers' processor classes insist on a video processor, which needs torchvision; images need pillow alone.
 """
@@ -28,14 +28,15 @@ PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor",
 
 
 class ImageProcessor:
-    """Turns images into what a model takes of them. token: the placeholder, token_id: its id, which stands in `text`.
+    """Turns images into what a model takes of them.
 
-    how: all that its results depend on beside the image
+    placeholder: what a chat template writes; token_id: what fills the places of an image in `ProcessedImage.text`; how:
+    all that results depend on beside the image
     """
 
-    def __init__(self, processor: Any, tokenizer: Any, token: str, image_token_id: int) -> None:
-        """processor: of transformers, with `image_processor` and `replace_image_token`; token: in chat templates."""
-        self.token, self.token_id = token, image_token_id
+    def __init__(self, processor: Any, tokenizer: Any, placeholder: str, image_token_id: int) -> None:
+        """processor: of transformers, or a stand-in for it."""
+        self.placeholder, self.token_id = placeholder, image_token_id
         self._processor, self._id_text = processor, str(tokenizer.convert_ids_to_tokens(image_token_id))
         settings = json.loads(processor.image_processor.to_json_string())
         self.how = json.dumps([type(processor).__name__, transformers.__version__, settings], sort_keys=True)
@@ -95,7 +96,7 @@ class _Pixtral:
 
 
 class _SmolVLM:
-    """SmolVLM's placeholders; its processor class, for the sake of videos, cannot be made without num2words."""
+    """SmolVLM's placeholders; its processor class needs num2words, for videos."""
 
     image_token = "<image>"
 
@@ -167,7 +168,7 @@ def _image_token_id(architecture: Any) -> int | None:
 
 
 def set_pixel_limits(images: Any, least: int | None, most: int | None) -> None:
-    """Change how many pixels an image processor gives an image. Raises SpecError where it does not go by pixels."""
+    """Change the limits of an image's pixels. Raises SpecError if the processor has none."""
     for key, edge, value in (("min_pixels", "shortest_edge", least), ("max_pixels", "longest_edge", most)):
         if value is None:
             continue

@@ -41,9 +41,9 @@ class FileImageReader:
         return self._load()
 
     @property
-    def token(self) -> str:
+    def placeholder(self) -> str:
         """See `ImageReader`."""
-        return self._processor.token
+        return self._processor.placeholder
 
     @property
     def token_id(self) -> int:

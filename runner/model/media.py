@@ -1,4 +1,4 @@
-"""The images of a model's inputs: ids that stand for them become pixels, where the model's forward begins.
+"""The images of a model's inputs: their ids become pixels where the model's forward begins.
 
     batch ──prepare──▶ ids of the vocabulary (targets), inputs with media ids, rotary positions [T, 3]
     inputs [B, L] ──hook on the backbone──▶ placeholder ids, pixels of each image in the order of the rows ──▶ forward
@@ -88,7 +88,7 @@ class MediaInputs:
             self._image(one)
 
     def prepare(self, batch: Batch) -> Batch:
-        """The batch with `ids` of the vocabulary, and, if it has images, channels `inputs` [T] and `rope` [T, 3]."""
+        """The batch with `ids` of the vocabulary, and with its images in `inputs` [T] and `rope` [T, 3]."""
         ids = batch.tokens["ids"]
         if not self._reader.is_used or not bool((batch.structure.tokens["ids"] >= MEDIA_ID).any()):
             return batch
@@ -98,7 +98,7 @@ class MediaInputs:
         return replace(batch, tokens={**batch.tokens, **more})
 
     def _batch_positions(self, batch: Batch) -> Tensor:
-        """Rotary positions [T, 3] of time, height and width; a row goes on where the one that it continues ends."""
+        """Rotary positions [T, 3] of time, height and width; a branch follows the end of its prompt."""
         ids, parents = batch.tokens["ids"].tolist(), batch.tokens["parent"].tolist()
         found = torch.empty(len(ids), 3, dtype=torch.int64)
         start = 0
@@ -129,7 +129,7 @@ class MediaInputs:
     def _replace_inputs(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         """The hook: pixels instead of media ids."""
         ids = keywords.get("input_ids")
-        if not self._reader.is_used or ids is None:
+        if not self._reader.is_used or ids is None or keywords.get("pixel_values") is not None:
             return None
         # a placeholder that a policy has written is no image, so the model reads another token in its place
         ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
@@ -157,7 +157,7 @@ class MediaInputs:
         }
 
     def _grid_positions(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
-        """Rotary positions [3, B, L] of whole rows, whose `positions` [B, L] count from 0 where the mask begins."""
+        """Rotary positions [3, B, L] of whole rows, padded where the mask [B, L] is 0."""
         found = positions[..., None].repeat(1, 1, 3).cpu()
         real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
         for at, row in enumerate(ids):
@@ -166,7 +166,7 @@ class MediaInputs:
 
 
 def media_inputs(inner: Any, tokenizer: Any) -> MediaInputs | None:
-    """What replaces images in the inputs of a transformers model, once for each; None for one of text alone."""
+    """What replaces images in a model's inputs, one for each model; None for a model of text alone."""
     if (reader := images_of(tokenizer)) is None or not has_vision_part(inner):
         return None
     if not hasattr(inner, "media_inputs"):
@@ -188,11 +188,11 @@ def collate(images: Sequence[Any], known: Iterable[str]) -> dict[str, Tensor]:
             found[name] = _row_counts(torch.cat(parts).tolist())
         elif parts:
             largest = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-            found[name] = torch.cat([_padded(part, largest) for part in parts])
+            found[name] = torch.cat([_pad_to(part, largest) for part in parts])
     return found
 
 
-def _padded(part: Tensor, largest: Sequence[int]) -> Tensor:
+def _pad_to(part: Tensor, largest: Sequence[int]) -> Tensor:
     if list(part.shape[1:]) == list(largest):
         return part
     edges = [edge for size, most in zip(part.shape[:0:-1], largest[::-1], strict=True) for edge in (0, most - size)]
@@ -200,8 +200,10 @@ def _padded(part: Tensor, largest: Sequence[int]) -> Tensor:
 
 
 def _row_counts(images: Sequence[int]) -> Tensor:
-    """How many images rows have, by whether each is alone in its row (1) or not (2); neighbors that are not count as
-    one row."""
+    """Number of images of each row; images: 1 for one that is alone in its row, 2 for others.
+
+    Neighbors that are not alone count as one row.
+    """
     counts: list[int] = []
     for at, one in enumerate(images):
         if one > 1 and at and images[at - 1] > 1:

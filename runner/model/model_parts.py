@@ -54,7 +54,7 @@ def decoder_blocks(inner: Any, absent: Collection[object]) -> list[nn.Module]:
 
 
 def splittable_ends(inner: Any, head: nn.Module | None) -> list[nn.Module]:
-    """The embedding and `head`, a plain matrix or None, that can be split by rows; with tied weights both or none."""
+    """The embedding and `head` (a plain matrix or None) that can be split by rows; if tied, both or none."""
     embedding = inner.get_input_embeddings()
     plain = type(embedding) is nn.Embedding and embedding.max_norm is None
     if is_tied(inner.get_output_embeddings(), embedding) and not (plain and head):

@@ -25,7 +25,7 @@ from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, Varle
 from runner.interfaces.media import images_of
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
-from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
+from runner.model.capability_probe import PROBE_ROWS, forget_positions, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
 from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
@@ -93,6 +93,7 @@ class TransformersModel:
         self.layout: batch_layout.BatchLayout = self.config.batch_layout
         self.default_attention: str = text_attention(self.inner)
         objection = packed_objection(self.inner, self.device, self.media) if self.layout == "packed" else None
+        forget_positions(self.inner)
         if objection:
             self.layout = "padded"
             decide("model.batch_layout", "packed", "padded", objection)
