@@ -116,7 +116,7 @@ class CompletionGenerator:
         A row with images is computed at once.
         """
         cache: Any = None
-        chunk = len(ids) if max(ids) >= MEDIA_ID else chunk
+        chunk = len(ids) if max(ids, default=0) >= MEDIA_ID else chunk
         for first in range(0, len(ids), chunk):
             part = torch.tensor([ids[first : first + chunk]], device=self._causal.device)
             out = self._causal(input_ids=part, past_key_values=cache, use_cache=True)

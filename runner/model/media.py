@@ -129,7 +129,8 @@ class MediaInputs:
     def _replace_inputs(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         """The hook: pixels instead of media ids."""
         ids = keywords.get("input_ids")
-        if not self._reader.is_used or ids is None or keywords.get("pixel_values") is not None:
+        has_pixels = any(keywords.get(name) is not None for name in ("pixel_values", "mm_encoder_outputs"))
+        if not self._reader.is_used or ids is None or has_pixels:  # of a caller that knows no media ids
             return None
         # a placeholder that a policy has written is no image, so the model reads another token in its place
         ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
