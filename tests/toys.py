@@ -12,6 +12,7 @@ class Bigram:
     """logprobs[t] = log softmax(table[ids[parent[t]]])[ids[t]], 0 at roots; dropout draws from torch's generator."""
 
     is_padded = False
+    media = None
 
     def __init__(self, vocab: int = 12, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -25,24 +25,8 @@ def train_all(config: NoAdapterConfig, model: M, *, decide: Decide) -> M:
         decide.record_fact("adapter", "merged into its base", f"{_origin(model)}; adapter=none trains all weights")
         model = model.merge_adapter(decide=decide)
     model.module.requires_grad_(True)
-    _freeze_towers(model.inner, decide)
+    model.freeze_parts(decide)
     return model
-
-
-def _freeze_towers(inner: Any, decide: Decide) -> tuple[str, ...]:
-    """Freeze the image and sound towers, which a pass over text does not call; returns their names."""
-    if inner.config.get_text_config() is inner.config or (blank := _blank_copy(inner)) is None:
-        return ()
-    called = _called_modules(blank)
-    used = {".".join(name.split(".")[:2]) for name in called}
-    owners = (name for name, part in inner.named_modules() if next(part.parameters(), None) is not None)
-    parts = {".".join(name.split(".")[:2]) for name in owners}
-    towers = tuple(sorted(parts - used)) if called else ()
-    for name in towers:
-        inner.get_submodule(name).requires_grad_(False)
-    if towers:
-        decide.record_fact("model", f"{', '.join(towers)} frozen", "only text is trained, and text does not use it")
-    return towers
 
 
 def _origin(model: TrainableModel) -> str:
@@ -61,8 +45,8 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
 
     _check_names(config, model.inner)
     scalar = hasattr(model.inner, "score")  # a head of random weights, which has to learn
-    towers = _freeze_towers(model.inner, decide)
-    left_out = _unadaptable_linears(model.inner, towers) if config.targets == "all-linear" else {}
+    frozen = model.freeze_parts(decide)
+    left_out = _unadaptable_linears(model.inner, frozen) if config.targets == "all-linear" else {}
     if left_out:
         names = ", ".join(sorted({_short_name(name) for name in left_out}))
         decide("adapter.targets", "all-linear", f"all-linear except {names}", next(iter(left_out.values())))
@@ -72,7 +56,7 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # declared int, used as a float
         lora_dropout=config.dropout,
-        exclude_modules=_excluded_module_names(left_out, towers, model.inner),
+        exclude_modules=sorted({*left_out, *frozen}) or None,
         target_modules=config.targets if isinstance(config.targets, str) else list(config.targets),
         modules_to_save=list(config.modules_to_save) or None,
         use_dora=config.dora,
@@ -106,14 +90,14 @@ def _report_lost_targets(config: LoraConfig, inner: Any, excluded: Collection[st
         decide("adapter.targets", shown, f"all but {len(lost)} modules, e.g. {lost[0]}", reason)
 
 
-def _unadaptable_linears(inner: Any, towers: Sequence[str]) -> dict[str, str]:
-    """Linears outside of towers that all-linear excludes, by full name, with the reason.
+def _unadaptable_linears(inner: Any, frozen: Collection[str]) -> dict[str, str]:
+    """Linears outside of frozen parts that all-linear excludes, by full name, with the reason.
 
     Those whose output is no plain product, and those that a trial on the meta device excludes.
     """
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     linears = {n: part for n, part in inner.named_modules() if isinstance(part, nn.Linear) and part is not head}
-    linears = {n: part for n, part in linears.items() if not n.startswith(tuple(f"{tower}." for tower in towers))}
+    linears = {n: part for n, part in linears.items() if n not in frozen}
     found = {
         name: f"{type(part).__name__} is a linear layer whose output is not a matrix product"
         for name, part in linears.items()
@@ -140,12 +124,6 @@ def _short_name(name: str) -> str:
     """The last part of a module's name, with the one before it where it is a number."""
     *_, parent, last = ("", *name.split("."))
     return f"{parent}.{last}" if last.isdecimal() else last
-
-
-def _excluded_module_names(left_out: Collection[str], towers: Sequence[str], inner: nn.Module) -> list[str] | None:
-    """Full names of the modules that all-linear, or a name that is also used elsewhere, does not mean."""
-    inside = [name for name, _ in inner.named_modules() if name.startswith(tuple(f"{tower}." for tower in towers))]
-    return sorted({*left_out, *inside}) or None
 
 
 def _refused_names(inner: Any, names: set[str]) -> dict[str, str]:

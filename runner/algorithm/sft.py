@@ -17,6 +17,7 @@ from torch import Tensor
 
 from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
 from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
+from runner.core.media import MEDIA_ID
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
 from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
@@ -73,7 +74,7 @@ class ContinuedPretraining(PackedAlgorithm):
     """Learns every token of given text."""
 
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
-        return pack([i.ids for i in items], [[1.0] * len(i.ids) for i in items])
+        return pack([i.ids for i in items], [[float(one < MEDIA_ID) for one in i.ids] for i in items])
 
 
 def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> PackedAlgorithm:

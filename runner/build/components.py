@@ -76,10 +76,16 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec, decide: Decisions) -> Any:
-    """The model's tokenizer with the job's chat template, without the model. Raises as `install_template`."""
+    """The model's tokenizer with the job's chat template and the reader of images, without the model.
+
+    Raises as `install_template`.
+    """
     from runner.data.chat_template import install_template
 
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
+    if factory := type(spec.model).image_reader_factory:
+        folder = cache_folder() / "images" if spec.data.keeps_images else None
+        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, folder, **spec.data.pixel_limits())
     install_template(tokenizer, spec.chat, decide)
     return tokenizer
 
@@ -222,8 +228,6 @@ def build_learner(
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
     registry = default_registry()
-    if spec.adapter.trains_base:
-        model.weights_source.refuse_lost_tensors("model.path")
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)

@@ -12,10 +12,18 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.package import cache_folder
 from runner.data.config import DataConfig
 from runner.interfaces import Data, EnvironmentFactory, ExtendConversation, RankCollectives
+from runner.interfaces.media import images_of
 from runner.model.batch_layout import max_row_length
 from runner.spec.base import ItemKind
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry, resolve
+
+PARALLELISM_WITHOUT_IMAGES = {
+    "tp": "the vision part is not cut over tensor-parallel ranks",
+    "cp": "the places of an image may lie on several context-parallel ranks",
+    "pp": "the first stage alone would run the vision part",
+    "ep": "expert-parallel ranks exchange tokens while others may still run the vision part",
+}
 
 if TYPE_CHECKING:
     from runner.parallelism.rollout_partition import PartitionedEnvironments
@@ -50,6 +58,36 @@ def _item_length_limit(spec: JobSpec, tokenizer: Any, kind: ItemKind) -> tuple[i
         text = f"{answer} new tokens leave no room for a prompt: {limit[1]}; lower it"
         raise SpecError([Problem("sampler.max_new_tokens", text)])
     return limit[0] - answer, f"{limit[1]}, {answer} of them for an answer (sampler.max_new_tokens)"
+
+
+def check_images(spec: JobSpec, tokenizer: Any) -> None:
+    """Raise SpecError for what does not run with images, and for their options where there are none."""
+    reader = images_of(tokenizer)
+    if reader is None or not reader.is_used:
+        unused = [f"data.{name}" for name, value in spec.data.pixel_limits().items() if value is not None]
+        is_set = spec.model.source is not None and spec.model.frozen_parts not in (None, ("vision", "aligner"))
+        unused += ["model.freeze"] if is_set else []
+        if unused:
+            raise SpecError([Problem(name, "the data has no images; leave it out") for name in unused])
+        return
+    sizes = spec.parallelism.mesh(spec.launch.world)._asdict()
+    found = [
+        Problem(f"parallelism.{name}", f"{why}, so images do not run with it; type parallelism=ddp or fsdp")
+        for name, why in PARALLELISM_WITHOUT_IMAGES.items()
+        if sizes[name] > 1
+    ]
+    if spec.parallelism.deepspeed:
+        text = "DeepSpeed gathers the vision part in forwards that only ranks with images run"
+        found.append(Problem("parallelism", f"{text}; type parallelism=ddp or fsdp"))
+    frozen = spec.model.frozen_parts
+    trains_vision = frozen is not None and {"vision", "aligner"} - {*frozen}
+    if sizes["dp_shard"] > 1 and trains_vision:
+        text = "with FSDP a rank without images has no gradient of the vision part to reduce"
+        found.append(Problem("model.freeze", f"{text}; leave it out, or type parallelism=ddp"))
+    if spec.algorithm.needs_sampler and not spec.sampler.shares_model:
+        found.append(Problem("sampler", f"{spec.sampler.name} gets no images; type sampler=torch"))
+    if found:
+        raise SpecError(found)
 
 
 def resolve_max_length(spec: JobSpec, data: Data, decide: Decisions) -> JobSpec:

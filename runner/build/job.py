@@ -25,7 +25,7 @@ from runner.build.components import (
     build_tokenizer,
     compare_tokenizers,
 )
-from runner.build.data import build_data, build_environments, build_extend, resolve_max_length
+from runner.build.data import build_data, build_environments, build_extend, check_images, resolve_max_length
 from runner.build.plug_ins import plug_in_digests
 from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns
 from runner.checkpoint.store import CheckpointStore
@@ -262,6 +262,7 @@ def _data(spec: JobSpec, tokenizer: Any, world: ParallelContext, decide: Decisio
     data = build_data(spec, tokenizer, decide)
     refuse_different_data(data, world.world_peers)
     refuse_missing_columns(spec, data)
+    check_images(spec, tokenizer)
     if (per_step := spec.algorithm.batch_size) > len(data):
         text = "algorithm.batch_size=%d is above the %d items of the data: one step uses some items more than once"
         log.warning(text + "; to use each at most once a step: algorithm.batch_size=%d", per_step, len(data), len(data))

@@ -341,7 +341,11 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
     "list": (CONFIG_DIR,),
     "explain": (CONFIG_DIR,),
     "help": (CONFIG_DIR,),
-    "infer": (_option("--file", type=Path, help="a text file with one prompt per line"), *SAMPLING),
+    "infer": (
+        _option("--file", type=Path, help="a text file with one prompt per line"),
+        _option("--image", type=Path, action="append", metavar="FILE", help="an image of each prompt; may be repeated"),
+        *SAMPLING,
+    ),
     "chat": (_option("--system", metavar="TEXT", help="the system prompt (none)"), *SAMPLING),
     "serve": (
         *SOURCE,

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def infer(args: Namespace) -> int:
     """Answer prompts: those typed, those of a file (one a line), or line by line from the keyboard."""
     _check_sampling(args)
+    images = [_check_image(path) for path in args.image or ()]
     source, prompts, settings = resolve_source(args)
     if args.file:
         prompts += _read_prompts(args.file)
@@ -34,6 +35,9 @@ def infer(args: Namespace) -> int:
     if style == "chat":
         context = loaded.tokenizer.decode(prompt_ids(loaded.tokenizer, "PROMPT", style, loaded.chat))
         asked = f"prompts go through the chat template: {context!r}"
+    elif images:
+        engine.close()
+        raise UsageError("--image: the model was trained on plain text, whose prompts have no place for images")
     at = "" if loaded.step is None else f", step {loaded.step}"
     about = (f"{describe_source(source)}{at}, {asked}", loaded.stop_text())
     print_text("\n".join(filter(None, about)), file=sys.stderr)
@@ -43,7 +47,7 @@ def infer(args: Namespace) -> int:
         for prompt in prompts or _typed_prompts():
             if several:
                 print(shown_as(f"> {prompt}"))
-            ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat)
+            ids = prompt_ids(loaded.tokenizer, prompt, style, loaded.chat, images)
             length = 0
             for piece in stream_answer(engine, loaded.tokenizer, ids, params, never_stopped):
                 length += len(piece)
@@ -127,6 +131,13 @@ def _check_sampling(args: Namespace) -> None:
             raise UsageError(f"{name} {value}: expected {wanted}")
     if args.temperature == 0 and (args.top_p is not None or args.seed is not None):
         raise UsageError("--top-p and --seed need sampling; set --temperature above 0 too")
+
+
+def _check_image(path: Path) -> Path:
+    """The path of a file. Raises UsageError if there is none."""
+    if not path.is_file():
+        raise UsageError(f"--image {path}: no such file")
+    return path
 
 
 def _typed_prompts() -> Iterator[str]:

@@ -18,18 +18,23 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.chat_template import OPENING, PROBE, ChatTemplate, RenderError
+from runner.data.chat_template import OPENING, OTHER_TEMPLATE, PROBE, ChatTemplate, RenderError
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import Placeholders, Segment, common_length
 from runner.data.conversation import CALL_FORMS, Statement, find_missing, plain_messages, statements
-from runner.data.examples import Tools
+from runner.data.examples import Tools, image_parts
+from runner.data.images import insert_images
 from runner.data.message_keys import Message, is_trained
+from runner.interfaces.media import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # completion: all that follows the prompt, as one answer
 TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
+TEXT_ONLY_HINT = (
+    "choose an image-text model (model.path=…), or train on the text alone: data.rename_columns={images: unused_images}"
+)
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
     "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
@@ -51,13 +56,17 @@ class UnopenedError(RenderError):
 
 @dataclass(frozen=True, slots=True)
 class _Chat:
-    """A conversation as templates take it. trained: the indices of the turns that are trained on."""
+    """A conversation as templates take it.
+
+    trained: the indices of the turns that are trained on; images: of each message, its images (path or content)
+    """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     context: int
     trained: list[int]
     placeholders: Placeholders
+    images: list[list[str | bytes]] = field(default_factory=list)
 
 
 class Renderer:
@@ -78,7 +87,7 @@ class Renderer:
                 "  use a model that has one (an instruct or chat model: model.path=..., or model.tokenizer=...),\n"
                 "  or set chat.template=FILE, or use plain text in `prompt` and `completion` (or `text`)"
             )
-        self.tokenizer, self.chat = tokenizer, options or ChatConfig()
+        self.tokenizer, self.chat, self.reader = tokenizer, options or ChatConfig(), images_of(tokenizer)
         self.notes: set[str] = set()
         self.template = ChatTemplate(tokenizer, self.chat, special_tokens)
         self.control = self.template.control
@@ -101,23 +110,30 @@ class Renderer:
             rows = [self._everything(chat)]
         else:
             rows = self._rows(chat, train_on)
-        return [
-            merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)]) for row in rows
-        ]
+        return [self._finish(chat, row) for row in rows]
+
+    def _finish(self, chat: _Chat, row: Sequence[Segment]) -> list[Segment]:
+        """The segments of a row with literal control tokens apart, and with what stands for its images."""
+        segments = merge_neighbors([piece for segment in row for piece in chat.placeholders.split(segment)])
+        try:
+            return insert_images(segments, self.reader, [one for some in chat.images for one in some])
+        except DataError as error:
+            raise RenderError(str(error)) from error
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
         """What generation sees of a conversation that the assistant is to answer. Raises RenderError."""
         chat = self._prepare(messages, tools, len(messages), "last")
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
-        return merge_neighbors(chat.placeholders.split(Segment(text, is_trained=False)))
+        return self._finish(chat, [Segment(text, is_trained=False)])
 
     def conversation_ids(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """The ids of a whole conversation that a model only reads, such as a reward model. Raises RenderError."""
         chat = self._prepare(messages, tools, 0, "all")
         text = self._text(chat, len(chat.messages))
         self._check_context(chat, len(chat.messages), text)
-        return self.control.ids_of(chat.placeholders.split(Segment(text, is_trained=False)), begins_row=True)
+        segments = self._finish(chat, [Segment(text, is_trained=False)])
+        return self.control.ids_of(segments, begins_row=True)
 
     def extend(self, ids: Sequence[int], message: Message) -> list[int]:
         """The ids that continue `ids` by a message and the opening of the next turn.
@@ -159,11 +175,18 @@ class Renderer:
         plain, used, placeholders = self.control.insert_placeholders(plain, used)
         if placeholders.chars:
             self.notes.add("messages contain control tokens of the chat template; they are encoded as text")
-        return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders)
+        images = [[part["image"] for part in image_parts(messages[at])] for at in kept]
+        if any(images) and self.reader is None:
+            raise RenderError("an image, but the model reads text alone", TEXT_ONLY_HINT)
+        return _Chat(plain, used, sum(at < context for at in kept), trained, placeholders, images)
 
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, **more: Any) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
-        return self.template.text(chat.messages[:stop], chat.tools, prompt, **more)
+        text = self.template.text(chat.messages[:stop], chat.tools, prompt, **more)
+        count = sum(map(len, chat.images[:stop]))
+        if self.reader and any(chat.images) and (written := text.count(self.reader.placeholder)) != count:
+            raise RenderError(f"the chat template renders {written} of {count} images", OTHER_TEMPLATE)
+        return text
 
     def _turn(self, chat: _Chat, turn: int) -> tuple[str, str]:
         """(what generation sees before a turn, the same with the turn); the turn holds all that it says."""

@@ -21,10 +21,11 @@ from jinja2 import TemplateSyntaxError
 from runner.core.errors import DataError, Problem, SpecError
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ControlTokens, common_length
-from runner.data.conversation import CALL_FORMS, CallForm, find_missing, plain_messages, statements
+from runner.data.conversation import CALL_FORMS, CallForm, content_parts, find_missing, plain_messages, statements
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, read_variables, render
 from runner.data.message_keys import Message
 from runner.data.readers import read_whole_text
+from runner.interfaces.media import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -74,6 +75,8 @@ class ChatTemplate:
 
         more: variables of the template
         """
+        if self._needs_parts:
+            messages = [{**message, "content": content_parts(message["content"])} for message in messages]
         variables = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
         source = str(self._tokenizer.get_chat_template(tools=tools))
         try:
@@ -84,6 +87,16 @@ class ChatTemplate:
             roles = ", ".join(m["role"] for m in messages) or "none, as an assistant turn comes first"
             reason = f"{type(error).__name__}: {error}; roles: {roles}"
             raise RenderError(f"the chat template fails on the conversation: {reason}", OTHER_TEMPLATE) from error
+
+    @cached_property
+    def _needs_parts(self) -> bool:
+        """Whether the template of an image-text model reads contents as lists of parts alone."""
+        if images_of(self._tokenizer) is None:
+            return False
+        try:
+            return PROBE not in render(self.source, {"messages": OPENING, **self._variables})
+        except Exception:  # of whatever kind the template raises
+            return True
 
     @cached_property
     def call_form(self) -> CallForm:

@@ -104,6 +104,15 @@ class DataConfig(ComponentConfig):
         """Whether some of its rows are for evaluation."""
         return True
 
+    @property
+    def keeps_images(self) -> bool:
+        """Whether images that rows contain are kept in files."""
+        return False
+
+    def pixel_limits(self) -> dict[str, int | None]:
+        """min_pixels and max_pixels of an image; empty without these options."""
+        return {}
+
     def example_prompt(self) -> str:
         """A question, in quotes, to try a trained model with."""
         return '"…"'
@@ -135,10 +144,11 @@ class DemoConfig(DataConfig):
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    task: Literal["sort", "sum", "arithmetic", "reverse", "format"] = Field(
+    task: Literal["sort", "sum", "arithmetic", "reverse", "format", "shapes"] = Field(
         default="sort",
         description="sort the digits of a number; sum numbers with a calculator (environment=calculator); or, in plain "
-        "words, arithmetic with two numbers, reverse a word, format (a number between two tags).",
+        "words, arithmetic with two numbers, reverse a word, format (a number between two tags); shapes: count and "
+        "name what an image shows (model=tiny_vl).",
     )
     digits: int = Field(default=4, ge=2, le=12, description="Digits of each number, or letters of a word.")
     terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add with task=sum; null = 2.")
@@ -155,6 +165,7 @@ class DemoConfig(DataConfig):
         """How many different questions there are."""
         numbers = 9 * 10 ** (self.digits - 1)  # without leading 0
         others = {"sum": numbers**self.numbers_to_add, "arithmetic": 3 * numbers**2, "reverse": 26**self.digits}
+        others["shapes"] = 10**9  # each draws another image
         return others.get(self.task, 10**self.digits)
 
     def example_prompt(self) -> str:
@@ -177,8 +188,8 @@ class DemoConfig(DataConfig):
             options = "data.digits or data.terms" if self.task == "sum" else "data.digits"
             text = f"{numbers} numbers of data.digits={self.digits} are more than {MOST_DIGITS} digits; lower {options}"
             found.append(("data.digits", text))
-        if self.task != "sort" and job.algorithm.item_kind not in ("sft", "prompts"):
-            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only task=sort has"
+        if self.task not in ("sort", "shapes") and job.algorithm.item_kind not in ("sft", "prompts"):
+            why = f"algorithm={job.algorithm.name} needs wrong completions too, which only sort and shapes have"
             if self.task == "sum":
                 why = f"sum is answered in several turns; algorithm={job.algorithm.name} compares completions, "
                 why += "but the calculator's messages are in between"
@@ -206,6 +217,15 @@ class SourceConfig(DataConfig):
         description="Special tokens of the tokenizer that assistant turns may write, e.g. [<call>]; elsewhere in a "
         "conversation they are an error. Others are encoded as text.",
     )
+    media_root: str | None = Field(
+        default=None, description="Folder that paths of images are relative to; null = the folder of the data file."
+    )
+    max_pixels: int | None = Field(
+        default=None, ge=1, description="Maximum pixels of an image, which is scaled down; null = the model's own."
+    )
+    min_pixels: int | None = Field(
+        default=None, ge=1, description="Minimum pixels of an image, which is scaled up; null = the model's own."
+    )
     holdout: float | None = Field(
         default=None,
         gt=0,
@@ -227,6 +247,13 @@ class SourceConfig(DataConfig):
     shuffle_buffer: int | None = Field(
         default=None, ge=1, description="Size of the shuffle buffer of a stream, in rows; null = 1000."
     )
+
+    @property
+    def keeps_images(self) -> bool:
+        return True
+
+    def pixel_limits(self) -> dict[str, int | None]:
+        return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
 
     @property
     def is_mixture(self) -> bool:
@@ -326,6 +353,7 @@ class FileConfig(SourceConfig):
         paths = tuple(absolute_if_local(p) for p in self.sources())
         return self.model_copy(
             update={
+                "media_root": self.media_root and absolute_if_local(self.media_root),
                 "path": paths[0] if isinstance(self.path, str) else paths,
                 "eval_path": self.eval_path and absolute_if_local(self.eval_path),
             }
@@ -335,7 +363,7 @@ class FileConfig(SourceConfig):
         """Raise DataError for a missing file, and for what is wrong with the first 10,000 rows of each."""
         from runner.data.formats import validate_files
 
-        validate_files(self.sources(), self.eval_path, kind, self.rename_columns)
+        validate_files(self.sources(), self.eval_path, kind, self.rename_columns, self.media_root)
 
     def eval_option(self) -> str | None:
         return None if self.eval_path is None else f"data.eval_path={self.eval_path}"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
 from runner.data.jinja_sandbox import literal_text
+from runner.interfaces.media import fill_in_images, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,13 +31,14 @@ class Segment:
     """A span of text.
 
     answer: of the row's last assistant turn, without the blanks that the template puts after it; literal: a
-    control token that a message holds as text.
+    control token that a message holds as text; images: (media id, number of places) of each in the text.
     """
 
     text: str
     is_trained: bool
     answer: bool = False
     literal: bool = False
+    images: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(slots=True)
@@ -108,8 +110,14 @@ class ControlTokens:
         """The ids of segments that continue a row, or begin one."""
         found: list[int] = []
         for at, s in enumerate(segments):
-            found += self.literal_ids(s.text) if s.literal else self._encode(s.text, is_first=begins_row and not at)
+            ids = self.literal_ids(s.text) if s.literal else self._encode(s.text, is_first=begins_row and not at)
+            found += self.with_images(s, ids)
         return found
+
+    def with_images(self, segment: Segment, ids: list[int]) -> list[int]:
+        """The ids of a segment with those of its images."""
+        reader = images_of(self._tokenizer)
+        return fill_in_images(ids, segment.images, reader.token_id) if reader and segment.images else ids
 
     def literal_ids(self, token: str) -> list[int]:
         """Ids of a control token's characters as text: of two parts without a control token, the fewest."""

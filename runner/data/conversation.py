@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import Tools, join_text_parts
+from runner.data.examples import Tools, image_parts, join_text_parts
 from runner.data.message_keys import REASONING_KEYS, TRAIN_FLAGS, Message
 
 Part = Literal["content", "reasoning", "tool call", "tool"]
@@ -53,7 +53,8 @@ CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), Ca
 def plain_messages(messages: Sequence[Message], drop: Sequence[str], form: CallForm) -> list[dict[str, Any]]:
     """Messages in the form that a template knows, without what `drop` names.
 
-    Text parts are joined, tool calls have `form`, and reasoning stands under both usual keys.
+    Text parts are joined unless images are between them, tool calls have `form`, and reasoning stands under both usual
+    keys.
     """
     return [_plain_message(message, "reasoning" in drop, form) for message in messages]
 
@@ -63,7 +64,15 @@ def _plain_message(message: Message, without_reasoning: bool, form: CallForm) ->
     reasoning = next((message[key] for key in REASONING_KEYS if message.get(key)), None)
     if reasoning and not without_reasoning:
         found |= {"reasoning_content": reasoning, "thinking": reasoning}
-    found["content"] = join_text_parts(found.get("content"))
+    images = image_parts(message)
+    found["content"] = (
+        [
+            {"type": "image"} if part in images else {"type": "text", "text": join_text_parts([part])}
+            for part in message["content"]
+        ]
+        if images
+        else join_text_parts(found.get("content"))
+    )
     if found.get("tool_calls"):
         found["tool_calls"] = [_plain_call(call, form.text_arguments) for call in found["tool_calls"]]
         found["content"] = found["content"] or form.content
@@ -91,17 +100,29 @@ def statements(messages: Sequence[Mapping[str, Any]], tools: Tools = ()) -> list
     found = [Statement(None, "tool", "tool", name) for name in map(_tool_name, tools) if name]
     for index, message in enumerate(messages):
         role = str(message["role"])
-        thoughts, content = message.get("reasoning_content") or "", message.get("content") or ""
+        thoughts, content, *more = message.get("reasoning_content") or "", *_texts(message.get("content"))
         if role == "assistant" and (marks := list(THINK.finditer(content))):
             thoughts, content = f"{thoughts}{content[: marks[-1].start()]}", content[marks[-1].end() :]
         texts: list[tuple[Part, str]] = [("reasoning", part) for part in THINK.split(thoughts)]
-        texts.append(("content", content))
+        texts += [("content", text) for text in (content, *more)]
         for call in message.get("tool_calls", ()):
             function = call.get("function", call)
             leaves = (str(function.get("name", "")), *_leaves(function.get("arguments")))
             texts += [("tool call", leaf) for leaf in leaves]
         found += [Statement(index, role, part, stripped) for part, text in texts if (stripped := text.strip())]
     return found
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a message's content, at least one."""
+    if isinstance(content, list):
+        return [part["text"] for part in content if part["type"] == "text"] or [""]
+    return [content or ""]
+
+
+def content_parts(content: Any) -> Any:
+    """A message's content as a list of parts."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _leaves(value: Any) -> Iterator[str]:

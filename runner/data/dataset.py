@@ -19,7 +19,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -33,6 +33,7 @@ from runner.core.fsync_io import sha256
 from runner.data.items import ITEMS, QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
 from runner.interfaces import EvalQuestion
+from runner.interfaces.media import ImageEntry
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.base import ItemKind
 
@@ -45,6 +46,17 @@ ROWS = pa.schema(
     [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
 )
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
+IMAGE_COLUMN = "images"  # of the tables of an image-text model, whose ids do not fit into 32 bits
+IMAGE_TYPES = {"path": pa.string(), "several": pa.bool_()}
+
+
+def schema_with_images(schema: pa.Schema) -> pa.Schema:
+    """The schema of rows whose ids may stand for images, with these in a column of their own."""
+    wide = {IDS: pa.list_(pa.int64()), pa.list_(IDS): pa.list_(pa.list_(pa.int64()))}
+    images = pa.struct([(one.name, IMAGE_TYPES.get(one.name, pa.int64())) for one in fields(ImageEntry)])
+    return pa.schema([*((one.name, wide.get(one.type, one.type)) for one in schema), (IMAGE_COLUMN, pa.list_(images))])
+
+
 Record = dict[str, Any]
 Summary = dict[str, Any]
 Write = Callable[[pa.RecordBatch], None]
@@ -66,6 +78,14 @@ class TokenizedTable:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def images(self) -> list[ImageEntry]:
+        """The images of all rows."""
+        found: dict[int, ImageEntry] = {}
+        for batch in self._batches if self._batches and IMAGE_COLUMN in self._batches[0].schema.names else ():
+            for one in batch.column(IMAGE_COLUMN).flatten().to_pylist():
+                found[one["id"]] = ImageEntry(**one)
+        return list(found.values())
+
     def rows(self, indices: Sequence[int]) -> list[Record]:
         """The record of each index, in that order."""
         return [self._row(index) for index in indices]
@@ -86,7 +106,7 @@ def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summ
 def load_or_build(
     folder: Path, schema: pa.Schema, fill: Fill, report_damage: Callable[[str], None]
 ) -> tuple[TokenizedTable, Summary]:
-    """The table in `folder`; `fill` makes it where it is missing or damaged.
+    """The table in `folder`; `fill` makes it where it is missing, damaged, or of images that have changed.
 
     `report_damage` gets what is damaged.
     One process of a machine at a time looks and makes it: the ranks of a job need the same one at once.
@@ -147,9 +167,19 @@ def _damage(folder: Path) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
         wanted = json.loads((folder / "summary.json").read_text())["sha256"]
-        return "" if sha256(folder / "tokens.arrow") == wanted else "the checksum of tokens.arrow does not match"
+        if sha256(folder / "tokens.arrow") != wanted:
+            return "the checksum of tokens.arrow does not match"
+        images = TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))).images()
+        changed = next((one.path for one in images if not _is_unchanged(one)), None)
+        return f"{changed} has changed" if changed else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _is_unchanged(image: ImageEntry) -> bool:
+    """Whether an image's file has the size and time of change that it had."""
+    path = Path(image.path)
+    return path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (image.size, image.mtime_ns)
 
 
 @dataclass(frozen=True)

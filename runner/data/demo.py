@@ -4,6 +4,8 @@
     sum    "sum 5031 4927"   ──▶ "calc 5031+4927" ──▶ the tool says "9958" ──▶ "9958"
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
+    shapes an image, "which shapes?" ───────────────────────────────────────────────▶ "2 circles"
+
 A small model sorts in its head, but does not add in its head: having trained on these conversations it calls the tool
 half of the time and guesses otherwise, and a reward for right answers can teach to call the tool.
 
@@ -28,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from runner.core.media import without_media
+from runner.data import demo_shapes
 from runner.data.config import ChatConfig, DemoConfig
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, Reading, held_out_reading
 from runner.data.items import ITEMS, QUESTIONS, LengthLimit, TruncationCounts
@@ -62,6 +66,10 @@ class DemoTask(ABC):
     @abstractmethod
     def question(self, number: int) -> str:
         """What the user says."""
+
+    def message_content(self, number: int) -> Any:
+        """The content of the user's message: the question, or parts of it."""
+        return self.question(number)
 
     @abstractmethod
     def answer(self, number: int) -> str:
@@ -147,6 +155,27 @@ class WordedTask(DemoTask):
         return "".join(chr(ord("a") + number // 26**at % 26) for at in range(self.config.digits))
 
 
+class ShapesTask(DemoTask):
+    """Count and name the shapes of an image; the answer is in the pixels alone."""
+
+    def question(self, number: int) -> str:
+        """The same for all images."""
+        return "which shapes?"
+
+    def message_content(self, number: int) -> Any:
+        """The image, and the question."""
+        image = {"type": "image", "image": demo_shapes.draw(number)}
+        return [image, {"type": "text", "text": self.question(number)}]
+
+    def answer(self, number: int) -> str:
+        """Number and name of the shapes."""
+        return demo_shapes.answer(number)
+
+    def wrong(self, number: int, seed: int) -> str:
+        """What another image shows."""
+        return demo_shapes.answer(number + 1 + seed % (demo_shapes.NUM_ANSWERS - 1))
+
+
 def decode_numbers(number: int, count: int, digits: int) -> list[int]:
     """The first `count` digits of `number` to a base such that each is a number of `digits` digits."""
     base = 9 * 10 ** (digits - 1)
@@ -155,7 +184,7 @@ def decode_numbers(number: int, count: int, digits: int) -> list[int]:
 
 def make_task(config: DemoConfig) -> DemoTask:
     """The task of the config."""
-    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask}
+    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask, "shapes": ShapesTask}
     return kinds.get(config.task, WordedTask)(config)
 
 
@@ -223,7 +252,8 @@ class DemoData:
         longest = max(range(len(self._numbers)), key=self._characters)
         row = self._rows([longest])[0]
         ids = row.ids if isinstance(row, EncodedExample) else row.prompt + max(row.answers, key=len, default=[])
-        if (most := len(str(self.tokenizer.tokenizer.decode(ids)).encode())) > limit.most:
+        text = without_media(ids)
+        if (most := len(str(self.tokenizer.tokenizer.decode(text)).encode()) + len(ids) - len(text)) > limit.most:
             problems, tally = Problems("data", "demo"), TruncationCounts()
             for row in self._rows(range(len(self._numbers))):
                 list(limit.apply(row, tally, problems))
@@ -233,11 +263,12 @@ class DemoData:
 
     def _characters(self, index: int) -> int:
         """Of everything that is said."""
-        return sum(len(turn["content"]) for turn in self._conversation(index))
+        number = self._numbers[index]
+        return len(self._task.question(number)) + sum(len(turn["content"]) for turn in self._task.turns(number, False))
 
     def _conversation(self, index: int) -> tuple[Message, ...]:
         number, at_once = self._numbers[index], (index + self.seed) % 2 == 1
-        asked: Message = {"role": "user", "content": self._task.question(number)}
+        asked: Message = {"role": "user", "content": self._task.message_content(number)}
         return (asked, *self._task.turns(number, at_once))
 
     def _rows(self, indices: Sequence[int]) -> list[EncodedExample | EncodedAnswers]:
@@ -264,7 +295,7 @@ class DemoData:
                 (_question_with_answer(place, asked, right),),
                 {"messages": [asked], "columns": {"answer": right}},
             )
-        assert isinstance(self._task, SortTask)  # the config's problems() see to it
+        assert isinstance(self._task, SortTask | ShapesTask)  # the config's problems() see to it
         good, bad = (_question_with_answer(place, asked, said) for said in (right, self._task.wrong(number, self.seed)))
         if reading == "pairs":
             return AnswersExample(place, (good, bad), {"margin": None})

@@ -16,6 +16,7 @@ import difflib
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from runner.core.columns import json_type_name
@@ -84,13 +85,16 @@ def _message_fault(message: Message) -> str | None:
     if "content" not in message:
         return f": no content; expected the keys role and content, found {', '.join(message)}"
     if isinstance(content, list):
-        other = next((part for part in content if not (isinstance(part, str) or _is_text_part(part))), None)
+        images = image_parts(message)
+        other = next((p for p in content if not (isinstance(p, str) or _is_text_part(p) or p in images)), None)
         if other is not None:
             kind = json_type_name(other)
             if isinstance(other, dict):
                 kind = other["type"] if other.get("type", "text") != "text" else f"the keys {', '.join(other)}"
-            return f".content: expected parts of type text, found {kind}; only text can be trained on"
-        content = join_text_parts(content)
+            return f".content: expected parts of type text or image, found {kind}"
+        content = join_text_parts(content) or (content if images else "")
+        if images and content:
+            return None
     if not isinstance(content, str):
         return f".content: expected text, found {json_type_name(content)}"
     if not content.strip() and role in ("user", "assistant") and not message.get("tool_calls"):
@@ -104,11 +108,26 @@ def _is_text_part(part: Any) -> bool:
     return not any(part.get(name) for name in ("image", "image_url", "video", "audio"))
 
 
+def image_parts(message: Message) -> list[Mapping[str, Any]]:
+    """The images of a message, as `runner.data.images` writes them."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else ()
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image" and "image" in part]
+
+
+def user_message(text: str, images: Sequence[Path] = ()) -> dict[str, Any]:
+    """A message of the user: images, and the text after them."""
+    if not images:
+        return {"role": "user", "content": text}
+    parts = [{"type": "image", "image": str(path.resolve())} for path in images]
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
 def join_text_parts(content: Any) -> Any:
-    """The text of a list of text parts; anything else as it is."""
+    """The text of a list of parts, images left out; anything else as it is."""
     if not isinstance(content, list):
         return content
-    return "".join(part if isinstance(part, str) else part["text"] for part in content)
+    return "".join(part if isinstance(part, str) else part.get("text", "") for part in content)
 
 
 def _role_fault(message: Message) -> str:

@@ -21,7 +21,6 @@ from typing import Any
 from runner.core.columns import column_value, json_type_name, nested_names
 from runner.data.conversions import VERL, Conversion, find_conversion
 from runner.data.examples import (
-    MEDIA,
     AnswersExample,
     Example,
     Reading,
@@ -38,6 +37,8 @@ from runner.data.examples import (
     text_example,
 )
 from runner.data.files import find_sources
+from runner.data.images import COLUMNS as IMAGE_COLUMNS
+from runner.data.images import place_images
 from runner.data.message_keys import unused_keys
 from runner.data.readers import Problems, Row, SourceLocation
 from runner.spec.base import ItemKind
@@ -146,9 +147,10 @@ class FormatCheck:
         reading: Reading,
         columns: Mapping[str, str] | None = None,
         keep: Callable[[Format, Row], bool] = lambda form, row: True,
+        media_root: str | None = None,
     ) -> None:
-        """`keep`: whether a row becomes an example; the others are only looked at."""
-        self.problems, self.reading, self.keep = problems, reading, keep
+        """keep: whether a row becomes an example; media_root: see `place_images`."""
+        self.problems, self.reading, self.keep, self.media_root = problems, reading, keep, media_root
         self.renaming = Renaming(columns)
         self.format: Format | None = None
         self.first: SourceLocation | None = None
@@ -168,8 +170,7 @@ class FormatCheck:
                 self.problems.add_fault(row.place, text)
                 return
             try:
-                _refuse_media(row)
-                row = self._convert(self.format, row)
+                row = place_images(self._convert(self.format, row), self.format.chat, self.media_root)
                 if not self.keep(self.format, row):
                     continue
                 row = self._select_columns(self.format, row)
@@ -230,15 +231,10 @@ class FormatCheck:
         return FORMATS[self.reading][form.columns](row, form.chat)
 
 
-def _refuse_media(row: Row) -> None:
-    """Raise RowError for a row with pictures, sound or films beside its text."""
-    if found := [name for name in MEDIA if row.value.get(name)]:
-        keep = f"data.rename_columns={{{found[0]}: unused_{found[0]}}}"
-        raise RowError(f"column {found[0]}: only text can be trained on; to train on the text alone, type '{keep}'")
-
-
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
     """The format of a row, by its columns and the type of the first of them; None for an unknown one.
+
+    Text beside a column of images is read as messages.
 
     A prompt in words beside answers that are whole conversations is left to these, which begin with it. Formats of
     other projects come after those with `prompt` and before `text` and answers that begin alike: Alpaca's own data have
@@ -258,9 +254,8 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
         if all(name in value for name in columns):
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
                 continue
-            return Format(
-                columns, columns == ("messages",) or (columns != ("text",) and is_messages(value[columns[0]]))
-            )
+            is_chat = is_messages(value[columns[0]]) or any(name in value for name in IMAGE_COLUMNS)
+            return Format(columns, columns == ("messages",) or (columns != ("text",) and is_chat))
     return None
 
 
@@ -289,7 +284,11 @@ PREFLIGHT_ROWS = 10_000  # of each file: all of a small one, and a fraction of a
 
 
 def validate_files(
-    paths: Sequence[str], eval_path: str | None, kind: ItemKind, columns: Mapping[str, str] | None = None
+    paths: Sequence[str],
+    eval_path: str | None,
+    kind: ItemKind,
+    columns: Mapping[str, str] | None = None,
+    media_root: str | None = None,
 ) -> None:
     """Check that files exist and their first 10,000 rows are valid, without torch or a tokenizer.
 
@@ -299,6 +298,8 @@ def validate_files(
     readings = [(source, kind) for source in training]
     for source, reading in [*readings, *([(held_out, held_out_reading(kind))] if held_out else [])]:
         problems = Problems(source.key, source.name)
-        for _ in FormatCheck(problems, reading, columns).examples(source.rows(problems, PREFLIGHT_ROWS)):
+        for _ in FormatCheck(problems, reading, columns, media_root=media_root).examples(
+            source.rows(problems, PREFLIGHT_ROWS)
+        ):
             pass
         problems.raise_if_any()

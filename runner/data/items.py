@@ -27,6 +27,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.completion_text import completion_text
+from runner.core.media import whole_images, without_media
 from runner.data.examples import Reading
 from runner.data.readers import Problems
 from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
@@ -196,7 +197,8 @@ class LengthLimit:
         cut = length - self.most
         if isinstance(row, EncodedAnswers):
             start = self._start(row.prompt)
-            rest = row.prompt[cut + len(start) :]
+            begin = whole_images(row.prompt, cut + len(start), len(row.prompt))[0]
+            rest = row.prompt[begin:]
             return [replace(row, prompt=start + rest)] if rest else []
         if self.rule == "truncate_right":
             pieces = [_slice(row, 0, self.most)]
@@ -238,7 +240,8 @@ def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
 
 
 def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
-    """Tokens start … stop of a row; an answer that is not whole, or has no prompt left, is none."""
+    """Tokens start … stop of a row, without parts of images; an answer without its prompt or end is none."""
+    start, stop = whole_images(row.ids, start, stop)
     ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
     loss_mask[:1] = [0]
     first, last = row.answer
@@ -279,7 +282,7 @@ def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt
     """A prompt; its text is what the ids decode to, also where they were cut."""
     facts, ids = json.loads(record["facts"]), record["prompt"]
     messages = facts["messages"]
-    return Prompt(tuple(ids), str(tokenizer.decode(ids)), messages and tuple(messages), facts["columns"])
+    return Prompt(tuple(ids), str(tokenizer.decode(without_media(ids))), messages and tuple(messages), facts["columns"])
 
 
 def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQuestion:
@@ -303,7 +306,7 @@ def eval_question_of_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) 
     messages = facts["messages"] and tuple(facts["messages"])
     found = _question(tokenizer, whole, prompt, answer)
     # A template writes other text around the messages; plain text decodes to itself, but for tokens such as BOS.
-    asked = facts["messages"] or tokenizer.decode(prompt, skip_special_tokens=True)
+    asked = facts["messages"] or tokenizer.decode(without_media(prompt), skip_special_tokens=True)
     key = hashlib.sha256(json.dumps([asked, facts["columns"]], sort_keys=True).encode()).hexdigest()[:16]
     return replace(found, messages=messages, columns=facts["columns"], key=key)
 
@@ -314,7 +317,7 @@ def _question(
     return EvalQuestion(
         item=whole,
         prompt_ids=tuple(prompt),
-        prompt=str(tokenizer.decode(list(prompt))),
+        prompt=str(tokenizer.decode(without_media(prompt))),
         answer=completion_text(tokenizer, answer),
         answer_ids=tuple(answer),
     )

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
@@ -31,10 +31,12 @@ from runner.core.signals import signal_name
 from runner.core.subprocess import end_with_parent
 from runner.data.chat import TrainOn
 from runner.data.config import ChatConfig
+from runner.data.dataset import IMAGE_COLUMN
 from runner.data.examples import Example
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.readers import Problems
 from runner.data.tokenization import ExampleTokenizer
+from runner.interfaces.media import images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,6 +94,10 @@ class BatchTokenizer:
         problems, counts = Problems(own.key, own.source), TruncationCounts()
         encoded = tokenizer.encode(examples, problems)
         records = [item.record() for row in encoded for item in own.limit.apply(row, counts, problems)]
+        if reader := images_of(own.tokenizer):
+            for record in records:
+                ids = [record.get("ids", ()), record.get("prompt", ()), *record.get("answers", ())]
+                record[IMAGE_COLUMN] = [asdict(one) for one in reader.entries(chain.from_iterable(ids))]
         items = pa.RecordBatch.from_pylist(records, own.schema)
         return TokenizedBatch(items, counts, problems, frozenset(tokenizer.notes), frozenset(tokenizer.chat_notes))
 

@@ -35,6 +35,7 @@ from runner.data.dataset import (
     Write,
     build_in_memory,
     load_or_build,
+    schema_with_images,
 )
 from runner.data.examples import Example, Reading, held_out_reading
 from runner.data.files import FileSource, find_sources
@@ -46,6 +47,7 @@ from runner.data.readers import Problems, Row
 from runner.data.sampling_order import ItemOrder, ProportionalOrder, RefillOrders, WeightedMixture
 from runner.data.tokenization import bos_and_eos, digest, tokenizer_digest
 from runner.interfaces import Data, Decide
+from runner.interfaces.media import images_of
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -109,7 +111,7 @@ class SourcePreparation:
         """What tokenizes the portion's examples."""
         reading, source = portion.reading, portion.source
         train_on: TrainOn | None = None if reading == "sft" else "completion"
-        schema, limit = _schema(reading), self.limit(reading)
+        schema, limit = self._schema(reading), self.limit(reading)
         processes = num_processes(sharing_ranks=not self.config.cache)
         return TokenizerOptions(
             self.tokenizer,
@@ -134,7 +136,8 @@ class SourcePreparation:
         chat = self.chat.model_dump(mode="json", exclude=unused)
         if reads_date(self.tokenizer):
             chat["date"] = self.chat.date or today()
-        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side)
+        images = [reader.how, self.config.media_root] if (reader := images_of(self.tokenizer)) else []
+        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images)
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:
         """The portion's table, from the cache where it is; what was found in the rows is said either way."""
@@ -142,13 +145,15 @@ class SourcePreparation:
         def fill(write: Write) -> Summary:
             return self._fill(portion, write)
 
-        schema = _schema(portion.reading)
+        schema = self._schema(portion.reading)
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
             table, summary = load_or_build(folder, schema, fill, self._report_damage)
         else:
             table, summary = build_in_memory(schema, fill)
+        if reader := images_of(self.tokenizer):
+            reader.register(table.images())
         self.report_source(portion, summary, portion.where)
         return table, summary
 
@@ -170,7 +175,8 @@ class SourcePreparation:
             return False
 
         problems = Problems(source.key, source.name)  # faults are raised by who reads the rows to the end
-        for _ in FormatCheck(problems, self.kind, self.config.rename_columns, note).examples(source.rows(problems)):
+        check = FormatCheck(problems, self.kind, self.config.rename_columns, note, self.config.media_root)
+        for _ in check.examples(source.rows(problems)):
             pass
         return keys
 
@@ -178,7 +184,7 @@ class SourcePreparation:
         """Write every item of the portion. Raises DataError with all that is wrong with it."""
         source, reading = portion.source, portion.reading
         problems, tally = Problems(source.key, source.name), TruncationCounts()
-        check = FormatCheck(problems, reading, self.config.rename_columns, portion.keeps)
+        check = FormatCheck(problems, reading, self.config.rename_columns, portion.keeps, self.config.media_root)
         limit, notes, chat_notes = self.limit(reading), set[str](), set[str]()
         batches = tokenize_batches(self._batches(check, source.rows(problems)), self.options(portion))
         for batch in show_progress(batches, source.name):
@@ -266,12 +272,12 @@ class SourcePreparation:
             )
         return found
 
+    def _schema(self, reading: Reading) -> pa.Schema:
+        schema = ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
+        return schema_with_images(schema) if images_of(self.tokenizer) else schema
+
     def _report_damage(self, what: str) -> None:
         self.decide.record_fact("data.cache", "made again", f"damaged: {what}")
-
-
-def _schema(reading: Reading) -> pa.Schema:
-    return ROWS if reading == "sft" else PROMPTS_WITH_ANSWERS
 
 
 def no_item_error(source: RowSource, check: FormatCheck, limit: LengthLimit, tally: TruncationCounts) -> DataError:
@@ -322,13 +328,20 @@ def build_data(
         kind=kind,
         tables=training,
         rounds=order_of_tables(config, [len(table) for table in training], seed),
-        fingerprint=keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights),
+        fingerprint=fingerprint(keys, config, tables),
         prompt_style="chat" if "chat" in [summary["style"] for _, summary in built[: len(sources)]] else "text",
         tokenizer=prepare.tokenizer,
         columns=frozenset().union(*(summary["given"] for _, summary in built[: len(sources)])),
         longest=max(summary["longest"] for _, summary in built),
         evaluation=prepare.held_out(tables[len(sources) :]),
     )
+
+
+def fingerprint(keys: Sequence[str], config: SourceConfig, tables: Sequence[TokenizedTable]) -> str:
+    """sha256 of all that the items depend on, the contents of images included."""
+    images = [sorted(image.id for image in table.images()) for table in tables]
+    own = keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights)
+    return digest(own, images) if any(images) else own
 
 
 def refuse_unseen(config: SourceConfig, summaries: Sequence[Summary]) -> None:

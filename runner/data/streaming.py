@@ -53,7 +53,9 @@ class RowBlocks:
         """size: rows of a block."""
         self._prepare, self._portion, self._size = prepare, portion, size
         self._problems = Problems(portion.source.key, portion.source.name)
-        self.check = FormatCheck(self._problems, portion.reading, prepare.config.rename_columns)
+        self.check = FormatCheck(
+            self._problems, portion.reading, prepare.config.rename_columns, media_root=prepare.config.media_root
+        )
         self.limit = prepare.limit(portion.reading)
         self._tokenizer = BatchTokenizer(prepare.options(portion))
         self._rows, self._next, self._passes = self._endless_rows(), 0, 0

@@ -21,13 +21,15 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
+from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer, TrainOn, UnopenedError, merge_neighbors
 from runner.data.chat_template import RenderError, RenderTimeout
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens, Segment, common_length
-from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample
+from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample, image_parts
 from runner.data.message_keys import Message, excluding_flags
 from runner.data.readers import Problems, SourceLocation
+from runner.interfaces.media import ImageReader, images_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,7 +128,15 @@ class ExampleTokenizer:
         rows = iter(self._encode_each([part for some in parts for part in some], problems))
         each = [[row for row in [next(rows) for _ in some] if row is not None] for some in parts]
         complete = zip(examples, parts, each, strict=True)
-        return [_combine(example, made) for example, some, made in complete if len(made) == len(some)]
+        made = [_combine(example, made) for example, some, made in complete if len(made) == len(some)]
+        return [self._storable(one) if isinstance(one, EncodedAnswers) else one for one in made]
+
+    def _storable(self, row: EncodedAnswers) -> EncodedAnswers:
+        """The row with messages that have JSON forms: contents of images as paths or data URLs."""
+        reader, messages = images_of(self.tokenizer), row.facts.get("messages")
+        if reader is None or not messages or not any(map(image_parts, messages)):
+            return row
+        return replace(row, facts={**row.facts, "messages": [_with_locations(one, reader) for one in messages]})
 
     def _encode_each(
         self, examples: Sequence[TextExample | ChatExample | PromptExample], problems: Problems
@@ -270,13 +280,14 @@ class ExampleTokenizer:
         for segment, part in zip(segments, parts, strict=True):
             if segment.answer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
-            ids += part
+            ids += self._control.with_images(segment, part)
             loss_mask += [int(segment.is_trained)] * len(part)
         if isinstance(example, TextExample):
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif answer[1] and any(loss_mask):
             self._note_end(ids[answer[0] : answer[1]])
         loss_mask[:1] = [0] * len(loss_mask[:1])
+        loss_mask = [trained and int(one < MEDIA_ID) for one, trained in zip(ids, loss_mask, strict=True)]
         return EncodedExample(example.place, ids, loss_mask, answer)
 
     def _append_eos(
@@ -350,7 +361,8 @@ def _combine(
     """The item of an example: its row, or its prompt with the answers."""
     known = [row for row in rows if isinstance(row, EncodedExample)]
     if isinstance(example, PromptExample):
-        facts = {"messages": example.prompt if isinstance(example.prompt, tuple) else None, "columns": example.columns}
+        messages = example.prompt if isinstance(example.prompt, tuple) else None
+        facts = {"messages": messages, "columns": example.columns}
         return EncodedAnswers(example.place, known[0].ids, [], facts)
     if isinstance(example, AnswersExample):
         prompt = known[0].ids[: known[0].answer[0]]
@@ -358,6 +370,18 @@ def _combine(
         answers = [row.ids[slice(*row.answer)] for row in known]
         return EncodedAnswers(example.place, prompt, answers, {**example.facts, **apart})
     return rows[0]
+
+
+def _with_locations(message: Message, reader: ImageReader) -> dict[str, Any]:
+    content = (
+        [
+            {**part, "image": reader.location(part["image"])} if part in image_parts(message) else part
+            for part in message["content"]
+        ]
+        if image_parts(message)
+        else message["content"]
+    )
+    return {**message, "content": content}
 
 
 def digest(*parts: Any) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.core.errors import StorageError
+from runner.core.media import without_media
 from runner.inference.engine import Engine, FinishReason, GenerationRequest, SamplingParams
 from runner.interfaces import Request, Rollout
 
@@ -96,7 +97,7 @@ class JournaledSampler:
         missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in found}
         for key, ids, finish in self._generate(missing):
             rollout = Rollout(tuple(ids), (math.nan,) * len(ids), None, 0, finish)
-            prompt, text = (self.tokenizer.decode(one) for one in (missing[key].prompt, rollout.ids))
+            prompt, text = (self.tokenizer.decode(without_media(one)) for one in (missing[key].prompt, rollout.ids))
             self.journal.add(key, rollout, {"prompt": prompt, "seed": missing[key].seed, "text": text})
             found[key] = rollout
             self.on_answer()

@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from runner.core.errors import DataError
 from runner.data.chat import Renderer
+from runner.data.examples import user_message
 from runner.inference.answer_text import ChatAnswer, Part, TextStream, hidden_token_ids
 from runner.inference.chat_prompt import render_chat
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams
@@ -59,14 +61,15 @@ def never_stopped() -> bool:
 class Conversation:
     """A chat with a model: what was said, and what is said next.
 
-    messages: system prompt first, if there is one
+    messages: system prompt first, if there is one; images: of the next message
     """
 
     engine: Engine
     renderer: Renderer
     params: SamplingParams
     system: str = ""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Path] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.reset()
@@ -74,14 +77,14 @@ class Conversation:
     def reset(self, system: str | None = None) -> None:
         """Forget all that was said; `system` is the system prompt from now on, None = as before."""
         self.system = self.system if system is None else system
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+        self.messages, self.images = [{"role": "system", "content": self.system}] if self.system else [], []
 
     def answer(self, text: str, is_stopped: Callable[[], bool] = never_stopped) -> Iterator[tuple[Part, str]]:
         """The pieces of the answer to a user's message. One that is stopped stays as far as it went.
 
         Raises DataError, with the conversation as it was, for one that the template or the model's length refuses.
         """
-        asked = [*self.messages, {"role": "user", "content": text}]
+        asked = [*self.messages, user_message(text, self.images)]
         prompt = render_chat(self.renderer, asked)
         turn = sum(message["role"] == "assistant" for message in asked)
         params = replace(self.params, seed=self.params.seed + turn)
@@ -92,6 +95,7 @@ class Conversation:
         except DataError as error:
             raise DataError(f"{error}; /reset starts a new one") from error
         yield from self._collect(parts.close(), said)
+        self.images = []
         self.messages = [*asked, {"role": "assistant", "content": "".join(said).strip()}]
 
     def _collect(self, parts: Sequence[tuple[Part, str]], said: list[str]) -> Sequence[tuple[Part, str]]:

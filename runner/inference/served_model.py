@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from runner.core.media import without_media
 from runner.data.chat import Renderer
 from runner.data.config import ChatConfig
 from runner.data.tokenization import bos_and_eos
@@ -145,7 +146,7 @@ class ServedModel:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
+        return str(self.tokenizer.decode(without_media(ids), skip_special_tokens=False))
 
     def token_text(self, id: int, body: GenerationBody) -> str:
         """A token by itself, as lists of log-probabilities name it."""

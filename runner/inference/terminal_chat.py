@@ -1,6 +1,7 @@
 """A chat in a terminal: lines of the user, answers as they come, reasoning shown dim.
 
-/reset  forget what was said      /system TEXT  another system prompt      /exit, Ctrl-D  end
+/reset  forget what was said      /system TEXT  another system prompt      /image FILE  an image of the next message
+/exit, Ctrl-D  end
 Ctrl-C  stop the answer; at the prompt, drop the line
 """
 
@@ -11,6 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from runner.core.errors import DataError
 from runner.inference.generate import Conversation
@@ -19,6 +21,7 @@ from runner.tracker.text import escape_controls
 HELP = """\
 /reset          start a new conversation
 /system TEXT    start a new conversation with this system prompt
+/image FILE     send an image with the next message
 /exit           exit (also Ctrl-D)
 Ctrl-C          stop the completion
 To send a message that starts with /, type a space before it."""
@@ -39,11 +42,23 @@ def run_chat(conversation: Conversation) -> None:
             elif command == "/system":
                 conversation.reset(rest.strip())
                 _say(f"(a new conversation, {'with this' if rest.strip() else 'without a'} system prompt)")
+            elif command == "/image" and rest.strip():
+                _add_image(conversation, Path(rest.strip()).expanduser())
             elif command.startswith("/"):
                 _say(HELP if command == "/help" else f"no command {command}\n{HELP}")
             elif line.strip():
                 pressed.clear()
                 _answer(conversation, line.removeprefix(" ") if line.startswith(" /") else line, pressed)
+
+
+def _add_image(conversation: Conversation, path: Path) -> None:
+    if conversation.renderer.reader is None:
+        _say("this model reads text alone")
+    elif not path.is_file():
+        _say(f"{path}: no such file")
+    else:
+        conversation.images.append(path)
+        _say("(sent with the next message)")
 
 
 def _read_line() -> str | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.core.errors import DataError, TrainingDiverged
+from runner.core.media import MEDIA_ID
 from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
 from runner.interfaces import Decide, GenerativeModel, ModelLimits
 from runner.model.generation import DecodingBatch
@@ -146,7 +147,7 @@ class TorchEngine:
         if not ids:
             raise DataError("the prompt is empty; expected at least one token")
         vocabulary = self._limits.vocab_size
-        if wrong := next((i for i in ids if not 0 <= i < vocabulary), None):
+        if wrong := next((i for i in ids if not (0 <= i < vocabulary or i >= MEDIA_ID)), None):
             raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
 
     def _check_adapter(self, adapter: str | None) -> None:

@@ -209,6 +209,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
+    media: Any  # what reads the images of its inputs: runner.model.media.MediaInputs; None for a model of text alone
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
     @property  # what must be equal for a checkpoint to fit, beside its parameters
@@ -236,6 +237,8 @@ class TrainableModel(ScoringModel, Protocol):
     def compile(self, decide: Decide) -> None: ...
 
     # --- how it is built ---
+
+    def freeze_parts(self, decide: Decide) -> set[str]: ...  # by model.freeze; the names of modules of frozen parts
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self: ...  # the same model inside a peft model
 

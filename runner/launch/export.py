@@ -156,8 +156,10 @@ def _loading_code(export: Path) -> str:
     library, kind = "transformers", "AutoModelForCausalLM"
     if is_adapter(export):
         library, kind = "peft", "AutoPeftModelForCausalLM"
-    elif "ForSequenceClassification" in (export / "config.json").read_text(encoding="utf-8"):
+    elif "ForSequenceClassification" in (config := (export / "config.json").read_text(encoding="utf-8")):
         kind = "AutoModelForSequenceClassification"
+    elif '"vision_config"' in config:
+        kind = "AutoModelForImageTextToText"
     lines = [
         f"from {library} import {kind}",
         "from transformers import AutoTokenizer",

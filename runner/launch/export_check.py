@@ -24,7 +24,9 @@ from runner.core.batch import pack
 from runner.core.errors import ParityError
 from runner.core.tolerance import tolerance_of
 from runner.data.config import ChatConfig
+from runner.data.control_tokens import ControlTokens
 from runner.interfaces import GenerativeModel, Request
+from runner.interfaces.media import images_of
 from runner.launch.infer_export import prompt_ids
 from runner.launch.run_messages import ChatMarkers
 from runner.run_dir.folder import RunFolder
@@ -148,7 +150,7 @@ def _begin(tokenizer: Any, prompt: str, ids: Sequence[int], style: PromptStyle) 
 
 
 def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: ChatConfig) -> list[str]:
-    """The run's own prompts: those of its newest evaluation."""
+    """The run's own prompts: those of its newest evaluation, without their images."""
     rows = []
     if folder.samples.is_file():
         with folder.samples.open(encoding="utf-8") as file:
@@ -156,5 +158,7 @@ def run_prompts(folder: RunFolder, tokenizer: Any, style: PromptStyle, chat: Cha
     texts = [str(row["prompt"]) for row in rows if row.get("prompt")][-8 * NUM_PROMPTS :]
     markers = ChatMarkers.from_tokenizer(tokenizer, chat) if style == "chat" else None
     plain = [markers.user_message(text) if markers else text for text in texts]
+    if images_of(tokenizer):  # whose places in a prompt are nothing without them: the folder gets the text alone
+        plain = [ControlTokens(tokenizer, "").special.sub("", text) for text in plain]
     unique = list(dict.fromkeys(text for text in plain if text.strip()))
     return unique[-NUM_PROMPTS:] or list(FALLBACK)

@@ -21,12 +21,20 @@ os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
 sys.modules["torch_npu"] = None  # type: ignore[assignment]
 
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
 
 def load(folder: Path, dtype: str) -> Any:
     """The folder's model in evaluation mode; an adapter with its base."""
     kind: Any = AutoModelForCausalLM
+    if (folder / "config.json").is_file() and hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
+        kind = AutoModelForImageTextToText
     if (folder / "adapter_config.json").is_file():
         from peft import AutoPeftModelForCausalLM as kind
     name = "dtype" if version("transformers") >= "5" else "torch_dtype"  # releases before 4.56 know the second alone

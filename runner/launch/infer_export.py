@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.config import ChatConfig
-from runner.data.examples import PromptExample
+from runner.data.examples import PromptExample, user_message
 from runner.data.readers import Problems, SourceLocation
 from runner.data.tokenization import EncodedAnswers, ExampleTokenizer
 from runner.inference.model_source import Checkpoint, ModelSource, load_run, load_source
@@ -26,12 +26,14 @@ if TYPE_CHECKING:  # it brings torch, which may be broken
     from runner.interfaces import TrainableModel
 
 
-def prompt_ids(tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None) -> list[int]:
+def prompt_ids(
+    tokenizer: Any, prompt: str, style: PromptStyle, chat: ChatConfig | None = None, images: Sequence[Path] = ()
+) -> list[int]:
     """A prompt tokenized as in training: a user's message, or plain text after the start token.
 
-    Raises DataError for an empty plain prompt.
+    images: before the text of a message. Raises DataError for an empty plain prompt, and for an image that is none.
     """
-    content = ({"role": "user", "content": prompt},) if style == "chat" else prompt
+    content = (user_message(prompt, images),) if style == "chat" else prompt
     problems = Problems("prompt", "what was typed")
     asked = PromptExample(SourceLocation("prompt", 1), content)
     rows = ExampleTokenizer(tokenizer, chat).encode([asked], problems)

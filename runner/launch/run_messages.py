@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runner.core.media import without_media
 from runner.core.rank_info import RankInfo
 from runner.data.config import ChatConfig
 from runner.run_dir.folder import display_path
@@ -126,8 +127,11 @@ def example_prompt(items: Sequence[Any], tokenizer: Any, turn: ChatMarkers | Non
     if hasattr(item, "weights"):
         text = _context(item, tokenizer)
     else:
-        text = tokenizer.decode(list(item.ids if hasattr(item, "ids") else item.prompt))
+        text = tokenizer.decode(without_media(item.ids if hasattr(item, "ids") else item.prompt))
     text = turn.user_message(text) if turn else text.strip()
+    ids = item.ids if hasattr(item, "ids") else item.prompt
+    if turn and len(without_media(ids)) < len(ids):
+        return f"--image FILE {_quote(turn.without_special(text))}"
     fits = text.isprintable() and 0 < len(text) <= LONGEST_EXAMPLE
     return _quote(text) if fits else NO_EXAMPLE
 
@@ -136,8 +140,8 @@ def _context(item: Any, tokenizer: Any) -> str:
     """Text before the first trained token; the first words if all tokens are trained."""
     first = next((at for at, weight in enumerate(item.weights) if weight > 0), 0)
     if first > 1:  # the first token is never predicted
-        return str(tokenizer.decode(list(item.ids[:first])))
-    return " ".join(tokenizer.decode(list(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
+        return str(tokenizer.decode(without_media(item.ids[:first])))
+    return " ".join(tokenizer.decode(without_media(item.ids), skip_special_tokens=True).split()[:FIRST_WORDS])
 
 
 def _quote(text: str) -> str:

@@ -33,12 +33,21 @@ ForwardFn = Callable[..., Tensor]  # model keywords → [B, L, H]
 
 def run_packed(forward: ForwardFn, batch: Batch, kernel: VarlenAttention | None = None) -> Tensor:
     """All rows as one, without padding."""
-    return run_with_attention(forward, batch.tokens["ids"], batch.tokens["positions"], plan_attention(batch, kernel))
+    ids, positions = input_ids(batch), batch.tokens["positions"]
+    if (rope := batch.tokens.get("rope")) is not None:
+        positions = rope.T
+    return run_with_attention(forward, ids, positions, plan_attention(batch, kernel))
+
+
+def input_ids(batch: Batch) -> Tensor:
+    """What the model reads [T]: the ids, or, in a batch with images, ids that stand for these."""
+    return batch.tokens.get("inputs", batch.tokens["ids"])
 
 
 def run_with_attention(forward: ForwardFn, ids: Tensor, positions: Tensor, attention: AttentionPlan) -> Tensor:
-    """The same of some tokens, ids and positions [W], that attend as `attention` says."""
-    return forward(input_ids=ids[None], position_ids=positions[None], attention_mask=None, ragged=attention)[0]
+    """The same of some tokens, ids [W] and positions [W] or [3, W], that attend as `attention` says."""
+    places = positions.unsqueeze(-2)
+    return forward(input_ids=ids[None], position_ids=places, attention_mask=None, ragged=attention)[0]
 
 
 def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
@@ -51,7 +60,12 @@ def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
     tree = paths(batch) or rows_as_paths(batch)
     rows = pad_into_buckets(tree, [range(len(tree.lengths))], batch.tokens["ids"].device)
     [block], shape = rows.buckets, (rows.buckets[0].rows, rows.buckets[0].width)
-    ids, positions = (batch.tokens[name].index_select(0, block.index).view(shape) for name in ("ids", "positions"))
+    ids, positions = (x.index_select(0, block.index).view(shape) for x in (input_ids(batch), batch.tokens["positions"]))
+    if (rope := batch.tokens.get("rope")) is not None:
+        positions = rope.index_select(0, block.index).view(*shape, 3).permute(2, 0, 1)
+    if "inputs" in batch.tokens:  # or padding would be more places of an image
+        real = torch.arange(block.width) < torch.tensor(tree.lengths)[:, None]
+        ids = ids.where(real.to(ids.device), 0)
     out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids))
     assert rows.inverse is not None
     return out.flatten(0, 1).index_select(0, rows.inverse)

@@ -21,10 +21,22 @@ from runner.core.tolerance import tolerance_of
 from runner.interfaces import DenseAttention, VarlenAttention
 from runner.model.batch_layout import run_packed
 from runner.model.flops import head_size
-from runner.model.packed_attention import PACKED_ATTENTION, UnsupportedAttention
+from runner.model.media import MediaInputs
+from runner.model.packed_attention import (
+    PACKED_ATTENTION,
+    UnsupportedAttention,
+    set_text_attention,
+    text_attention,
+)
 
 PROBE_ROWS = ([3, 1, 4, 1, 5], [2, 6, 5])
 PACKABLE_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def forget_positions(inner: Any) -> None:
+    """Remove the rotary state that a model has kept of the last row that it was tried on."""
+    if getattr(inner.base_model, "rope_deltas", None) is not None:
+        inner.base_model.rope_deltas = None
 
 
 def is_close(got: Tensor, wanted: Tensor) -> bool:
@@ -77,14 +89,17 @@ def _static_objection(causal: Any) -> str | None:
     strange = set(getattr(causal.config.get_text_config(), "layer_types", None) or ()) - PACKABLE_LAYERS
     if strange:
         return f"it has layers of type {', '.join(sorted(strange))}"
-    causal.set_attn_implementation(PACKED_ATTENTION)
-    return None if causal.config._attn_implementation == PACKED_ATTENTION else "its attention cannot be replaced"
+    set_text_attention(causal, PACKED_ATTENTION)
+    return None if text_attention(causal) == PACKED_ATTENTION else "its attention cannot be replaced"
 
 
 @torch.no_grad()
-def packed_objection(causal: Any, device: torch.device) -> str | None:
-    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place."""
-    own = causal.config._attn_implementation
+def packed_objection(causal: Any, device: torch.device, media: MediaInputs | None = None) -> str | None:
+    """Why the packed layout does not work. On None it leaves the attention function `ragged` in place.
+
+    media: of an image-text model; its rows with images are tried too
+    """
+    own = text_attention(causal)
     if causal.base_model is causal:
         return "the model does not expose its backbone"
     if device.type == "meta":
@@ -94,17 +109,18 @@ def packed_objection(causal: Any, device: torch.device) -> str | None:
         hidden: Tensor = causal.base_model(use_cache=False, **keywords).last_hidden_state
         return hidden
 
-    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in PROBE_ROWS])
+    rows = [*PROBE_ROWS, *(media.probe_rows() if media else ())]
+    wanted = torch.cat([forward(input_ids=torch.tensor([row], device=device))[0] for row in rows])
     reason = _static_objection(causal)
     if reason is None:
-        batch = pack(PROBE_ROWS, [[1.0] * len(row) for row in PROBE_ROWS]).to(device)
+        batch = pack(rows, [[1.0] * len(row) for row in rows]).to(device)
         try:
-            got = run_packed(forward, batch)
+            got = run_packed(forward, media.prepare(batch) if media else batch)
             reason = None if is_close(got, wanted) else "its output changes when sequences are packed"
         except UnsupportedAttention as error:
             reason = str(error)
     if reason is not None:
-        causal.set_attn_implementation(own)
+        set_text_attention(causal, own)
     return reason
 
 

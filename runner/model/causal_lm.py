@@ -23,7 +23,7 @@ from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces import Decide, LogitTermsFn, ModelLimits
 from runner.model import chunked_lm_head
 from runner.model.batch_layout import BatchTokens, max_row_length
-from runner.model.capability_probe import head_objection
+from runner.model.capability_probe import forget_positions, head_objection
 from runner.model.config import ModelConfig
 from runner.model.export import merge_temporarily
 from runner.model.parameters import cache_casts
@@ -48,6 +48,7 @@ class CausalLM(TransformersModel):
     def _choose_head(self, decide: Decide) -> None:
         with self._own_attention():
             objection = head_objection(self.causal, self.device)
+        forget_positions(self.causal)
         self.chunked = objection is None
         if objection:
             decide("lm_head", "chunked", "full logits", objection)
@@ -115,7 +116,7 @@ class CausalLM(TransformersModel):
         """
         if not self.stage.is_last:
             return self._pipeline_placeholder(batch).sum(), {}
-        tokens = self.shard_tokens(batch)
+        tokens = self.local_tokens(batch)
         places = tokens.locally_predicted(coefficients.nonzero()[:, 0])
         chosen, places = tokens.to_device(coefficients[places]), tokens.to_device(places)
 
@@ -165,8 +166,8 @@ class CausalLM(TransformersModel):
 
         Raises SpecError if the model cannot be sampled from; `decide` records a slower decoder.
         """
+        from runner.model.decoder_choice import choose_decoder  # a job that writes no text does without both
         from runner.model.generation import CompletionGenerator, eos_token_ids
-        from runner.model.kv_cache import choose_decoder  # a job that writes no text does without both
 
         with torch.no_grad(), self._generation_mode():
             make_decoder = choose_decoder(self.causal, decide)
@@ -183,7 +184,7 @@ class CausalLM(TransformersModel):
     @contextmanager
     def _own_attention(self) -> Iterator[None]:
         """The model's own attention for a while, as text is written and not scored."""
-        config = self.causal.config
+        config = self.causal.config.get_text_config()
         before, config._attn_implementation = config._attn_implementation, self.default_attention
         try:
             yield

@@ -9,12 +9,15 @@ from pydantic import Field
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_local
 
+ModelPart = Literal["vision", "aligner", "language"]
+
 
 class ModelConfig(ComponentConfig):
     """A causal language model and how it runs ragged batches."""
 
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
+    image_reader_factory: ClassVar[str | None] = None  # of config, tokenizer, folder → reader of images, or None
     architecture_factory: ClassVar[str | None] = None  # the same of its transformers config; None = sets no limit
     dtype: Dtype | None = Field(
         default=None,
@@ -66,6 +69,11 @@ class ModelConfig(ComponentConfig):
     def draws_weights(self) -> bool:
         """Whether its first weights are random numbers."""
         return True
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        """Parts of an image-text model that are not trained; None = all but the language model."""
+        return None
 
     @property
     def compute_dtype(self) -> Dtype:
@@ -205,11 +213,28 @@ class TinyMoeConfig(SmallConfig):
         return found
 
 
+class TinyVlConfig(SmallConfig):
+    """A small Qwen2-VL-type model from random weights: it sees images, and all of it is trained."""
+
+    image_reader_factory: ClassVar[str | None] = "runner.model.tiny:image_reader"
+    name: Literal["tiny_vl"] = "tiny_vl"
+    vocab_size: int = Field(default=512, ge=263, description="Vocabulary size; at least the tokenizer's 263.")
+    layers: int = Field(default=2, ge=1, description="Decoder layers.")
+    vision_layers: int = Field(default=1, ge=1, description="Layers of the vision part.")
+    patch_size: int = Field(default=4, ge=2, description="Width of a patch in pixels; an image token is 2 x 2 patches.")
+    divided: ClassVar[dict[str, str]] = {"heads": "heads", "kv_heads": "kv_heads", "layers": "layers"}
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        return ()
+
+
 class HfConfig(ModelConfig):
-    """Any Hugging Face causal LM, by folder or hub id."""
+    """Any Hugging Face causal LM or image-text model, by folder or hub id."""
 
     factory: ClassVar[str] = "runner.model.hf:build"
     tokenizer_factory: ClassVar[str] = "runner.model.hf:tokenizer"
+    image_reader_factory: ClassVar[str | None] = "runner.model.hf:image_reader"
     architecture_factory: ClassVar[str | None] = "runner.model.hf:architecture"
     name: Literal["hf"] = "hf"
     path: str = Field(
@@ -229,6 +254,11 @@ class HfConfig(ModelConfig):
         default=False, description="Run Python code from the model folder. Only for models whose code you have read."
     )
     from_scratch: bool = Field(default=False, description="Keep the architecture and initialize the weights at random.")
+    freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] | None = Field(
+        default=None,
+        description="Parts of an image-text model that are not trained (vision, aligner, language), nor get an adapter "
+        "by name; null = [vision,aligner]; [] = all are trained.",
+    )
 
     @property
     def source(self) -> str | None:
@@ -245,6 +275,10 @@ class HfConfig(ModelConfig):
     @property
     def draws_weights(self) -> bool:
         return self.from_scratch
+
+    @property
+    def frozen_parts(self) -> tuple[ModelPart, ...] | None:
+        return self.freeze
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = super().problems(job)
@@ -267,4 +301,4 @@ class HfConfig(ModelConfig):
         check(self.path, "model.path")
 
 
-COMPONENTS = (TinyConfig, TinyMoeConfig, HfConfig)
+COMPONENTS = (TinyConfig, TinyMoeConfig, TinyVlConfig, HfConfig)

@@ -9,6 +9,8 @@ instead of three.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,11 +21,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
 from runner.distributed.dtensor_utils import full_tensor
+from runner.interfaces.media import ImageReader
 from runner.model.initial_weights import WeightsSource
 from runner.model.legacy_keys import add_legacy_keys
 from runner.model.parameters import read_as_stored
@@ -79,6 +84,35 @@ def merge_reason(module: Any, source: WeightsSource) -> str | None:
         names = ", ".join(sorted(parameters))
         return f"it adapts {names} (target_parameters), which peft below 0.17 and vLLM ignore without an error"
     return None
+
+
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+UNREAD_FILE = "model-unread.safetensors"
+
+
+def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
+    """Copy what an export needs of the folder that the model came from, and that the model does not have.
+
+    These are the files of its image processor, with the settings of `images` if they were used, and tensors that the
+    architecture does not have, byte for byte.
+    """
+    for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+    if images is not None:
+        images.save(folder)
+    names = source.unread
+    found: dict[str, Tensor] = {}
+    for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():
+        with safe_open(shard, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in names}  # noqa: SIM118
+    if not found:
+        return
+    save_file(found, folder / UNREAD_FILE, {"format": "pt"})
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        content = json.loads(index.read_text())
+        content["weight_map"] |= dict.fromkeys(found, UNREAD_FILE)
+        index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum

@@ -15,6 +15,7 @@ from typing import Any, Generic
 import torch
 from torch import Tensor
 
+from runner.core.media import MEDIA_ID
 from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, Row, no_newer_weights
 from runner.model.batch_layout import max_row_length
 from runner.model.kv_cache import MakeDecoder
@@ -110,8 +111,12 @@ class CompletionGenerator:
 
     @torch.no_grad()
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first."""
+        """Yield (index, logits [n, V]) after each id of one row, `chunk` ids at a time; index: of the first.
+
+        A row with images is computed at once.
+        """
         cache: Any = None
+        chunk = len(ids) if max(ids, default=0) >= MEDIA_ID else chunk
         for first in range(0, len(ids), chunk):
             part = torch.tensor([ids[first : first + chunk]], device=self._causal.device)
             out = self._causal(input_ids=part, past_key_values=cache, use_cache=True)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import (
     AutoModelForSpeechSeq2Seq,
     AutoTokenizer,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils.hub import cached_file, extract_commit_hash
 from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -35,6 +37,8 @@ from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
 from runner.model.causal_lm import model_class_for_head
 from runner.model.config import HfConfig
+from runner.model.image_processor import load_image_processor
+from runner.model.image_reader import FileImageReader
 from runner.model.initial_weights import (
     DTYPES,
     HEADS,
@@ -56,12 +60,12 @@ from runner.model.model_folder import (
     is_adapter,
     read_adapter_config,
     read_header,
+    read_json,
 )
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
 
-MEDIA = re.compile(r"visual|vision|image|audio|speech")  # in the names of tensors
 SAFE_ENDINGS = (".safetensors", ".safetensors.index.json")
 
 
@@ -84,7 +88,30 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
             f"  copy its tokenizer into the folder, or in a job type {option}=FOLDER"
         )
     with _translate_errors(path, key):
-        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+        made = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=config.trust_remote_code)
+    if not made.chat_template and (file := Path(path) / "chat_template.json").is_file():  # an older form of processors
+        made.chat_template = read_json(file).get("chat_template")
+    return made
+
+
+def image_reader(
+    config: HfConfig, tokenizer: Any, folder: Path | None, min_pixels: int | None = None, max_pixels: int | None = None
+) -> FileImageReader | None:
+    """The reader of images for the model; None for one of text alone. folder: see `FileImageReader`.
+
+    Raises what `architecture` raises.
+    """
+    found = architecture(config, tokenizer)
+    if not is_image_text(found):
+        return None
+    weights = find_weights(config)
+    load = partial(
+        load_image_processor,
+        *(weights.path, weights.revision, found, tokenizer),
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+    )
+    return FileImageReader(load, folder)
 
 
 def build(
@@ -114,7 +141,7 @@ def build(
     key = key if init_from is None else "init_from"
     kept = DTYPES[stored or config.compute_dtype]
     weights = find_weights(config, key, init_from)
-    path, auto, scratch = weights.path, _AUTO[head], config.from_scratch and init_from is None
+    path, scratch = weights.path, config.from_scratch and init_from is None
     if scratch and weights.adapter is not None:
         raise EnvironmentProblem(
             f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
@@ -124,6 +151,7 @@ def build(
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
+        auto = _auto_class(architecture, head)
         check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
@@ -133,7 +161,7 @@ def build(
             module = init_with_seed(lambda: auto.from_config(architecture, **options), seed)
         else:
             module = init_with_seed(lambda: _load_pretrained(auto, path, key, config, architecture, kept, decide), seed)
-            source = replace(source, image_tensors=_image_tensors(path, config.revision, module))
+            source = replace(source, unread=_unread_tensors(source.files, module))
     _check_vocabulary(module, tokenizer)
     if head != "scalar" and device.type != "meta":  # where the config is not the published one
         _fix_generation_config(path, module.generation_config, decide)
@@ -189,9 +217,11 @@ def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | Non
 def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
     """The folder, or the commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
     if Path(weights.path).exists():
-        return WeightsSource(folder=Path(weights.path), drawn=drawn, adapter=weights.adapter)
+        folder = Path(weights.path)
+        return WeightsSource(folder=folder, drawn=drawn, adapter=weights.adapter, files=folder)
     config = cached_file(weights.path, "config.json", revision=weights.revision)
-    return WeightsSource(commit=extract_commit_hash(config, None), drawn=drawn, adapter=weights.adapter)
+    commit, files = extract_commit_hash(config, None), Path(str(config)).parent
+    return WeightsSource(commit=commit, drawn=drawn, adapter=weights.adapter, files=files)
 
 
 def _both_error(path: str, key: str) -> EnvironmentProblem:
@@ -201,11 +231,16 @@ def _both_error(path: str, key: str) -> EnvironmentProblem:
     )
 
 
-_AUTO: dict[Head, Any] = {
-    "lm": AutoModelForCausalLM,
-    "scalar": AutoModelForSequenceClassification,
-    "lm+value": AutoModelForCausalLM,
-}
+def _auto_class(architecture: Any, head: Head) -> Any:
+    """The transformers class that loads the whole model, with its vision part where it has one."""
+    if head == "scalar":
+        return AutoModelForSequenceClassification
+    return AutoModelForImageTextToText if is_image_text(architecture) else AutoModelForCausalLM
+
+
+def is_image_text(architecture: Any) -> bool:
+    """Whether a transformers config is of a model with a vision part."""
+    return type(architecture) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(architecture, "vision_config")
 
 
 _OTHER_KINDS: dict[Any, str] = {  # of those that AutoModelForCausalLM lacks; the first that has it says what it is
@@ -240,7 +275,7 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
 
 def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
     """Raise EnvironmentProblem where transformers has no language model, or classifier, for a config."""
-    auto = _AUTO[head]
+    auto = _auto_class(config, head)
     # transformers has a head for each token of these too, which would see the tokens that it predicts
     encodes = type(config) in AutoModelForMaskedLM._model_mapping and not (
         config.is_encoder_decoder or getattr(config, "is_decoder", True)
@@ -297,14 +332,12 @@ def _load_pretrained(
     return module
 
 
-def _image_tensors(path: str, revision: str | None, module: Any) -> int:
-    """Number of image or sound tensors that transformers skips silently in the text part of a model."""
+def _unread_tensors(folder: Path | None, module: Any) -> tuple[str, ...]:
+    """Names of a folder's tensors that transformers skips, as the architecture does not have them."""
     patterns = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    folder = (
-        Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json", revision=revision) or "").parent
-    )
-    names = [name for shard in folder.glob("*.safetensors") for name in read_header(shard)] if patterns else []
-    return sum(bool(MEDIA.search(name)) for name in names if any(pattern.search(name) for pattern in patterns))
+    shards = folder.glob("*.safetensors") if folder and patterns else ()
+    names = [name for shard in shards for name in read_header(shard)]
+    return tuple(name for name in names if any(pattern.search(name) for pattern in patterns))
 
 
 def _fix_generation_config(path: str, config: Any, decide: Decide) -> None:

@@ -18,6 +18,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +158,13 @@ def write_configs(model: Any, folder: Path) -> None:
             model.config.save_pretrained(folder)
             if model.can_generate():
                 model.generation_config.save_pretrained(folder)
+
+
+def write_adapter_config(module: Any, folder: Path) -> None:
+    """Write the config of a peft model's adapter, to be loaded for inference. Raises OSError."""
+    config = copy(module.peft_config[module.active_adapter])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
 
 
 def conversion_groups(model: Any, state: Mapping[str, Tensor], planned: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -21,7 +21,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import EnvironmentProblem
+from runner.core.progress_bars import no_load_report, no_progress_bar
 from runner.model.model_folder import files_digest, weights_digest
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
@@ -32,14 +33,16 @@ class WeightsSource:
     """A local folder, a commit of the hub, or random weights (of a folder's or commit's shape).
 
     drawn: what random weights are a function of, in words; None where weights are read; adapter: the folder of a PEFT
-    adapter that was loaded onto them; image_tensors: how many of the folder, for images or sound, the text model lacks.
+    adapter that was loaded onto them; files: the local folder with the files of either of the first two; unread:
+    tensors in it that the architecture does not have (multi-token prediction), which an export takes over.
     """
 
     folder: Path | None = None
     commit: str | None = None
     drawn: str | None = None
     adapter: Path | None = None
-    image_tensors: int = 0
+    files: Path | None = None
+    unread: tuple[str, ...] = ()
 
     def identity(self, *, weights: bool) -> dict[str, str]:
         """What identifies the source; `weights` adds the sha256 of a folder's weights (1 to 2 GB a second)."""
@@ -55,14 +58,6 @@ class WeightsSource:
         elif self.folder is not None and weights:
             found["weights"] = weights_digest(self.folder)
         return found
-
-    def refuse_lost_tensors(self, key: str) -> None:
-        """Raise SpecError if an export of all weights would lack some that the model's folder has."""
-        if count := self.image_tensors:
-            text = f"the folder has {count} image or audio tensors, which training on text would leave out of the"
-            text += " export; type adapter=lora, or save the text model once, in Python: "
-            text += "AutoModelForCausalLM.from_pretrained(…).save_pretrained(FOLDER), and give that folder"
-            raise SpecError([Problem(key, text)])
 
 
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -162,6 +157,25 @@ def load_folder(module: nn.Module, folder: str) -> None:
     if missing := sorted({name for name in wanted if filled[name] < wanted[name].numel()} - HEADS):
         lacks = f"lacks {len(missing)} of the model's weights, e.g. {missing[0]}{hint}"
         raise EnvironmentProblem(f"init_from={folder} {lacks}")
+    refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
+
+
+def load_renamed(module: nn.Module, folder: str) -> None:
+    """The same of a model whose tensors have other names in a folder, which transformers knows.
+
+    Raises EnvironmentProblem unless the folder has all of the model's tensors, in their shapes.
+    """
+    config: Any = module.config
+    config._name_or_path = folder
+    if next(module.parameters()).device.type == "meta":
+        return
+    kind: Any = type(module)
+    options = {"config": config, "use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    with no_progress_bar(), no_load_report():
+        loaded, info = kind.from_pretrained(folder, **options)
+    if faults := sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}):
+        raise EnvironmentProblem(f"init_from={folder} does not fit this model, e.g. in {faults[0]}")
+    module.load_state_dict(loaded.state_dict())
     refuse_nonfinite_weights(module.state_dict(), f"init_from={folder}")
 
 

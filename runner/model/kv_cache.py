@@ -28,12 +28,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from runner.core.errors import Problem, SpecError
-from runner.interfaces import Decide
 from runner.interfaces.model import CachedDecoder
-from runner.model.capability_probe import PROBE_ROWS, is_close
 
 PromptIds = tuple[int, ...]
 KeyValueLayers = Sequence[tuple[Tensor, Tensor]]  # of one row: keys and values [heads, L, d] by layer
@@ -52,6 +49,7 @@ class CachedForward:
         self.device: torch.device = causal.device
         self._causal = causal
         self._positions = "position_ids" in parameters
+        self._media = getattr(causal, "media_inputs", None)
         self._more = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
 
     def __call__(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
@@ -59,6 +57,10 @@ class CachedForward:
         more = self._more | ({"position_ids": positions} if self._positions else {})
         out = self._causal(input_ids=ids, attention_mask=mask, past_key_values=cache, **more)
         return out.logits[:, -1], out.past_key_values
+
+    def rotary_shift(self, prompt: PromptIds) -> int:
+        """What is added to the index of a token after this prompt to get its position; not 0 after images."""
+        return self._media.rotary_shift(prompt) if self._media else 0
 
     def prefill(self, prompts: Sequence[PromptIds], cache: Any) -> tuple[Tensor, Any, Tensor]:
         """Whole prompts, padded on the left → logits [B, V], cache, mask [B, L]."""
@@ -180,6 +182,7 @@ class ContinuousBatchDecoder:
         self._computed: dict[PromptIds, tuple[KeyValueLayers, Tensor]] = {}  # and the logits [V] after it
         self._cache: PreallocatedCache | None = None
         self._starts: list[int] = []  # the first column of each live row
+        self._shifts: list[int] = []  # see `CachedForward.rotary_shift`
 
     def expect(self, prompts: Sequence[PromptIds]) -> None:
         """Equal ones are computed once, as long as one of them has not joined."""
@@ -196,6 +199,7 @@ class ContinuousBatchDecoder:
         for prompt, place in zip(prompts, slots, strict=True):
             cache.write_row(place, self._computed[prompt][0])
             self._starts[place : place + 1] = [cache.span.end - len(prompt)]
+            self._shifts[place : place + 1] = [self._forward.rotary_shift(prompt)]
             self._release_prompt(prompt)
         self._update_window(cache.span)
         return logits
@@ -204,11 +208,11 @@ class ContinuousBatchDecoder:
         """The next column of all live rows."""
         cache = self._ensure_room()
         span, device = cache.span, self._forward.device
-        ids, starts = torch.tensor([tokens, self._starts], device=device).unsqueeze(-1)
+        ids, starts, shifts = torch.tensor([tokens, self._starts, self._shifts], device=device).unsqueeze(-1)
         mask = None
         if max(self._starts) > span.begin:
             mask = (torch.arange(span.begin, span.end + 1, device=device) >= starts).long()
-        logits, _ = self._forward(ids, mask, span.end - starts, cache)
+        logits, _ = self._forward(ids, mask, span.end - starts + shifts, cache)
         span.end += 1
         return logits
 
@@ -222,7 +226,7 @@ class ContinuousBatchDecoder:
         for hole, filler in zip(holes, fillers, strict=True):
             self._cache.copy_row(hole, filler)
             order[hole] = filler
-        self._starts = [self._starts[row] for row in order]
+        self._starts, self._shifts = ([values[row] for row in order] for values in (self._starts, self._shifts))
         self._update_window(self._cache.span)
         return order
 
@@ -269,7 +273,7 @@ class WaveBatchDecoder:
     def __init__(self, causal: Any, rows: int) -> None:
         self._forward = CachedForward(causal)
         self._cache: Any = None
-        self._mask = torch.zeros(0)
+        self._mask = self._shifts = torch.zeros(0)
 
     def expect(self, prompts: Sequence[PromptIds]) -> None:
         """Nothing is computed ahead of a wave."""
@@ -279,6 +283,7 @@ class WaveBatchDecoder:
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         logits, self._cache, self._mask = self._forward.prefill(list(distinct), None)
         rows = torch.tensor([distinct[prompt] for prompt in prompts], device=self._forward.device)
+        self._shifts = torch.tensor([[self._forward.rotary_shift(prompt)] for prompt in distinct], device=rows.device)
         self._select(rows)
         return logits[rows]
 
@@ -286,7 +291,8 @@ class WaveBatchDecoder:
         """One more column."""
         ids = torch.tensor(tokens, device=self._forward.device)[:, None]
         self._mask = torch.cat([self._mask, torch.ones_like(ids)], 1)
-        logits, self._cache = self._forward(ids, self._mask, self._mask.sum(1, keepdim=True) - 1, self._cache)
+        positions = self._mask.sum(1, keepdim=True) - 1 + self._shifts
+        logits, self._cache = self._forward(ids, self._mask, positions, self._cache)
         return logits
 
     def evict(self, gone: Sequence[int]) -> list[int]:
@@ -300,7 +306,7 @@ class WaveBatchDecoder:
 
     def _select(self, rows: Tensor) -> None:
         self._cache.reorder_cache(rows)
-        self._mask = self._mask[rows]
+        self._mask, self._shifts = self._mask[rows], self._shifts[rows]
 
 
 class RecomputeBatchDecoder:
@@ -341,59 +347,3 @@ class RecomputeBatchDecoder:
             ids = torch.tensor(alike, device=self._causal.device)
             found |= zip(alike, self._causal(input_ids=ids, use_cache=False).logits[:, -1], strict=True)
         return torch.stack([found[row] for row in rows])
-
-
-def decoder_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
-    """Why a decoder does not give the logits of whole rows, found out on a handful of tokens, or None."""
-    try:
-        return _trial_objection(causal, make_decoder)
-    except Exception as error:  # a model's code may fail in any way on what it was not made for
-        return f"it fails with {type(error).__name__}: {' '.join(str(error).split())[:160]}"
-
-
-@torch.no_grad()
-def _trial_objection(causal: Any, make_decoder: MakeDecoder) -> str | None:
-    if (
-        make_decoder is not RecomputeBatchDecoder
-        and "past_key_values" not in inspect.signature(causal.forward).parameters
-    ):
-        return "its forward has no cache argument"
-    if make_decoder is ContinuousBatchDecoder and (strange := _unsupported_layers(causal)):
-        return f"its cache has layers of type {', '.join(strange)}"
-    first, second = (tuple(row) for row in PROBE_ROWS)
-    decoder = make_decoder(causal, 2)
-    decoder.expect([first[:-1], second[:-1]])
-    got = [*decoder.admit([first[:-1], second[:-1]], [0, 1]), *decoder.step([first[-1], second[-1]])]
-    decoder.evict([0])
-    got += decoder.step([first[0]])
-    wanted = [_last_logits(causal, row) for row in (first[:-1], second[:-1], first, second, (*second, first[0]))]
-    return None if all(map(is_close, got, wanted)) else "its logits differ from those of full sequences"
-
-
-def _unsupported_layers(causal: Any) -> list[str]:
-    made = DynamicCache(config=causal.config.get_text_config()).layers
-    return sorted({type(x).__name__ for x in made if type(x) not in (DynamicLayer, DynamicSlidingWindowLayer)})
-
-
-def _last_logits(causal: Any, row: PromptIds) -> Tensor:
-    logits: Tensor = causal(input_ids=torch.tensor([row], device=causal.device), use_cache=False).logits[0, -1]
-    return logits
-
-
-def choose_decoder(causal: Any, decide: Decide) -> MakeDecoder:
-    """The first of three decoders with the logits of whole rows; reports it where it is not the fastest.
-
-    Raises SpecError if there is none.
-    """
-    against = decoder_objection(causal, ContinuousBatchDecoder)
-    if against is None:
-        return ContinuousBatchDecoder
-    if (more := decoder_objection(causal, WaveBatchDecoder)) is None:
-        decide("sampler", "continuous batching", "one batch at a time", against)
-        return WaveBatchDecoder
-    if (last := decoder_objection(causal, RecomputeBatchDecoder)) is None:
-        reason = f"{against}; with its own cache: {more}"
-        decide("sampler", "KV cache", "no KV cache: every token is recomputed, which is slow", reason)
-        return RecomputeBatchDecoder
-    name = type(causal).__name__
-    raise SpecError([Problem("sampler", f"{name} cannot be sampled from: {against}; without a cache: {last}")])

@@ -34,6 +34,19 @@ IGNORABLE_OPTIONS = frozenset(
 )
 
 
+def text_attention(model: Any) -> str:
+    """The name of the attention function of a transformers model's decoder."""
+    name: str = model.config.get_text_config()._attn_implementation
+    return name
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Replace the attention function of the decoder, and not that of a vision or sound encoder beside it."""
+    text = model.config.get_text_config()
+    key = next((key for key in model.config.sub_configs if getattr(model.config, key, None) is text), None)
+    model.set_attn_implementation(name if key is None else {key: name})
+
+
 class UnsupportedAttention(Exception):
     """The model needs attention that this function does not support; its text is the reason."""
 

@@ -19,14 +19,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from runner.interfaces import Decide, DenseAttention
 from runner.model.capability_probe import PROBE_ROWS, dense_objection, is_close
-from runner.model.packed_attention import UnsupportedAttention, promote_to_common_dtype, refuse_ignored_options
+from runner.model.packed_attention import (
+    UnsupportedAttention,
+    promote_to_common_dtype,
+    refuse_ignored_options,
+    set_text_attention,
+    text_attention,
+)
 
 FEATURE = "attention.padded"
 
 
 def install_dense_attention(module: Any, kernel: DenseAttention, decide: Decide) -> None:
     """Let `module`, a transformers model, attend by `kernel`, unless it errs on a few tokens."""
-    own, device = module.config._attn_implementation, module.device
+    own, device = text_attention(module), module.device
     objection = dense_objection(kernel, module.config.get_text_config(), module.dtype, device)
     if objection is None:
         name = f"dense-{device.type}"
@@ -44,15 +50,15 @@ def _try_install(module: Any, own: str, name: str) -> str | None:
     """Replace the attention; returns why not, where the model needs more or its output changes."""
     wanted = _probe_outputs(module)
     try:
-        module.set_attn_implementation(name)
-        if module.config._attn_implementation != name:
+        set_text_attention(module, name)
+        if text_attention(module) != name:
             return "its attention cannot be replaced"
         if all(is_close(g, w) for g, w in zip(_probe_outputs(module), wanted, strict=True)):
             return None
         reason = "its output for padded batches differs from its own attention's"
     except UnsupportedAttention as error:
         reason = str(error)
-    module.set_attn_implementation(own)
+    set_text_attention(module, own)
     return reason
 
 

@@ -10,6 +10,7 @@ AutoTokenizer takes the class of the model's architecture: the same ids, but it 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,16 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
+from transformers.models.qwen2_vl import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification
 
+from runner.core.errors import UnsupportedModelError
 from runner.interfaces import Decide
 from runner.model.batch_layout import check_row_length, max_row_length
 from runner.model.causal_lm import model_class_for_head
-from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig
+from runner.model.config import ModelConfig, SmallConfig, TinyMoeConfig, TinyVlConfig
+from runner.model.image_processor import ImageProcessor, make_processor, set_pixel_limits
+from runner.model.image_reader import FileImageReader
 from runner.model.initial_weights import (
     DTYPES,
     CheckArchitecture,
@@ -30,6 +35,7 @@ from runner.model.initial_weights import (
     WeightsSource,
     init_with_seed,
     load_folder,
+    load_renamed,
     place_on_device,
 )
 from runner.model.transformers_model import TransformersModel
@@ -62,6 +68,18 @@ CHAT_TEMPLATE = """\
 {%- endif %}"""
 
 
+def template_with_images(place: str) -> str:
+    """The chat template with `place` where an image stands between the texts of a user's message."""
+    parts = (
+        "{%- for part in message['content'] %}{{- '"
+        + place
+        + "' if part['type'] == 'image' else part['text'] }}{%- endfor %}"
+    )
+    text = "{{- (message['content'] or '') + '<|im_end|>' }}"
+    several = f"{{%- if message['content'] is string or not message['content'] %}}{text}{{%- else %}}{parts}"
+    return CHAT_TEMPLATE.replace(text, several + "{{- '<|im_end|>' }}{%- endif %}")
+
+
 def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     """A tokenizer of 259 ids: the 256 bytes, <|pad|>, <|im_start|>, <|im_end|> (end of sequence).
 
@@ -85,9 +103,41 @@ def byte_tokenizer(max_length: int) -> PreTrainedTokenizerFast:
     )
 
 
+VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")
+
+
 def tokenizer(config: SmallConfig) -> PreTrainedTokenizerFast:
-    """One id per byte and three special tokens, whatever the size of the model."""
-    return byte_tokenizer(config.max_positions)
+    """One id per byte and three special tokens, or seven with images, whatever the size of the model."""
+    made = byte_tokenizer(config.max_positions)
+    if isinstance(config, TinyVlConfig):
+        made.add_special_tokens(
+            {"additional_special_tokens": [START, *VISION_TOKENS]}, replace_extra_special_tokens=False
+        )
+        made.chat_template = template_with_images("".join(VISION_TOKENS[:3]))
+    return made
+
+
+def image_reader(
+    config: TinyVlConfig,
+    tokenizer: Any,
+    folder: Path | None,
+    min_pixels: int | None = None,
+    max_pixels: int | None = None,
+) -> FileImageReader:
+    """The reader of images for the model."""
+    return FileImageReader(partial(_image_processor, config, tokenizer, min_pixels, max_pixels), folder)
+
+
+def _image_processor(config: TinyVlConfig, tokenizer: Any, least: int | None, most: int | None) -> ImageProcessor:
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    tile = (2 * config.patch_size) ** 2
+    size = {"shortest_edge": tile, "longest_edge": 64 * tile}
+    images = Qwen2VLImageProcessorPil(patch_size=config.patch_size, merge_size=2, temporal_patch_size=1, size=size)
+    set_pixel_limits(images, least, most)
+    processor = make_processor("Qwen2VLProcessor", images, tokenizer, {})
+    token = VISION_TOKENS[1]
+    return ImageProcessor(processor, tokenizer, token, tokenizer.convert_tokens_to_ids(token))
 
 
 def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None) -> Any:
@@ -105,6 +155,8 @@ def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = No
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
+    if isinstance(config, TinyVlConfig):
+        return _vision_architecture(config, tokenizer, common)
     if not isinstance(config, TinyMoeConfig):
         return Qwen2Config(**common)
     return Qwen3MoeConfig(
@@ -114,6 +166,19 @@ def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = No
         num_experts_per_tok=config.experts_per_token,
         norm_topk_prob=True,
     )
+
+
+def _vision_architecture(config: TinyVlConfig, tokenizer: Any, common: dict[str, Any]) -> Any:
+    half = config.hidden_size // config.heads // 2  # rotary pairs, for time, height and width
+    sections = [half - 2 * (half * 3 // 8), half * 3 // 8, half * 3 // 8]
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
+    ids = tokenizer.convert_tokens_to_ids(list(VISION_TOKENS))
+    vision = {"depth": config.vision_layers, "embed_dim": 64, "hidden_size": config.hidden_size, "num_heads": 4}
+    vision |= {"mlp_ratio": 2, "patch_size": config.patch_size, "spatial_merge_size": 2, "temporal_patch_size": 1}
+    tokens = dict(
+        zip(("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id"), ids, strict=True)
+    )
+    return Qwen2VLConfig(text_config=common | {"rope_parameters": rope}, vision_config=vision, **tokens)
 
 
 def build(
@@ -143,10 +208,15 @@ def build(
     if admit is not None:
         admit(shape)
     kind, made = _KINDS[type(shape)][head == "scalar"], model_class_for_head(head)
+    if kind is None:
+        raise UnsupportedModelError(f"model={config.name} has no form with a head of one number")
     module: Any = init_with_seed(lambda: kind(shape), seed)
     source = WeightsSource(drawn=f"from seed {seed} for {_architecture_text(config)}")
     if init_from is not None:
-        load_folder(module, init_from)
+        if isinstance(config, TinyVlConfig):
+            load_renamed(module, init_from)
+        else:
+            load_folder(module, init_from)
         source = WeightsSource(folder=Path(init_from))
     compute = DTYPES[config.compute_dtype]
     module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute)
@@ -163,4 +233,5 @@ def _architecture_text(config: SmallConfig) -> str:
 _KINDS: dict[type, tuple[Any, Any]] = {
     Qwen2Config: (Qwen2ForCausalLM, Qwen2ForSequenceClassification),
     Qwen3MoeConfig: (Qwen3MoeForCausalLM, Qwen3MoeForSequenceClassification),
+    Qwen2VLConfig: (Qwen2VLForConditionalGeneration, None),
 }

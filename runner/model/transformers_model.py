@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -22,15 +21,19 @@ from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
 from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
+from runner.interfaces.media import images_of
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
-from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
+from runner.model.capability_probe import PROBE_ROWS, forget_positions, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
 from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
-from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, is_tied, read_as_stored
+from runner.model.media import media_inputs
+from runner.model.model_parts import decoder_blocks, freeze_parts, splittable_ends
+from runner.model.packed_attention import set_text_attention, text_attention
+from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, read_as_stored
 
 if TYPE_CHECKING:
     from runner.model.checkpointing_and_compile import CompiledLayers
@@ -75,6 +78,7 @@ class TransformersModel:
         self._kernel: VarlenAttention | None = None
         self._compiled: CompiledLayers | None = None
         self.shard_tokens: MakeTokens = BatchTokens
+        self.media = media_inputs(self.inner, tokenizer)
         self.module.eval()
         if self._compute_dtype is not None:
             if config.head_dtype == "float32" and (head := self.inner.get_output_embeddings()) is not None:
@@ -86,8 +90,9 @@ class TransformersModel:
 
     def _choose_layout(self, decide: Decide) -> None:
         self.layout: batch_layout.BatchLayout = self.config.batch_layout
-        self.default_attention: str = self.inner.config._attn_implementation
-        objection = packed_objection(self.inner, self.device) if self.layout == "packed" else None
+        self.default_attention: str = text_attention(self.inner)
+        objection = packed_objection(self.inner, self.device, self.media) if self.layout == "packed" else None
+        forget_positions(self.inner)
         if objection:
             self.layout = "padded"
             decide("model.batch_layout", "packed", "padded", objection)
@@ -117,7 +122,7 @@ class TransformersModel:
             self.inner._weight_conversions = probe["conversions"]
         if probe["layout"] != self.layout:
             self.layout = probe["layout"]
-            self.inner.set_attn_implementation(self.default_attention)
+            set_text_attention(self.inner, self.default_attention)
 
     def set_varlen_kernel(self, kernel: VarlenAttention, *, decide: Decide) -> None:
         """Let packed rows attend by a device's kernel, unless it errs on a few tokens in its shape."""
@@ -130,14 +135,14 @@ class TransformersModel:
     @torch.no_grad()
     def replace_dense_attention(self, exchange: Callable[[Any], None]) -> None:
         """Let `exchange` replace the attention of padded rows, in a model that is sharded by now. Collective."""
-        before = self.inner.config._attn_implementation
-        self.inner.set_attn_implementation(self.default_attention)
+        before = text_attention(self.inner)
+        set_text_attention(self.inner, self.default_attention)
         self._set_mode(False)
         with nullcontext() if self.stage.num_stages == 1 else self.summon_full_params():
             self.whole.run(lambda: exchange(self.inner))
-        self.default_attention = self.inner.config._attn_implementation
+        self.default_attention = text_attention(self.inner)
         if not self.is_padded:
-            self.inner.set_attn_implementation(before)
+            set_text_attention(self.inner, before)
 
     def compile(self, decide: Decide) -> None:
         """Compile the layers, in their final layout. Raises EnvironmentProblem where torch cannot compile."""
@@ -155,7 +160,6 @@ class TransformersModel:
             raise SpecError([Problem("adapter", "there is none to merge; leave --merge out")])
         self.merges = True
         self._refuse_tied_ends()
-        self.weights_source.refuse_lost_tensors("merge")
 
     def _refuse_tied_ends(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
@@ -166,7 +170,7 @@ class TransformersModel:
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
-        self.inner.set_attn_implementation(self.default_attention)
+        set_text_attention(self.inner, self.default_attention)
         made = type(self)(
             module, self.tokenizer, self.config, seed=self.seed, decide=decide, source=self.weights_source
         )
@@ -212,10 +216,7 @@ class TransformersModel:
 
     def transformer_blocks(self) -> list[nn.Module]:
         """The layers of this rank that FSDP gathers one by one, first to last; empty if they are not named."""
-        named, elsewhere = set(self.inner._no_split_modules or ()), self.stage.absent_modules
-        parts = [part for part in self.inner.modules() if part not in elsewhere]
-        # fully_shard derives a class of its own for a layer
-        return [part for part in parts if not named.isdisjoint(kind.__name__ for kind in type(part).__mro__)]
+        return decoder_blocks(self.inner, self.stage.absent_modules)
 
     def summon_full_params(self) -> AbstractContextManager[None]:
         """See `FsdpRoot.summon_full_params`."""
@@ -248,6 +249,10 @@ class TransformersModel:
         """The parameters that learn, by the names they have in `module`; tied ones once."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
+    def freeze_parts(self, decide: Decide) -> set[str]:
+        """See `model_parts.freeze_parts`."""
+        return freeze_parts(self.inner, self.config.frozen_parts, decide)
+
     def outputs(self, batch: Batch, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs named in `needs`, differentiable where gradients are enabled; see `_compute_outputs`.
 
@@ -261,8 +266,12 @@ class TransformersModel:
             return {}
         if not self.stage.is_last:
             return dict.fromkeys(needs, self._pipeline_placeholder(batch))
-        tokens = self.shard_tokens(batch)
+        tokens = self.local_tokens(batch)
         return self._run_pass(lambda: self._compute_outputs(tokens, needs))
+
+    def local_tokens(self, batch: Batch) -> BatchTokens:
+        """This rank's tokens of a batch, whose images are apart from its ids."""
+        return self.shard_tokens(batch if self.media is None else self.media.prepare(batch))
 
     def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
         """The outputs of one pass of the backbone, of all ranks that share a batch's tokens."""
@@ -285,6 +294,8 @@ class TransformersModel:
             if folder is not None:
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
+                if self.merges or self.module is self.inner:
+                    export.copy_unread(self.weights_source, folder, images_of(self.tokenizer))
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
@@ -312,10 +323,7 @@ class TransformersModel:
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         export.write_tokenizer(folder, self.tokenizer)
         if self.module is not self.inner:
-            module: Any = self.module
-            config = copy(module.peft_config[module.active_adapter])
-            config.inference_mode = True
-            config.save_pretrained(str(folder / "adapter"))
+            hf_state_dict.write_adapter_config(self.module, folder / "adapter")
 
     def _gather_module(self, keep: bool) -> Any:
         """The module, gathered where `keep`; the base of an adapter that is not merged has no values."""
@@ -371,12 +379,7 @@ class TransformersModel:
 
     def embedding_and_head(self) -> list[Any]:
         """The embedding and LM head that can be split by rows; with tied weights both or none."""
-        embedding, head = self.inner.get_input_embeddings(), self._plain_lm_head()
-        plain = type(embedding) is nn.Embedding and embedding.max_norm is None
-        shared = is_tied(self.inner.get_output_embeddings(), embedding)
-        if shared and not (plain and head):
-            return []
-        return [*([embedding] if plain else []), *([head] if head else [])]
+        return splittable_ends(self.inner, self._plain_lm_head())
 
     def _plain_lm_head(self) -> Any:
         """The LM head, if it is nothing but a matrix, and used as one."""
@@ -385,13 +388,11 @@ class TransformersModel:
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
         """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
-
-        def run(forward: batch_layout.ForwardFn) -> Tensor:
-            padded, rows = batch_layout.run_padded, tokens.batch
-            return padded(forward, rows) if self.is_padded else tokens.run(forward, self._kernel)
-
+        run = partial(batch_layout.run_padded, batch=tokens.batch)
+        if not self.is_padded:
+            run = partial(tokens.run, kernel=self._kernel)
         return self.stage.run_local(run, forward)
 
     def _pipeline_placeholder(self, batch: Batch) -> Tensor:
         """An empty tensor [0] of a stage that is not the last; its backward pass begins here."""
-        return self._run_pass(lambda: self._backbone(self.shard_tokens(batch)))
+        return self._run_pass(lambda: self._backbone(self.local_tokens(batch)))

@@ -15,6 +15,7 @@ from typing import Any
 
 from runner.core.columns import column_value
 from runner.core.errors import DataError
+from runner.core.media import without_media
 from runner.interfaces import EvalQuestion, TokenizedExample
 from runner.trainer.evaluation_metrics import with_interval
 from runner.trainer.evaluator import Report, ScoreItems, weighted_logprobs
@@ -80,7 +81,9 @@ def option_row(tokenizer: Any, prompt_ids: Sequence[int], option: str) -> Tokeni
 
     Raises DataError where the tokenizer merges all of the option with the prompt, so that no id is the option's.
     """
-    text = str(tokenizer.decode(list(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = str(
+        tokenizer.decode(without_media(prompt_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
     start = text.rstrip()
     ids, before = (list(tokenizer(one, add_special_tokens=False)["input_ids"]) for one in (text + option, start))
     if len(ids) <= len(before):

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from runner.core.batch import Batch, pack, unit_spans
+from runner.core.media import without_media
 from runner.core.metrics import Metrics
 from runner.interfaces import LOGPROBS, Experience, LossFn, Model, Outputs, Role, TokenizedExample
 from runner.trainer.evaluation_metrics import ratio_with_interval
@@ -115,7 +116,7 @@ class HeldOutLoss:
         return {**words, **{n: v for n, v in _under_eval(metrics.result()).items() if not math.isnan(v)}}
 
     def _item_text(self, value: Any) -> Any:
-        return self.tokenizer.decode(value) if isinstance(value, tuple) else value
+        return self.tokenizer.decode(without_media(value)) if isinstance(value, tuple) else value
 
 
 class MemoizedModel:

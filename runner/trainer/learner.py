@@ -126,6 +126,8 @@ class LocalLearner:
         self.model.train()
         share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
         micros, waiting = list(share), dict[tuple[int, int], Tensor]()
+        for micro, _ in micros if self.model.media else ():
+            self.model.media.start_reading(micro)
         metrics, total = Metrics(), torch.zeros((), device=self._device)
         kept: list[Outputs] = []
         self._report_few_micro_batches(len(micros))

@@ -1,4 +1,4 @@
-"""Models with a tower for images, trained on text: the tower is frozen and has no adapter, or the job is refused."""
+"""Image-text models of ten families: the whole model is loaded, its language model is trained, nothing is dropped."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers.models.gemma3 import Gemma3Config, Gemma3ForConditionalGeneration
-from transformers.models.qwen3_5 import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
 
 from runner.adapter import lora
 from runner.adapter.config import LoraConfig, NoAdapterConfig
@@ -17,73 +17,101 @@ from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.model import hf
 from runner.model.config import HfConfig
-from runner.model.tiny import byte_tokenizer
-from tests.model.zoo import CPU, LOGPROBS, SHAPE, batch
+from runner.model.model_parts import part_finder
+from tests.model.vision_zoo import CONFIGS, write_folder
+from tests.model.zoo import CPU, LOGPROBS, batch, reference, rows
 
-TEXT = {**SHAPE, "bos_token_id": 257}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-
-
-def write(folder: Path, model: Any) -> Path:
-    model.save_pretrained(folder)
-    byte_tokenizer(512).save_pretrained(folder)
-    return folder
+FAMILIES = pytest.mark.parametrize("kind", CONFIGS)
 
 
 @pytest.fixture(scope="module")
-def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    vision |= {"image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=TEXT, vision_config=vision, mm_tokens_per_image=4)
-    return write(tmp_path_factory.mktemp("gemma3"), Gemma3ForConditionalGeneration(config))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: write_folder(kind, tmp_path_factory.mktemp(kind)) for kind in CONFIGS}
 
 
-@pytest.fixture(scope="module")
-def qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    text = {**TEXT, **LINEAR, "layer_types": ["linear_attention", "full_attention"]}
-    vision = {"hidden_size": 16, "intermediate_size": 24, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
-    config = Qwen3_5Config(text_config=text, vision_config=vision | {"patch_size": 14})
-    return write(tmp_path_factory.mktemp("qwen3_5"), Qwen3_5ForConditionalGeneration(config))
+def built(folder: Path, decide: Decisions | None = None, **options: Any) -> Any:
+    config = HfConfig(path=str(folder), **options)
+    return hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=decide or Decisions())
 
 
-def built(folder: Path) -> Any:
-    config = HfConfig(path=str(folder))
-    return hf.build(config, tokenizer=hf.tokenizer(config), device=CPU, seed=0, decide=Decisions())
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
 
 
-def is_of_images(name: str) -> bool:
-    return "vision" in name or "multi_modal" in name
+def parts(names: Any, inner: Any) -> set[str]:
+    part_of = part_finder(inner)
+    return {part_of(name.removeprefix("base_model.model.")) for name in names}
 
 
-def test_a_tower_is_frozen_and_every_weight_of_it_is_exported(gemma3: Path, tmp_path: Path) -> None:
-    decide = Decisions(strict=True)
-    model = lora.train_all(NoAdapterConfig(), built(gemma3), decide=decide)
-    assert "model.vision_tower frozen (only text is trained" in str(decide.entries[-1])
-    assert not any(map(is_of_images, model.trainable()))
+@FAMILIES
+def test_text_trains_the_language_model_and_every_tensor_is_exported(
+    kind: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    decide, said = Decisions(strict=kind != "qwen3_5"), Decisions(strict=True)
+    model = lora.train_all(NoAdapterConfig(), built(folders[kind], decide), decide=said)
+    assert "model.freeze: [vision, aligner]" in str(said.entries[-1])
+    assert model.layout == ("padded" if kind == "qwen3_5" else "packed")  # it has linear attention
     data = batch()
+    with torch.no_grad():
+        plain = AutoModelForImageTextToText.from_pretrained(folders[kind]).eval()
+        wanted = reference(plain, rows())
+    torch.testing.assert_close(model.outputs(data, LOGPROBS)["logprobs"].double(), wanted, atol=1e-4, rtol=1e-4)
+    assert parts(model.trainable(), model.inner) == {"language"}
     model.linear_loss(data, data.tokens["weight"])[0].backward()
-    assert all(p.grad is not None for p in model.trainable().values())
     torch.optim.SGD(model.trainable().values(), lr=0.1).step()
     model.save(tmp_path / "export")
-    before, after = (load_file(path / "model.safetensors") for path in (gemma3, tmp_path / "export"))
+    before, after = tensors(folders[kind]), tensors(tmp_path / "export")
     assert before.keys() == after.keys()
-    assert {name for name in before if torch.equal(before[name], after[name])} == set(filter(is_of_images, before))
+    again = AutoModelForImageTextToText.from_pretrained(tmp_path / "export")
+    for name, value in again.state_dict().items():
+        same = torch.equal(value, plain.state_dict()[name])
+        assert same or part_finder(again)(name) == "language", name
+    trained = [p for n, p in again.named_parameters() if not torch.equal(p, plain.get_parameter(n))]
+    assert len(trained) >= len(model.trainable()) - 2  # an expert that no token chose keeps its values
 
 
+@FAMILIES
 @pytest.mark.parametrize("targets", ["all-linear", ("q_proj",)])
-def test_an_adapter_is_at_no_tower(targets: Any, gemma3: Path) -> None:
-    model = lora.attach(LoraConfig(rank=2, targets=targets), built(gemma3), decide=Decisions(strict=True))
-    assert model.trainable() and not any(map(is_of_images, model.trainable()))
+def test_an_adapter_is_in_the_language_model(kind: str, targets: Any, folders: dict[str, Path]) -> None:
+    model = lora.attach(LoraConfig(rank=2, targets=targets), built(folders[kind]), decide=Decisions())
+    assert parts(model.trainable(), model.inner) == {"language"}
 
 
-def test_images_that_an_export_would_lack_are_refused_where_all_weights_are_written(qwen3_5: Path) -> None:
-    model = built(qwen3_5)
-    assert model.weights_source.image_tensors > 0
-    model.outputs(batch(), LOGPROBS)  # it may be read
-    with pytest.raises(SpecError, match=r"model\.path: the folder has \d+ image or audio .*; type adapter=lora"):
-        model.weights_source.refuse_lost_tensors("model.path")
-    adapted = lora.attach(LoraConfig(rank=2), model, decide=Decisions())
-    with pytest.raises(SpecError, match="image or audio tensors"):
-        adapted.merge_on_save()
+def test_what_is_frozen_can_be_chosen(folders: dict[str, Path]) -> None:
+    every = lora.train_all(NoAdapterConfig(), built(folders["qwen2_5_vl"], freeze=()), decide=Decisions())
+    assert all(p.requires_grad for p in every.module.parameters())
+    aligner = built(folders["gemma3"], freeze=("vision", "language"))
+    assert parts(lora.train_all(NoAdapterConfig(), aligner, decide=Decisions()).trainable(), aligner.inner) == {
+        "aligner"
+    }
+    adapted = lora.attach(LoraConfig(rank=2), built(folders["qwen3_vl"], freeze=()), decide=Decisions())
+    assert parts(adapted.trainable(), adapted.inner) == {"language", "vision", "aligner"}
+    with pytest.raises(SpecError, match=r"model\.freeze: nothing is left to train"):
+        lora.train_all(
+            NoAdapterConfig(),
+            built(folders["gemma3"], freeze=("vision", "aligner", "language")),
+            decide=Decisions(),
+        )
+
+
+def test_a_model_of_text_has_nothing_to_freeze(tmp_path: Path) -> None:
+    from tests.model.zoo import causal
+
+    causal("qwen3").save(tmp_path)
+    with pytest.raises(SpecError, match=r"model\.freeze: Qwen3ForCausalLM has no vision part; leave it out"):
+        lora.train_all(NoAdapterConfig(), built(tmp_path, freeze=()), decide=Decisions())
+
+
+def test_tensors_that_the_architecture_does_not_have_are_in_the_export_too(tmp_path: Path) -> None:
+    folder = write_folder("qwen3_5", tmp_path / "model")
+    save_file({"mtp.fc.weight": torch.randn(4, 4).bfloat16()}, folder / "model-extra.safetensors", {"format": "pt"})
+    (folder / "preprocessor_config.json").write_text("{}")
+    built(folder).save(tmp_path / "export")
+    before, after = tensors(folder), tensors(tmp_path / "export")
+    assert before.keys() == after.keys() and torch.equal(before["mtp.fc.weight"], after["mtp.fc.weight"])
+    assert (tmp_path / "export" / "preprocessor_config.json").read_text() == "{}"
+
+
+def test_the_attention_of_the_vision_part_stays_its_own(folders: dict[str, Path]) -> None:
+    config = built(folders["gemma3"]).inner.config
+    assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == ("ragged", "sdpa")

@@ -94,7 +94,7 @@ BAD_FIRST = [
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content: expected text, found a number"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
-        "messages[0].content: expected parts of type text, found image; only text can be trained on",
+        "more places for images than the 0 of the column images; expected one of each",
     ),
     ({"messages": chat("", "b")}, "messages[0].content: the user's turn is empty"),
     ({"messages": chat("a", " ")}, "messages[1].content: the assistant's turn is empty"),
@@ -176,6 +176,7 @@ def test_keys_of_messages_that_nothing_reads_are_known() -> None:
 
 
 PICTURE = {"messages": TALK, "images": ["cat.png"]}
+FILM = {"messages": TALK, "videos": ["cat.mp4"]}
 PARTS = [{"role": "user", "content": [{"text": "a", "image": "b.png"}]}, TALK[1]]
 OLD_CALL = {"role": "assistant", "content": "let me see", "function_call": {"name": "f", "arguments": "{}"}}
 
@@ -183,8 +184,9 @@ OLD_CALL = {"role": "assistant", "content": "let me see", "function_call": {"nam
 @pytest.mark.parametrize(
     ("row", "text"),
     [
-        (PICTURE, "column images: only text can be trained on; to train on the text alone, type 'data.rename_columns="),
-        ({"messages": PARTS}, "messages[0].content: expected parts of type text, found the keys text, image"),
+        (PICTURE, "the image cat.png: a path needs a folder; type data.media_root=FOLDER"),
+        (FILM, "column videos: video and sound cannot be trained on; to leave it out, type 'data.rename_columns="),
+        ({"messages": PARTS}, "messages[0].content: expected parts of type text or image, found the keys text, image"),
         ({"messages": [TALK[0], OLD_CALL]}, "messages[1].function_call: an older form of tool calls"),
     ],
 )

@@ -18,7 +18,7 @@ from runner.core.errors import DataError, TrainingDiverged
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request
-from runner.model import kv_cache
+from runner.model import decoder_choice
 from runner.model.causal_lm import CausalLM
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
@@ -89,7 +89,7 @@ def test_requests_that_arrive_at_random_get_the_tokens_that_they_get_alone(kind:
 def test_a_model_without_a_growing_cache_serves_in_waves(monkeypatch: pytest.MonkeyPatch) -> None:
     model, requests = causal("llama"), varied_requests(7)
     wanted = {id: tokens(events) for id, events in run(engine(model), requests).items()}
-    monkeypatch.setattr(kv_cache, "_unsupported_layers", lambda causal: ["MambaLayer"])
+    monkeypatch.setattr(decoder_choice, "_unsupported_layers", lambda causal: ["MambaLayer"])
     made = engine(model, max_num_seqs=3)
     assert {id: tokens(events) for id, events in run(made, requests).items()} == wanted
 

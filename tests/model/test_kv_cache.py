@@ -16,7 +16,7 @@ from transformers.models.mamba import MambaConfig, MambaForCausalLM
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
 from runner.interfaces.model import CachedDecoder
-from runner.model import kv_cache
+from runner.model import decoder_choice, kv_cache
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
 from runner.model.generation import CompletionGenerator
@@ -37,7 +37,7 @@ def last_logits(plain: Any, row: Sequence[int]) -> Tensor:
 def test_every_kind_of_model_can_be_decoded(
     kind: str, way: type[ContinuousBatchDecoder] | type[WaveBatchDecoder]
 ) -> None:
-    assert kv_cache.decoder_objection(module(kind), way) is None
+    assert decoder_choice.decoder_objection(module(kind), way) is None
 
 
 def test_a_wrong_answer_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +48,7 @@ def test_a_wrong_answer_is_an_objection(monkeypatch: pytest.MonkeyPatch) -> None
         lambda s, ids, mask, positions, cache: forward(s, ids, None, positions, cache),
     )
     for way in (ContinuousBatchDecoder, WaveBatchDecoder):
-        assert "differ from those of full sequences" in str(kv_cache.decoder_objection(plain, way))
+        assert "differ from those of full sequences" in str(decoder_choice.decoder_objection(plain, way))
 
 
 def mamba() -> Any:
@@ -59,7 +59,7 @@ def mamba() -> Any:
 
 def test_a_model_without_such_a_cache_is_computed_anew_and_says_so() -> None:
     decide = Decisions()
-    assert kv_cache.choose_decoder(mamba(), decide) is kv_cache.RecomputeBatchDecoder
+    assert decoder_choice.choose_decoder(mamba(), decide) is kv_cache.RecomputeBatchDecoder
     assert "slow instead of KV cache (its forward has no cache argument" in str(decide.entries[-1])
 
 
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_compute_alone_either_is_refused(monkeypatch: pytest
     broken = mamba()
     monkeypatch.setattr(broken, "forward", lambda **keywords: 1 / 0)
     with pytest.raises(SpecError, match=r"MambaForCausalLM cannot be sampled from: .*without a cache: .*ZeroDivision"):
-        kv_cache.choose_decoder(broken, Decisions())
+        decoder_choice.choose_decoder(broken, Decisions())
 
 
 def test_a_model_without_such_a_cache_answers_all_the_same() -> None:

@@ -1,0 +1,91 @@
+"""Images of a model: the reader that data, models and commands share, and its records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ImageEntry:
+    """An image that occurs in rows.
+
+    id: what stands for it in token ids (see `runner.core.media`); path: of its file; size, mtime_ns: of that file when
+    it was read; several: whether its row has others
+    """
+
+    id: int
+    path: str
+    size: int
+    mtime_ns: int
+    several: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedImage:
+    """What a model takes of an image.
+
+    text: what replaces the placeholder in a rendered conversation; count: how many image tokens it contains; values:
+    arguments of the model's forward, whose first dimension is over images or patches
+    """
+
+    text: str
+    count: int
+    values: Mapping[str, Tensor]
+
+
+class ImageReader(Protocol):
+    """The images of a job or a server, by their ids."""
+
+    @property
+    def placeholder(self) -> str: ...  # the placeholder that a chat template writes
+
+    @property
+    def token_id(self) -> int: ...  # which stands for the places of an image in `ProcessedImage.text`
+
+    @property
+    def how(self) -> str: ...  # all that results depend on beside the images; empty without an image processor
+
+    @property
+    def is_used(self) -> bool: ...  # whether there is any image
+
+    def some_ids(self, most: int) -> list[int]: ...  # of any images that rows have
+
+    # an image by its path or its encoded content, which is kept in a file; raises DataError
+    def add(self, source: str | bytes, *, several: bool) -> tuple[ImageEntry, ProcessedImage]: ...
+
+    def location(self, source: str | bytes) -> str: ...  # the path of an image, or a data URL of content without a file
+
+    def register(self, entries: Iterable[ImageEntry]) -> None: ...  # that another process has added
+
+    def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
+
+    def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
+
+    def read(self, id: int) -> ProcessedImage: ...  # raises DataError for a file that is not what it was
+
+
+def images_of(tokenizer: Any) -> ImageReader | None:
+    """The image reader that belongs to a tokenizer; None for a model of text alone."""
+    found: ImageReader | None = getattr(tokenizer, "image_reader", None)
+    return found
+
+
+def fill_in_images(ids: Sequence[int], images: Sequence[tuple[int, int]], token_id: int) -> list[int]:
+    """`ids` with media ids in the places of images. images: (id, number of places) of each, in order.
+
+    Raises ValueError if the numbers do not agree.
+    """
+    places = [at for at, one in enumerate(ids) if one == token_id]
+    wanted = [one for one, count in images for _ in range(count)]
+    if len(places) != len(wanted):
+        raise ValueError(f"the images take {len(wanted)} tokens, but the text has places for {len(places)}")
+    found = list(ids)
+    for at, one in zip(places, wanted, strict=True):
+        found[at] = one
+    return found
