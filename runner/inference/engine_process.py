@@ -92,7 +92,7 @@ class EngineHost:
 
         self._model, self._adapters = model, dict(adapters)
         self.engine = TorchEngine(
-            model, decide=Decisions(), max_num_seqs=self._settings.max_num_seqs, adapters=self._adapters
+            model, decide=Decisions(), max_num_seqs=self._settings.max_num_seqs, adapters=self._adapters or None
         )
         self.engine.weight_version = version
 
@@ -185,7 +185,7 @@ class EngineHost:
 
         module: Any = self._model.module
         if self._adapters:
-            module.delete_adapter(peft_name)
+            self._model.remove_adapter(peft_name)
             return
         inner = module.get_base_model() if hasattr(module, "get_base_model") else module
         for place, layer in list(inner.named_modules()):
