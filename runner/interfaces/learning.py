@@ -161,7 +161,7 @@ class Model(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OptimSettings:
-    """Settings of one optimizer step, which the caller chooses anew each time.
+    """Settings of one optimizer step, which the caller chooses each time.
 
     weight_decay: decoupled, of matrices; clip_norm: the largest norm of the whole gradient, None = it is not clipped
     """

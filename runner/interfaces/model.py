@@ -276,8 +276,6 @@ class TrainableModel(ScoringModel, Protocol):
 
     def remove_adapter(self, name: str) -> None: ...
 
-    def adapter_tensors(self, name: str) -> dict[str, Tensor]: ...  # its own memory, named as in a PEFT folder
-
     # --- what leaves it ---
 
     def save(self, folder: Path | None) -> None: ...

@@ -252,7 +252,7 @@ class CausalLM(TransformersModel):
 
 
 def _targets(batch: Batch) -> Tensor:
-    """The id whose log-probability each token's place has, int64 [T]: its own, unless the batch says others."""
+    """The ids that are scored in the places of tokens, int64 [T]: their own, unless the batch has others."""
     return batch.tokens.get("target_tokens", batch.tokens["ids"])
 
 

@@ -140,12 +140,12 @@ def gather_to_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
     return found
 
 
-def adapter_state_dict(module: Any, tensors: dict[str, Tensor], name: str | None = None) -> dict[str, Tensor]:
-    """Those of a peft model's tensors that peft writes of an adapter (None = the active one), as it names them."""
+def adapter_state_dict(module: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Those of a peft model's tensors that peft writes, under the names that it writes."""
     from peft import get_peft_model_state_dict
 
     made: dict[str, Tensor] = get_peft_model_state_dict(
-        module, state_dict=tensors, adapter_name=name or module.active_adapter, save_embedding_layers=False
+        module, state_dict=tensors, adapter_name=module.active_adapter, save_embedding_layers=False
     )
     return made
 

@@ -9,7 +9,7 @@ mode (dropout, gradient checkpointing), all others in evaluation mode.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from functools import cached_property
 from pathlib import Path
@@ -20,17 +20,14 @@ from torch import Tensor, distributed, nn
 
 from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
-<<<<<<< HEAD
-=======
-from runner.core.progress_bars import no_peft_warnings, no_progress_bar
->>>>>>> dd72c4ff (inference, adapter: let adapters join and leave an engine between two tokens)
 from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
 from runner.model import batch_layout, export, hf_state_dict
+from runner.model.adapters import SharedByAdapters
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
-from runner.model.export import adapter_state_dict, gather_to_cpu, rebuild_module
+from runner.model.export import gather_to_cpu, rebuild_module
 from runner.model.flops import model_flops
 from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TransformersModel:
+class TransformersModel(SharedByAdapters):
     """A transformers model, or a peft model around one, with its tokenizer.
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
@@ -224,42 +221,6 @@ class TransformersModel:
     def summon_full_params(self) -> AbstractContextManager[None]:
         """See `FsdpRoot.summon_full_params`."""
         return self.whole.summon_full_params()
-
-    def adapter_disabled(self) -> AbstractContextManager[Any]:
-        """While it computes what its base computes; without an adapter it does anyway."""
-        module: Any = self.module
-        return nullcontext() if self.module is self.inner else module.disable_adapter()
-
-    @contextmanager
-    def adapter_active(self, name: str) -> Iterator[None]:
-        """Compute with this adapter of a peft model, whose parameters are the trainable ones meanwhile."""
-        module: Any = self.module
-        before = module.active_adapter
-        module.set_adapter(name)
-        try:
-            yield
-        finally:
-            module.set_adapter(before)
-
-    def add_adapter(self, name: str, settings: Any) -> None:
-        """Add a peft adapter of these settings (a `peft.PeftConfig`) beside those there are, in float32."""
-        module: Any = self.module
-        with no_peft_warnings():
-            module.add_adapter(name, settings)
-        for parameter_name, parameter in module.named_parameters():
-            if f".{name}." in parameter_name:
-                parameter.data = parameter.data.float()
-        if self._compute_dtype is not None:
-            cast_on_read(module, self._compute_dtype)
-
-    def remove_adapter(self, name: str) -> None:
-        """Remove an adapter and free its memory."""
-        with no_peft_warnings():
-            self.module.delete_adapter(name)  # type: ignore[operator]
-
-    def adapter_tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of an adapter, its own memory, under the names of a PEFT folder; each rank has them whole."""
-        return adapter_state_dict(self.module, self.module.state_dict(keep_vars=True), name)
 
     def train(self) -> None:
         """Let passes with gradient run in training mode, as they do from the start."""

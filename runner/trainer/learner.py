@@ -62,7 +62,7 @@ class RankResult:
 
 
 class LocalLearner:
-    """One model, or an adapter of a shared one, and its optimizer; does this rank's share of each mini-batch.
+    """One model, or an adapter of a shared one, and its optimizer; does its share of each mini-batch.
 
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
