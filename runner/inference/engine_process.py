@@ -85,6 +85,8 @@ class EngineHost:
                     lines.send(reply)
             if events := self.engine.step():
                 lines.send({"events": [encode_event(event) for event in events]})
+            for id in self.engine.pop_failed():
+                lines.send({"failed": id, "message": "the adapter's logits are not finite; its weights are damaged"})
         self.engine.close()
 
     def _start(self, model: GenerativeModel, adapters: Mapping[str, str], version: int = 0) -> None:

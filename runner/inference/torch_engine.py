@@ -217,6 +217,7 @@ class TorchEngine:
             row.request.id, token, logprob, raw, tuple(top[: params.logprobs]), self.weight_version, finish
         )
 
+    @torch.no_grad()
     def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]:
         """Log-probabilities of all tokens but the first. Raises DataError for ids outside the vocabulary."""
         self._check_ids(ids)

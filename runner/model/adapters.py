@@ -18,7 +18,11 @@ class SharedByAdapters:
 
     module: nn.Module
     inner: Any
-    _compute_dtype: torch.dtype | None
+
+    @property
+    def _compute_dtype(self) -> torch.dtype | None:
+        """Data type of matrix products where it may not be that of the stored weights."""
+        raise NotImplementedError
 
     def adapter_disabled(self) -> AbstractContextManager[Any]:
         """While it computes what its base computes; without an adapter it does anyway."""

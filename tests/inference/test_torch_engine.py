@@ -272,7 +272,6 @@ def test_the_model_is_left_as_it_was() -> None:
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
 
 
-<<<<<<< HEAD
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_model_learns_after_its_engine_is_closed_and_gradients_are_never_left_off(adapter: bool) -> None:
     model = causal("qwen2")
@@ -289,7 +288,8 @@ def test_a_model_learns_after_its_engine_is_closed_and_gradients_are_never_left_
         assert torch.is_grad_enabled()
         used.close()
         assert torch.is_grad_enabled() and relative(gradients(model, True, batch()), before) == 0
-=======
+
+
 def test_adapters_join_and_leave_while_others_run() -> None:
     model = attach(LoraConfig(rank=2, alpha=64), causal("qwen2"), decide=Decisions())
     draw_adapters(model, 1)
@@ -326,11 +326,3 @@ def draw_adapters(model: CausalLM, seed: int) -> None:
     for key, parameter in model.module.named_parameters():
         if f"lora_B.{name}" in key:
             parameter.data.normal_()
-
-
-def test_a_score_as_the_first_call_leaves_gradients_on() -> None:
-    made = engine(causal("qwen2"))
-    made.score((5, 6, 7), 0)
-    made.close()
-    assert torch.is_grad_enabled()
->>>>>>> dd72c4ff (inference, adapter: let adapters join and leave an engine between two tokens)
