@@ -3,15 +3,15 @@
 #   make test           the same for the tests                       (ARGS="..." is handed to pytest)
 #   make test RECORD=1      writes date, commit and counts into tests/last_runs.json, which a person commits
 # PYTHON picks the interpreter, VENV the environment's folder (VLLM_VENV that of test-vllm, EVAL_VENV that of test-eval,
-# TRANSFORMERS4_VENV that of test-transformers4, TORCH_VENV that of test-torch, TORCH the release that it tests),
-# PIP_ARGS goes to every pip install,
-# JOBS is how many tests run at once.
+# TRANSFORMERS4_VENV that of test-transformers4, TINKER_VENV that of test-tinker, TORCH_VENV that of test-torch, TORCH the
+# release that it tests), PIP_ARGS goes to every pip install, JOBS is how many tests run at once.
 
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 EVAL_VENV ?= .venv-eval
 TRANSFORMERS4_VENV ?= .venv-transformers4
+TINKER_VENV ?= .venv-tinker
 CUDA_PYTHON ?= $(firstword $(wildcard $(VENV)/bin/python) $(PYTHON))
 TORCH ?= 2.11.0
 TORCH_VENV ?= .venv-torch-$(TORCH)
@@ -40,7 +40,7 @@ TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/para
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
   simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_deepspeed_zero.py --ignore tests/parallelism/test_zero_config.py
 
-.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-transformers4 test-torch test-cuda wheels-cuda soak check format generate bench clean
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-transformers4 test-tinker test-torch test-cuda wheels-cuda soak check format generate bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -78,6 +78,13 @@ test-transformers4: $(VENV)/.installed-dev $(TRANSFORMERS4_VENV)/.installed  ## 
 	  > "$$($(TRANSFORMERS4_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
 	RUN_TRANSFORMERS4_PYTHON=$(abspath $(TRANSFORMERS4_VENV))/bin/python OMP_NUM_THREADS=1 \
 	  $(BIN)/python -m pytest -m slow tests/launch/test_transformers4.py $(ARGS)
+
+# torch and whatever else is there come from the main environment, as above; MAIN_PTH says so.
+MAIN_PTH = $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+	  > "$$($(TINKER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/main.pth"
+test-tinker: $(VENV)/.installed-dev $(TINKER_VENV)/.installed  ## run tinker with the SDK of Tinker and its cookbook, in an environment of their own
+	$(MAIN_PTH)
+	RUN_TINKER_VENV=$(abspath $(TINKER_VENV)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout 600 tests/tinker/test_sdk.py $(ARGS)
 
 test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release of it, in an environment of its own: TORCH=2.7.1
 	OMP_NUM_THREADS=1 $(TORCH_VENV)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --timeout 600 $(TORCH_TESTS) $(ARGS)
@@ -117,7 +124,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)
 
 clean:  ## remove what make and the tools made; outputs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) $(TRANSFORMERS4_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) $(TRANSFORMERS4_VENV) $(TINKER_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find runner tests simulators benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -156,6 +163,15 @@ $(TRANSFORMERS4_VENV)/.installed: | $(BIN)/python
 	@test -x $(TRANSFORMERS4_VENV)/bin/python || $(BIN)/python -m venv $(TRANSFORMERS4_VENV)
 	$(TRANSFORMERS4_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps \
 	  transformers==4.57.6 tokenizers==0.22.2 huggingface-hub==0.36.2 peft==0.15.2
+	@touch $@
+
+# Older SDKs run on the newest one's dependencies.
+$(TINKER_VENV)/.installed: | $(VENV)/.installed-dev
+	@test -x $(TINKER_VENV)/bin/python || $(BIN)/python -m venv $(TINKER_VENV)
+	$(MAIN_PTH)
+	$(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) tinker==0.38.0 tinker-cookbook==0.5.8 pylatexenc
+	for old in 0.24.0 0.25.0; do $(TINKER_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --no-deps --upgrade --target $(TINKER_VENV)/old/$$old tinker==$$old || exit 1; done
 	@touch $@
 
 # torch first and alone, as above; older ones want an older setuptools than the constraints pin.

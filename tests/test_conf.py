@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from runner.cli.conf import files, main
 from runner.cli.config_sources import hydra_session
+from runner.cli.job import SERVER
 from runner.cli.job_builder import compose_job
 from runner.cli.main import main as run
 from runner.core.package import conf_dir, recipes_dir
@@ -22,6 +23,7 @@ from runner.spec.base import iter_leaves
 from runner.spec.job import EvaluationConfig, JobSpec, WatchConfig
 from runner.spec.registry import built_in_registry, default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, groups_of
+from runner.spec.tinker import TinkerConfig
 
 GROUPS = groups_of(built_in_registry())
 CONF = sorted((p.parent.name, p.stem) for p in conf_dir().glob("*/*.yaml") if p.parent.name != EVALUATION)
@@ -41,6 +43,8 @@ def required(group: str, name: str) -> dict[str, str]:
 
 def beside(group: str, name: str) -> list[str]:
     """The choices of other groups without which this one makes no job."""
+    if f"{group}={name}" in ("algorithm=tinker", "data=none"):
+        return [f"{g}={n}" for g, n in SERVER.items() if g not in (group, "name")]
     samples = group == "algorithm" and class_of(name).needs_sampler
     uses = samples or (group in ("sampler", "reward", "environment") and name != "none") or name == "ray_6_2"
     chosen = {"model": "tiny", "data": "demo", "adapter": "lora" if name == "qwen2_5_7b_instruct" else "none"}
@@ -97,12 +101,13 @@ def test_the_job_file_lists_every_group_and_every_default() -> None:
     assert EvaluationConfig(**content.pop("evaluation")) == EvaluationConfig()
     assert WatchConfig(**content.pop("watch")) == WatchConfig()
     assert ChatConfig(**content.pop("chat")) == ChatConfig()
+    assert TinkerConfig(**content.pop("tinker")) == TinkerConfig()
     assert content == {
         k: JobSpec.model_fields[k].default for k in ("name", "seed", "steps", "epochs", "init_from", "strict")
     }
 
 
-@pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig])
+@pytest.mark.parametrize("model", [JobSpec, EvaluationConfig, WatchConfig, TinkerConfig])
 def test_the_job_file_comments_each_of_its_options(model: Any) -> None:
     lines = [line.strip() for line in (conf_dir() / "job.yaml").read_text(encoding="utf-8").splitlines()]
     for name, info in model.model_fields.items():

@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
 from runner.adapter.config import LoraConfig, NoAdapterConfig
-from runner.core.errors import Problem, SpecError
+from runner.core.errors import DataError, Problem, SpecError
 from runner.core.progress_bars import no_peft_warnings
 from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
@@ -88,6 +88,72 @@ def _report_lost_targets(config: LoraConfig, inner: Any, excluded: Collection[st
         shown = config.targets if isinstance(config.targets, str) else f"[{','.join(config.targets)}]"
         reason = f"peft means the experts by {', '.join(sorted({_short_name(name) for name in lost}))}"
         decide("adapter.targets", shown, f"all but {len(lost)} modules, e.g. {lost[0]}", reason)
+
+
+# --- adapters that join and leave a base that they share ---
+
+
+def prepare_shared_base(config: LoraConfig, model: M, *, decide: Decide) -> M:
+    """The model, frozen, inside a peft model whose linear layers and LM head `add_lora` can adapt.
+
+    All of these layers get an adapter of rank 1 here, which is never trained and adds nothing, so that none has to be
+    replaced once the model is sharded. Raises SpecError for a model that came with an adapter.
+    """
+    if model.module is not model.inner:
+        raise SpecError([Problem("model.path", f"{_origin(model)}; merge it first (run export --merge)")])
+    inner: Any = model.inner
+    frozen = model.freeze_parts(decide)
+    left_out = {*_unadaptable_linears(inner, frozen), *frozen}
+    head = inner.get_output_embeddings()
+    linears = [name for name, part in inner.named_modules() if type(part).__name__ in LINEARS or part is head]
+    targets = tuple(name for name in linears if name not in left_out)
+    model = attach(config.model_copy(update={"rank": 1, "targets": targets}), model, decide=decide)
+    model.module.requires_grad_(False)
+    return model
+
+
+LINEARS = ("Linear", "Conv1D")  # what peft means by all-linear
+Part = Literal["attn", "mlp", "unembed"]
+
+
+def add_lora(
+    model: TrainableModel, name: str, *, rank: int, alpha: float, seed: int, parts: Collection[Part], base: str
+) -> None:
+    """Add an adapter to a `prepare_shared_base`; its weights are those of a job with this seed.
+
+    parts: which layers it adapts; unembed: the LM head; base: the model that its config names. Raises DataError if the
+    model has no such layers.
+    """
+    import peft
+
+    layers = _adapted_modules(model)
+    targets = [path for path, part in layers.items() if part in parts]
+    if not targets:
+        raise DataError(f"the model has no layers of {', '.join(sorted(parts)) or 'no part'}; set another train_ flag")
+    short = sorted({path.rpartition(".")[2] for path in targets})
+    is_exact = [path for path in layers if path.rpartition(".")[2] in short] == targets
+    settings: Any = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # see `attach`
+        target_modules=short if is_exact else targets,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(derive_seed(seed, "weights"), "adapter"))
+        model.add_adapter(name, settings)
+    settings.base_model_name_or_path = base
+
+
+def _adapted_modules(model: TrainableModel) -> dict[str, Part]:
+    """The layers of a `prepare_shared_base`, by their paths in the transformers model."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    head = model.inner.get_output_embeddings()
+    found: dict[str, Part] = {}
+    for path, part in model.inner.named_modules():
+        if isinstance(part, BaseTunerLayer):
+            found[path] = "unembed" if part is head else "attn" if "attn" in path or "attention" in path else "mlp"
+    return found
 
 
 def _unadaptable_linears(inner: Any, frozen: Collection[str]) -> dict[str, str]:

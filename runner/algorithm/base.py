@@ -32,6 +32,7 @@ class AlgorithmConfig(ComponentConfig):
     scores_within_passes: ClassVar[bool] = False  # a frozen model is run between the learner's own passes
     item_kind: ClassVar[ItemKind] = "sft"  # what it learns from
     loss_on_prompt: ClassVar[bool] = False  # every token of an item, and not its answers only
+    serves: ClassVar[bool] = False  # whether clients of a server, and not the loop, make its steps
     needs_sampler: ClassVar[bool] = False  # whether it needs a sampler
     needs_reward: ClassVar[bool] = False  # whether it needs a reward
     explain_fn: ClassVar[str | None] = None  # "module:function" of (config, job) → the lines of `run explain loss`

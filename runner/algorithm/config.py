@@ -64,4 +64,56 @@ class DistillConfig(TeacherBasedConfig):
     sft_coef: float = Field(default=0.0, ge=0, description="Weight of an added cross-entropy loss.")
 
 
-COMPONENTS = (SftConfig, CptConfig, GrpoConfig, PpoConfig, OpdConfig, DistillConfig, DpoConfig, KtoConfig, RmConfig)
+class TinkerAlgorithmConfig(AlgorithmConfig):
+    """None of our own: clients of `run tinker` choose data, losses and steps."""
+
+    factory: ClassVar[str] = "runner.algorithm.config:no_algorithm"
+    serves: ClassVar[bool] = True
+    needs_sampler: ClassVar[bool] = True
+    name: Literal["tinker"] = "tinker"
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        wanted = {
+            "parallelism": ("single", "ddp", "fsdp", "hsdp"),
+            "adapter": ("lora",),
+            "data": ("none",),
+            "sampler": ("torch",),
+            "optimizer": ("adamw",),
+            "schedule": ("constant",),
+        }
+        found = [
+            (group, f"run tinker does not support {group}={getattr(job, group).name}; type {group}={names[0]}")
+            for group, names in wanted.items()
+            if getattr(job, group).name not in names
+        ]
+        ours = ("adapter.alpha", "sampler.max_num_seqs", "algorithm.micro_batch_tokens")
+        parts = (job.adapter, job.optimizer, job.sampler, self)
+        changed = [name for part in parts for name in _changed_options(part) if name not in ours]
+        found += [(name, "is not used by run tinker: its clients choose; leave it out") for name in changed]
+        if job.launch.samplers or job.launch.queued:
+            found.append(("launch", "run tinker samples in the ranks, and starts them itself; type launch=local"))
+        return found
+
+
+def _changed_options(config: Any) -> list[str]:
+    """The options of a component that have another value than their default."""
+    fields = {name: field for name, field in type(config).model_fields.items() if name != "name"}
+    return [f"{config.group}.{n}" for n, field in fields.items() if getattr(config, n) != field.get_default()]
+
+
+def no_algorithm(config: TinkerAlgorithmConfig, parts: Any) -> None:
+    """Nothing to build."""
+
+
+COMPONENTS = (
+    SftConfig,
+    CptConfig,
+    GrpoConfig,
+    PpoConfig,
+    OpdConfig,
+    DistillConfig,
+    DpoConfig,
+    KtoConfig,
+    RmConfig,
+    TinkerAlgorithmConfig,
+)

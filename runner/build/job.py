@@ -157,8 +157,8 @@ class BuiltJob:
         check_compatible(self.identity, state["identity"])
         if is_older(state["identity"]) and state["feed"]["steps"]:
             raise CheckpointError(
-                f"an older version collected experience ahead (algorithm.lag={self.spec.algorithm.lag}) in a form that "
-                "this version does not read\n  start a new run from its weights: init_from=RUN"
+                "an older version collected experience ahead (algorithm.lag), which this version cannot read\n"
+                "  start a new run from its weights: init_from=RUN"
             )
         for name, part in self.sections.items():
             if name not in state:

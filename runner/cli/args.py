@@ -36,6 +36,7 @@ VERBS = {
     "infer": "generate completions with a run's model, or any other",
     "chat": "chat with a model in the terminal",
     "serve": "serve a model over HTTP, with OpenAI's API",
+    "tinker": "serve training over HTTP, with the Tinker SDK",
     "eval": "measure models on held-out sets, side by side",
     "export": "write a Hugging Face folder or a PEFT adapter",
     "sweep": "resume a sweep, or show its state",
@@ -58,6 +59,7 @@ EXAMPLES = {
     "infer": 'run infer latest "sort 5031"',
     "chat": "run chat latest",
     "serve": "run serve latest port=8001",
+    "tinker": "run tinker device=npu",
     "eval": "run eval latest +evaluation=gsm8k",
     "export": "run export latest --checkpoint best",
     "sweep": "run sweep status latest",
@@ -92,6 +94,7 @@ RESOURCE_NAMES = {
     "report": "latest or a run's folder",
     "diff": "two runs, each latest or a folder",
     "new": "reward, loss, environment, tracker, callback, optimizer or verb; then a name",
+    "tinker": "options of a job: model=hf model.path=FOLDER device=NAME tinker.port=PORT tinker.max_tenants=N",
     "doctor": "device=NAME sampler=NAME launch=NAME (default: all devices here), suite=NAME, or a job as for run",
     "plan": "a job as for run",
     "bench": "options of a job (key=value), applied to every case",
@@ -327,12 +330,14 @@ CHECK = "compare the folder with the model, loaded by transformers (default belo
 OTHER = "also check it with the transformers of another environment: its folder or its Python"
 CARD = "910B, H100, … (default: the usual card of the job's device)"
 LEAST_MFU = "exit with code 5 if an SFT case is below, e.g. 20%%"
+FOLDER = _option("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)")
 OPTIONS: dict[str, tuple[Option, ...]] = {
+    "tinker": (CFG, CONFIG_DIR, SPEC, FOLDER),
     "run": (
         CFG,
         CONFIG_DIR,
         SPEC,
-        _option("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)"),
+        FOLDER,
         _option("--info", "-i", metavar="defaults|searchpath", help=INFO),
         _switch("--multirun", "-m", help=MULTIRUN),
     ),

@@ -55,6 +55,23 @@ def run(args: Namespace) -> int:
     return torchrun.run_under_torchrun(args.words, lambda words: _start(args, words))
 
 
+SERVER = {
+    "name": "tinker",
+    "algorithm": "tinker",
+    "data": "none",
+    "adapter": "lora",
+    "sampler": "torch",
+}  # what run tinker chooses
+
+
+def tinker(args: Namespace) -> int:
+    """Start the server of training clients: a job with these components."""
+    typed = {word.lstrip("+").partition("=")[0] for word in args.words}
+    args.words = [*(f"{group}={name}" for group, name in SERVER.items() if group not in typed), *args.words]
+    args.info = args.multirun = None
+    return run(args)
+
+
 @contextmanager
 def _explain_environment_problem(job: ComposedJob, command: Sequence[str]) -> Iterator[None]:
     """Replace the error of a machine that is not ready for the job by the doctor's list of steps."""

@@ -31,6 +31,7 @@ HANDLERS = {
     "infer": "runner.cli.infer:infer",
     "chat": "runner.cli.infer:chat",
     "serve": "runner.cli.serve:run",
+    "tinker": "runner.cli.job:tinker",
     "eval": "runner.cli.evaluate:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",

@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from runner.core.columns import json_type_name
 from runner.core.errors import DataError
 from runner.data.control_tokens import Segment
 from runner.data.examples import RowError, is_messages
-from runner.data.readers import Row, json_type_name
+from runner.data.readers import Row
 from runner.interfaces.media import ImageReader
 
 MARK = "<image>"

@@ -85,6 +85,8 @@ class EngineHost:
                     lines.send(reply)
             if events := self.engine.step():
                 lines.send({"events": [encode_event(event) for event in events]})
+            for id in self.engine.pop_failed():
+                lines.send({"failed": id, "message": "the adapter's logits are not finite; its weights are damaged"})
         self.engine.close()
 
     def _start(self, model: GenerativeModel, adapters: Mapping[str, str], version: int = 0) -> None:
@@ -92,7 +94,7 @@ class EngineHost:
 
         self._model, self._adapters = model, dict(adapters)
         self.engine = TorchEngine(
-            model, decide=Decisions(), max_num_seqs=self._settings.max_num_seqs, adapters=self._adapters
+            model, decide=Decisions(), max_num_seqs=self._settings.max_num_seqs, adapters=self._adapters or None
         )
         self.engine.weight_version = version
 
@@ -185,7 +187,7 @@ class EngineHost:
 
         module: Any = self._model.module
         if self._adapters:
-            module.delete_adapter(peft_name)
+            self._model.remove_adapter(peft_name)
             return
         inner = module.get_base_model() if hasattr(module, "get_base_model") else module
         for place, layer in list(inner.named_modules()):

@@ -54,7 +54,8 @@ class TorchEngine:
     single adapter merged into its base where that is exact. Gradients are off within a call only.
 
     max_num_seqs: most requests that run at once, of each adapter; adapters: names that a request may choose, with
-    their names in the peft model; empty where the model has none, or a single one that always answers
+    their names in the peft model, to which others may join; None = the model has none, or a single one that always
+    answers
     """
 
     def __init__(
@@ -67,10 +68,11 @@ class TorchEngine:
     ) -> None:
         """Raises SpecError for a model that cannot generate with a cache."""
         # adapters that take turns cannot be merged into the base
-        self._model, self._generator = model, model.batch_decoder(decide=decide, merge=not adapters)
-        self._max_num_seqs, self._adapters = max_num_seqs, dict(adapters or {})
+        self._model, self._generator = model, model.batch_decoder(decide=decide, merge=adapters is None)
+        self._max_num_seqs, self._adapters = max_num_seqs, None if adapters is None else dict(adapters)
         self._limits = model.limits()
         self._batches: dict[str | None, DecodingBatch[_RunningRow]] = {}  # of each adapter, in a cache of its own
+        self._failed: list[str] = []
         self._mode = ExitStack()
         self._is_generating = False
         self._paused: PauseMode | None = None
@@ -130,18 +132,35 @@ class TorchEngine:
     def step(self) -> list[TokenEvent]:
         """One token of each running request, and the first token of those that join now.
 
-        Raises TrainingDiverged if logits are not finite.
+        Raises TrainingDiverged if logits are not finite; those of one adapter of several end its requests alone, which
+        `pop_failed` then returns.
         """
         if self._paused == "keep" or self.is_idle:
             return []
-        self._enter_generation_mode()
+        self.enter_generation_mode()
         events: list[TokenEvent] = []
         for adapter, batch in self._batches.items():
             with self._with_adapter(adapter):
                 for advance in (batch.decode, batch.admit) if self._paused is None else (batch.decode,):
                     if found := advance():
-                        events += self._sample(*found)
+                        events += self._sample_or_fail(*found)
         return events
+
+    def pop_failed(self) -> list[str]:
+        """Ids of requests whose adapter gave logits that are not finite, since the last call."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def _sample_or_fail(self, logits: Tensor, rows: Sequence[_RunningRow]) -> list[TokenEvent]:
+        try:
+            return self._sample(logits, rows)
+        except TrainingDiverged:
+            if not self._adapters:
+                raise
+            for row in rows:
+                row.is_finished = True
+            self._failed += [row.request.id for row in rows]
+            return []
 
     def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
@@ -151,8 +170,9 @@ class TorchEngine:
             raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
 
     def _check_adapter(self, adapter: str | None) -> None:
-        if adapter is not None and adapter not in self._adapters:
-            raise DataError(f"no adapter is named '{adapter}'; adapters: {', '.join(self._adapters) or 'none'}")
+        known = self._adapters or {}
+        if adapter is not None and adapter not in known:
+            raise DataError(f"no adapter is named '{adapter}'; adapters: {', '.join(known) or 'none'}")
 
     def _sampling_rule(self, params: SamplingParams) -> SamplingRule | None:
         if params.temperature == 0:
@@ -206,7 +226,7 @@ class TorchEngine:
         limit = self._limits.length_limit
         if limit is not None and len(ids) > limit[0]:
             raise DataError(f"{len(ids)} tokens exceed {limit[0]}: {limit[1]}")
-        self._enter_generation_mode()
+        self.enter_generation_mode()
         found: list[TokenScore] = []
         with self._with_adapter(adapter):
             for first, logits in self._generator.prompt_logits(ids[:-1], SCORE_TOKENS):
@@ -241,34 +261,52 @@ class TorchEngine:
         """
         if self.num_running and self._paused != "keep":
             raise ValueError(f"{self.num_running} requests are running; pause the engine and finish or cancel them")
-        self._leave_generation_mode()
+        self.leave_generation_mode()
         if weights is not None:
             copy_weights(self._model.trainable(), weights)
         self.weight_version = version
 
+    def add_adapter(self, name: str, peft_name: str) -> None:
+        """Let requests choose one more adapter, which the model has as `peft_name`; between two steps."""
+        assert self._adapters is not None, "an engine without adapters may have merged the model's own"
+        self.leave_generation_mode()  # which has cast the weights that there were
+        self._adapters[name] = peft_name
+
+    def remove_adapter(self, name: str) -> list[str]:
+        """Drop an adapter and its requests, whose ids are returned; between two steps."""
+        assert self._adapters is not None
+        self.leave_generation_mode()
+        batch = self._batches.pop(name, None)
+        del self._adapters[name]
+        rows = [] if batch is None else [*batch.waiting, *(row for row in batch.rows if not row.is_finished)]
+        return [row.request.id for row in rows]
+
     def close(self) -> None:
         """Drop all requests and leave the model as it was, until the next step."""
         self._batches.clear()
-        self._leave_generation_mode()
+        self.leave_generation_mode()
 
-    def _enter_generation_mode(self) -> None:
+    def enter_generation_mode(self) -> None:
+        """Prepare the model for steps, which do it themselves; collective where it is sharded."""
         if not self._is_generating:
             self._mode.enter_context(self._generator.generation_mode())
             self._is_generating = True
 
-    def _leave_generation_mode(self) -> None:
-        """Adapters are merged as the next step begins, from the weights that there are then."""
+    def leave_generation_mode(self) -> None:
+        """Let others compute with the model until the next step, which enters the mode again.
+
+        Requests keep their rows; adapters are merged then, from the weights that there are.
+        """
         self._mode.close()
         self._is_generating = False
 
     def _with_adapter(self, adapter: str | None) -> AbstractContextManager[object]:
-        """With this adapter active; None = the base alone, where there are several."""
-        if not self._adapters:
+        """With this adapter active; None = the base alone, where there may be several."""
+        if self._adapters is None:
             return nullcontext()
         if adapter is None:
             return self._model.adapter_disabled()
-        self._model.module.set_adapter(self._adapters[adapter])  # type: ignore[operator]
-        return nullcontext()
+        return self._model.adapter_active(self._adapters[adapter])
 
 
 def _top_logprobs(logprobs: Tensor, count: int) -> list[list[tuple[int, float]]]:

@@ -159,18 +159,33 @@ class Model(Protocol):
     def forward(self, batch: Batch, needs: frozenset[str]) -> Outputs: ...
 
 
+@dataclass(frozen=True, slots=True)
+class OptimSettings:
+    """Settings of one optimizer step, which the caller chooses each time.
+
+    weight_decay: decoupled, of matrices; clip_norm: the largest norm of the whole gradient, None = it is not clipped
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+
+
 class Learner(Model, Protocol):
     """One trained model: scores, learns and steps."""
 
     def begin_step(self, step: int) -> None: ...  # 0-based: sets the learning rate and the dropout streams
 
+    # adds to the gradients; where it raises they are as before
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
     ) -> tuple[Metrics, Outputs]: ...
 
     def measure(self, batch: Batch, loss: LossFn) -> Outputs: ...  # what the loss reads of it, without gradient
 
-    def optim_step(self) -> Metrics: ...
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics: ...  # None: those it was built with
 
     def weights(self) -> Iterator[tuple[str, Tensor]]: ...  # what learns, under the module's names
 

@@ -274,6 +274,14 @@ class TrainableModel(ScoringModel, Protocol):
 
     def adapter_disabled(self) -> AbstractContextManager[Any]: ...  # the base alone; nothing to do without an adapter
 
+    # --- several adapters over one base, by their names in the peft model ---
+
+    def adapter_active(self, name: str) -> AbstractContextManager[None]: ...  # this one computes and is trainable
+
+    def add_adapter(self, name: str, settings: Any) -> None: ...
+
+    def remove_adapter(self, name: str) -> None: ...
+
     # --- what leaves it ---
 
     def save(self, folder: Path | None) -> None: ...

@@ -181,6 +181,48 @@ class RunRecords:
         return lines
 
 
+@dataclass(slots=True)
+class TrainingClientRecords:
+    """The records of a server's training clients, each with a folder of its own in clients/; of rank 0."""
+
+    spec: JobSpec
+    folder: RunFolder
+    decide: Decisions
+    console: Console
+    opened: dict[str, tuple[RunRecords, list[float]]] = field(default_factory=dict)  # with steps, loss, tokens
+
+    def open(self, record: Any) -> None:
+        """Open the trackers of a new training client (a `runner.tinker.checkpoints.ClientRecord`)."""
+        name = record.model_id.replace(":", "-")
+        records = RunRecords(self.spec, RunFolder(self.folder.root / "clients" / name), 1, self.decide)
+        records.open(0, self.console)
+        self.opened[record.model_id] = (records, [0, 0.0, 0.0])
+        lora = record.lora
+        self.console.message(f"client   {name}: LoRA of rank {lora.rank}, seed {lora.seed}")
+
+    def add_pass(self, model_id: str, metrics: Mapping[str, float]) -> None:
+        """Add the loss of a forward_backward to its step."""
+        sums = self.opened[model_id][1]
+        sums[1:] = [sums[1] + metrics["loss:sum"], sums[2] + metrics["tokens:sum"]]
+
+    def log_step(self, model_id: str, metrics: Mapping[str, float]) -> None:
+        """Log a finished step: the loss is the mean of the trained tokens."""
+        records, sums = self.opened[model_id]
+        step, loss, tokens = int(sums[0]) + 1, sums[1], sums[2]
+        sums[:] = [step, 0.0, 0.0]
+        values = {f"train/{name.partition(':')[0]}": value for name, value in metrics.items()}
+        records.log(step, values | {"train/loss": loss / max(tokens, 1), "train/tokens": tokens})
+
+    def close(self, model_id: str) -> list[str]:
+        """Close the trackers of a training client that ends; returns their last messages."""
+        found = self.opened.pop(model_id, None)
+        return [] if found is None else found[0].close("done")
+
+    def close_all(self) -> list[str]:
+        """Close those of all."""
+        return [line for model_id in list(self.opened) for line in self.close(model_id)]
+
+
 class NullRecords(RunRecords):
     """The records of ranks from 1: nothing is written."""
 

@@ -10,6 +10,7 @@ Every rank of a job does the same; only rank 0 writes files, by `RunRecords`.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DeadlineExceeded, OutOfMemory, Problem, RankLost, SpecError
+from runner.core.errors import DeadlineExceeded, Interrupted, OutOfMemory, Problem, RankLost, SpecError
 from runner.core.package import import_frozen
 from runner.core.rank_info import RankInfo, is_connection_loss, is_timeout
-from runner.core.signals import StopSignal
+from runner.core.signals import StopSignal, signal_name
 from runner.device.process_setup import load_torch, set_environment
 from runner.launch.export import CardFacts, write_export
 from runner.launch.run_messages import (
@@ -34,7 +35,13 @@ from runner.launch.run_messages import (
     ranks_text,
     run_facts,
 )
-from runner.launch.run_records import NullRecords, RunRecords, is_upstream_run, write_spec
+from runner.launch.run_records import (
+    NullRecords,
+    RunRecords,
+    TrainingClientRecords,
+    is_upstream_run,
+    write_spec,
+)
 from runner.run_dir.folder import RunFolder, display_path, is_latest
 from runner.run_dir.manifest import check_spec_unchanged
 from runner.spec.job import JobSpec
@@ -71,9 +78,10 @@ class Session:
         with console_logging(self.folder.log, silent=not self.place.is_rank0) as console:
             self.stop.install()
             with translate_rank_errors(self.place):
-                self._run(console)
+                (self._serve if self.spec.algorithm.serves else self._run)(console)
 
-    def _run(self, console: Console) -> None:
+    def _prepare(self, console: Console) -> tuple[RunRecords, object]:
+        """Set the environment and import torch; the attempt's records, and what has to live as long as it."""
         console.message(f"folder   {display_path(self.folder.root)}")
         if self.place.size > 1:
             console.message(ranks_text(self.spec, self.place, self.folder.root))
@@ -83,7 +91,34 @@ class Session:
             load_torch(self.spec.device.name)
             store = self.open_store()
         kind = RunRecords if self.place.is_rank0 else NullRecords
-        records = kind(self.spec, self.folder, self.attempt, decide)
+        return kind(self.spec, self.folder, self.attempt, decide), store
+
+    def _serve(self, console: Console) -> None:
+        """Serve clients of `run tinker` until a signal. Raises Interrupted."""
+        records, store = self._prepare(console)
+        with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
+            import_frozen("runner.build")
+            from runner.tinker import server
+
+            built = server.build_server(self.spec, self.folder, records.decide, self.place)
+            facts = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": self.place.local_rank}
+            records.describe(built.describe(), {"ranks": built.world.world_peers.all_gather(facts)})
+        clients = TrainingClientRecords(self.spec, self.folder, records.decide, console)
+        try:
+            if self.place.is_rank0:
+                server.lead(self.spec, built, clients, console.message, lambda: self.stop.number is not None)
+            else:
+                server.follow(built.service, built.world)
+        finally:
+            lines = clients.close_all()
+        built.world.close()
+        del store
+        console.stop(lines if self.place.is_rank0 else [])
+        number = self.stop.number or signal.SIGTERM
+        raise Interrupted(number, f"{signal_name(number)}: the server stopped; clients continue from saved states")
+
+    def _run(self, console: Console) -> None:
+        records, store = self._prepare(console)
         ending = "failed"
         try:
             with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):

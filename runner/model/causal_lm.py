@@ -72,7 +72,8 @@ class CausalLM(TransformersModel):
 
         logprobs: [T], log p(ids[t] | its ancestors); entropy: [T], of the distribution that ids[t] was drawn from, in
         nats; float32 or better, 0 at roots. The token channel `temperature`, where the batch has it, divides the
-        logits that predict each token. hidden: [T, H], what ids[t] is predicted from, see `lm_head`.
+        logits that predict each token; `target_tokens` are scored in the places of `ids`. hidden: [T, H], what ids[t]
+        is predicted from, see `lm_head`.
         """
         places, values = tokens.predicted_positions(), dict[str, Tensor]()
         if "hidden" in needs:
@@ -231,7 +232,7 @@ class CausalLM(TransformersModel):
         """The head, the hidden states [S, H] that predict the tokens at `places` [S], and their ids [S]."""
         batch, hidden = tokens.batch, self._backbone(tokens) if hidden is None else hidden
         states = tokens.values_at(hidden, batch.tokens["parent"][places])
-        return self.causal.get_output_embeddings(), states, batch.tokens["ids"][places]
+        return self.causal.get_output_embeddings(), states, _targets(batch)[places]
 
     def _score(self, tokens: BatchTokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
@@ -248,7 +249,12 @@ class CausalLM(TransformersModel):
         batch = tokens.batch
         logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
         logits = chunked_lm_head.divide_logits(logits, _temperature(tokens, places))
-        return chunked_lm_head.logprobs_and_entropy(logits, batch.tokens["ids"][places])
+        return chunked_lm_head.logprobs_and_entropy(logits, _targets(batch)[places])
+
+
+def _targets(batch: Batch) -> Tensor:
+    """The ids that are scored in the places of tokens, int64 [T]: their own, unless the batch has others."""
+    return batch.tokens.get("target_tokens", batch.tokens["ids"])
 
 
 def _temperature(tokens: BatchTokens, places: Tensor) -> Tensor | None:

@@ -23,6 +23,7 @@ from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
 from runner.interfaces.media import images_of
 from runner.model import batch_layout, export, hf_state_dict
+from runner.model.adapters import SharedByAdapters
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, forget_positions, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TransformersModel:
+class TransformersModel(SharedByAdapters):
     """A transformers model, or a peft model around one, with its tokenizer.
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
@@ -221,11 +222,6 @@ class TransformersModel:
     def summon_full_params(self) -> AbstractContextManager[None]:
         """See `FsdpRoot.summon_full_params`."""
         return self.whole.summon_full_params()
-
-    def adapter_disabled(self) -> AbstractContextManager[Any]:
-        """While it computes what its base computes; without an adapter it does anyway."""
-        module: Any = self.module
-        return nullcontext() if self.module is self.inner else module.disable_adapter()
 
     def train(self) -> None:
         """Let passes with gradient run in training mode, as they do from the start."""

@@ -22,6 +22,7 @@ from runner.sampler.config import SamplerConfig
 from runner.schedule.config import ScheduleConfig
 from runner.spec.base import CallbackConfig, Config, Dtype
 from runner.spec.evaluation import EvaluationConfig as EvaluationConfig
+from runner.spec.tinker import TinkerConfig
 from runner.tracker.config import TrackerConfig
 
 RECIPE = "recipe:"  # init_from=recipe:NAME: a recipe that is run first
@@ -92,6 +93,7 @@ class JobSpec(Config):
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig = Field(default_factory=EvaluationConfig, description="Held-out evaluation.")
     watch: WatchConfig = Field(default_factory=WatchConfig, description="Hang detection and device statistics.")
+    tinker: TinkerConfig = Field(default_factory=TinkerConfig, description="The server of run tinker.")
     callbacks: CallbacksConfig = Field(default_factory=CallbacksConfig, description="Callbacks of plug-ins, by name.")
 
     def problems(self, job: Any) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +46,7 @@ from runner.interfaces import (
     State,
     TrainableModel,
 )
+from runner.interfaces.learning import OptimSettings
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 log = logging.getLogger("runner")
@@ -60,7 +62,7 @@ class RankResult:
 
 
 class LocalLearner:
-    """One model and its optimizer in this process, which does its share of each mini-batch.
+    """One model, or an adapter of a shared one, and its optimizer; does its share of each mini-batch.
 
     factor:  the schedule, step (0-based) → factor on the learning rate
     budget:  tokens of one micro-batch on the device
@@ -71,6 +73,7 @@ class LocalLearner:
     gradients: how those of all ranks become one; None = each of the peers has all parameters, or a piece of each
     stage:   which of the model's layers are here, and so the order of passes
     drawing: who draws dropout each for itself: the peers, and those who do a part of the same work; None = the peers
+    during:  the context in which the model is this learner's: where others train it, too, with its adapter active
     """
 
     def __init__(
@@ -89,14 +92,16 @@ class LocalLearner:
         gradients: GradientReducer | None = None,
         stage: PipelineStage = SINGLE_STAGE,
         drawing: RankCollectives | None = None,
+        during: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self._lr, self._clip, self._factor = lr, clip_norm, factor
         self._budget, self._seed, self._device, self._prefix = budget, seed, device, prefix
         self._peers, self._gradients, self._stage = peers, gradients or AllReduceGradients(peers), stage
-        self._drawing = drawing or peers
-        self._parameters = model.trainable()
+        self._drawing, self._during = drawing or peers, during
+        with during():
+            self._parameters = model.trainable()
         if hasattr(optimizer, "seed"):  # it draws random bits
             optimizer.seed = derive_seed(seed, "optimizer", prefix)
         self._step = self._micro = 0
@@ -113,7 +118,8 @@ class LocalLearner:
         """Score a batch of any size without gradient and without dropout; [T] outputs on the learner's device."""
         self.model.eval()
         options: dict[str, Any] = {"peers": self._peers, "stage": self._stage}
-        return score_batch(self.model, batch, needs, budget=self._budget, device=self._device, **options)
+        with self._during():
+            return score_batch(self.model, batch, needs, budget=self._budget, device=self._device, **options)
 
     def forward_backward(
         self, batch: Batch, loss: LossFn, keep: frozenset[str] = frozenset()
@@ -121,8 +127,25 @@ class LocalLearner:
         """Add the gradient of this rank's part of a mini-batch; returns metrics and the outputs in `keep`.
 
         Outputs are detached and cover the whole mini-batch. Raises TrainingDiverged, on all ranks, if the loss is not
-        finite.
+        finite. Where it raises, gradients are as they were before.
         """
+        earlier = [(p, p.grad) for p in self._parameters.values() if p.grad is not None]
+        for parameter, _ in earlier:
+            parameter.grad = None
+        try:
+            with self._during():
+                found = self._accumulate(batch, loss, keep)
+        except BaseException:
+            self.optimizer.zero_grad(set_to_none=True)
+            for parameter, gradient in earlier:
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in earlier:
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+        return found
+
+    def _accumulate(self, batch: Batch, loss: LossFn, keep: frozenset[str]) -> tuple[Metrics, Outputs]:
+        """The passes of `forward_backward`, which leave the gradient of this mini-batch alone."""
         self.model.train()
         share = shard_batch(batch, self._budget, self._peers, padded=self.model.is_padded)
         micros, waiting = list(share), dict[tuple[int, int], Tensor]()
@@ -211,7 +234,8 @@ class LocalLearner:
         def run(micro: Batch) -> Outputs:
             return self._linear(micro, micro.to(self._device), loss)[1]
 
-        return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)
+        with self._during():
+            return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)
 
     def _oversized_tokens(self, micro: Batch) -> list[int]:
         """The tokens that a micro-batch takes, if they are above the budget."""
@@ -245,16 +269,24 @@ class LocalLearner:
             self._budget,
         )
 
-    def optim_step(self) -> Metrics:
-        """Sum gradients over ranks, clip, step, clear.
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
+        """Sum gradients over ranks, clip, step, clear. settings: of this step and those after it, of AdamW.
 
         Raises TrainingDiverged, with the weights untouched, if a gradient is not finite.
         """
+        if settings is not None:
+            self._apply_settings(settings)
         norm = self._step_optimizer()
         metrics = Metrics()
         metrics.add(f"{self._prefix}/grad_norm", norm)
         metrics.add(f"{self._prefix}/lr", self.optimizer.param_groups[0]["lr"])
         return metrics
+
+    def _apply_settings(self, settings: OptimSettings) -> None:
+        self._clip = settings.clip_norm
+        for group in self.optimizer.param_groups:
+            decay = settings.weight_decay if all(p.ndim >= 2 for p in group["params"]) else 0.0
+            group.update(lr=settings.lr, betas=settings.betas, eps=settings.eps, weight_decay=decay)
 
     def _step_optimizer(self) -> Tensor:
         """What `optim_step` does; the norm of the gradient before it was clipped, [], equal on all ranks."""

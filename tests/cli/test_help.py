@@ -24,7 +24,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(["--help"], capsys)
-    assert len(out.splitlines()) <= 30 and max(map(len, out.splitlines())) <= 110 and "…" not in out
+    assert len(out.splitlines()) <= 31 and max(map(len, out.splitlines())) <= 110 and "…" not in out
     for verb in VERBS:
         assert f"\n  {verb} " in out
     for topic in TOPICS:
@@ -76,7 +76,7 @@ def test_an_unknown_topic_is_refused_with_the_nearest(capsys: pytest.CaptureFixt
         ("Compare", "run diff A B"),
         ("finetun", "did you mean 'finetune'? to train: run +recipe=NAME"),
         ("cuda", "run device=cuda"),
-        ("none", "run adapter=none or environment=none or"),
+        ("none", "run adapter=none or data=none or"),
         ("model", "'model' is a group; its options: run list model"),
     ],
 )

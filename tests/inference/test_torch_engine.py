@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,3 +288,41 @@ def test_a_model_learns_after_its_engine_is_closed_and_gradients_are_never_left_
         assert torch.is_grad_enabled()
         used.close()
         assert torch.is_grad_enabled() and relative(gradients(model, True, batch()), before) == 0
+
+
+def test_adapters_join_and_leave_while_others_run() -> None:
+    model = attach(LoraConfig(rank=2, alpha=64), causal("qwen2"), decide=Decisions())
+    draw_adapters(model, 1)
+    alone = engine(model, adapters={"first": "default"})
+    request = GenerationRequest("0", (5, 6, 7), replace(GREEDY, adapter="first", ignore_eos=True))
+    wanted = tokens(run(alone, [request])["0"])
+    alone.close()
+    made = engine(model, adapters={"first": "default"})
+    made.submit(request)
+    found = [event for _ in range(3) for event in made.step()]
+    made.leave_generation_mode()
+    assert torch.is_grad_enabled()
+    settings: Any = model.module.peft_config["default"]
+    model.add_adapter("second", settings)
+    draw_adapters(model, 2)
+    made.add_adapter("other", "second")
+    made.submit(GenerationRequest("1", (5, 6, 7), replace(GREEDY, adapter="other", ignore_eos=True)))
+    events = run(made, [])
+    assert tokens([*found, *events["0"]]) == wanted
+    other = tokens(events["1"])
+    made.submit(GenerationRequest("2", (5, 6, 7), replace(GREEDY, adapter="other")))
+    assert made.remove_adapter("other") == ["2"] and made.is_idle
+    model.remove_adapter("second")
+    with pytest.raises(DataError, match="no adapter is named 'other'"):
+        made.submit(GenerationRequest("3", (5, 6, 7), replace(GREEDY, adapter="other")))
+    assert tokens(run(made, [request])["0"]) == wanted != other
+    made.close()
+
+
+def draw_adapters(model: CausalLM, seed: int) -> None:
+    """Draw the newest adapter's weights, so that it changes the model."""
+    torch.manual_seed(seed)
+    name = list(model.module.peft_config)[-1]  # type: ignore[arg-type]
+    for key, parameter in model.module.named_parameters():
+        if f"lora_B.{name}" in key:
+            parameter.data.normal_()

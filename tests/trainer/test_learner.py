@@ -16,6 +16,7 @@ from runner.core.batch import Batch, pack, with_totals
 from runner.core.errors import CheckpointError, RunnerError, TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.interfaces import Loss, Outputs, State
+from runner.interfaces.learning import OptimSettings
 from runner.trainer.learner import LocalLearner
 from tests.toys import Bigram
 
@@ -246,3 +247,55 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
         learner().load_state_dict({**state, "tensors": {**state["tensors"], "optim/step/extra": torch.ones(1)}})
     with pytest.raises(CheckpointError, match=r"table: torch.float64\[12, 12\] in the checkpoint"):
         learner(Bigram(vocab=13)).load_state_dict(state)
+
+
+class Raises:
+    """A loss whose second micro-batch raises, after the first one has left its gradient."""
+
+    needs = frozenset({"logprobs"})
+    calls = 0
+
+    def __call__(self, batch: Batch, outputs: Outputs) -> Loss:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("the second one")
+        return Loss(outputs["logprobs"].sum(), Metrics())
+
+
+def test_a_pass_that_raises_leaves_the_gradient_as_it_was() -> None:
+    one = learner(budget=5)
+    for before in (None, "some"):
+        if before:
+            one.forward_backward(batch(), CrossEntropy())
+        kept = None if one.model.table.grad is None else one.model.table.grad.clone()
+        with pytest.raises(RuntimeError, match="the second one"):
+            one.forward_backward(batch(), Raises())
+        assert one.model.table.grad is None if kept is None else torch.equal(one.model.table.grad, kept)
+        with pytest.raises(TrainingDiverged):
+            one.forward_backward(with_totals(replace_weight(batch(), float("inf")), batch().totals), CrossEntropy())
+        assert one.model.table.grad is None if kept is None else torch.equal(one.model.table.grad, kept)
+
+
+def replace_weight(given: Batch, weight: float) -> Batch:
+    return Batch({**given.tokens, "weight": given.tokens["weight"] * weight}, given.rows)
+
+
+def test_passes_add_their_gradients_up() -> None:
+    one, other = learner(), learner()
+    for _ in range(3):
+        one.forward_backward(batch(), CrossEntropy())
+    other.forward_backward(batch(), CrossEntropy())
+    torch.testing.assert_close(one.model.table.grad, 3 * other.model.table.grad)
+
+
+def test_a_step_takes_settings() -> None:
+    settings = OptimSettings(lr=0.3, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2, clip_norm=1e-2)
+    one, model = learner(), Bigram()
+    reference = torch.optim.AdamW([model.table], lr=0.3, betas=(0.5, 0.6), eps=1e-3, weight_decay=0.2)
+    for _ in range(2):
+        one.forward_backward(batch(), CrossEntropy())
+        model.table.grad = one.model.table.grad.clone()
+        torch.nn.utils.clip_grad_norm_([model.table], 1e-2)
+        reference.step()
+        assert one.optim_step(settings).result()["train/lr"] == 0.3
+    torch.testing.assert_close(one.model.table, model.table)

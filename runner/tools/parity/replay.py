@@ -35,6 +35,7 @@ from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.core.signals import StopSignal
 from runner.interfaces import LossFn, Model, Outputs, State
+from runner.interfaces.learning import OptimSettings
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import LIBRARIES
 from runner.spec.job import JobSpec
@@ -88,14 +89,14 @@ class RecordingLearner:
         """See `Learner`; not watched."""
         return self._learner.measure(batch, loss)
 
-    def optim_step(self) -> Metrics:
+    def optim_step(self, settings: OptimSettings | None = None) -> Metrics:
         """See `Learner`."""
         if not self._stepped:
             self._stepped = True
             for name, parameter in self._model.trainable().items():
                 if parameter.grad is not None:
                     self._prints[f"gradient/{self._role}/{name}"] = sketch_tensor(parameter.grad)
-        return self._learner.optim_step()
+        return self._learner.optim_step(settings)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """See `Learner`."""

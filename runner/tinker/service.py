@@ -1,0 +1,384 @@
+"""What the server does, on every rank: training clients over one base, and an engine that samples.
+
+    operation, the same on all ranks in the same order ──▶ a tenant: its adapter and optimizer, the base's view of it
+                                                       └─▶ the engine: requests of this rank, a few tokens at a time
+
+A training client is called a tenant here. The base is frozen; its layers hold the adapters of all tenants and of all
+samplers, and every computation names the one that is active. So a tenant's numbers are those that it has alone.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.adapter.lora import Part, add_lora
+from runner.core.errors import DataError, RunnerError, TrainingDiverged
+from runner.core.rng import derive_seed
+from runner.distributed.work_partition import run_on_rank0
+from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
+from runner.inference.torch_engine import TorchEngine
+from runner.interfaces import LOGPROBS, Decide, GenerativeModel, State
+from runner.interfaces.learning import OptimSettings
+from runner.optimizer.config import AdamWConfig
+from runner.optimizer.optimizers import build_adamw
+from runner.parallelism.parallel_context import ParallelContext
+from runner.tinker.checkpoints import CheckpointPath, CheckpointRecord, ClientStore, LoraSettings, now_text
+from runner.tinker.losses import check_data, check_loss, pack_data, split_logprobs
+from runner.tinker.messages import Datum, PassResult
+from runner.trainer.learner import LocalLearner
+from runner.trainer.optimizer_state import load_parameters, restore_learner_state
+from runner.weight_sync.weight_checksum import weights_digest
+
+
+@dataclass(slots=True)
+class Tenant:
+    """A training client. peft_name: of its adapter in the base; steps: finished optimizer steps."""
+
+    learner: LocalLearner
+    peft_name: str
+    steps: int = 0
+    parameters: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
+
+    def file_name(self, parameter: str) -> str:
+        """A parameter's name in a PEFT folder."""
+        return parameter.replace(f".{self.peft_name}.", ".")
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRequest:
+    """One request of a client: `count` answers to a prompt. adapter: a checkpoint's path, None = the base.
+
+    prompt_logprobs: how many of the likeliest tokens of the prompt are reported, None = no log-probabilities of it
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    count: int
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens but the first, and the likeliest in their places."""
+
+    request_id: str
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """A sampling request that cannot be answered."""
+
+    request_id: str
+    message: str
+
+
+SampleEvent = TokenEvent | PromptScores | RequestFailure
+
+
+class TrainingService:
+    """The verbs of the server. All ranks call the same ones, with the same arguments.
+
+    A verb that raises RunnerError raises it on all ranks, and has changed nothing. base: the name of the base that
+    adapters' configs get; max_samplers: adapters of samplers on the device
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        world: ParallelContext,
+        store: ClientStore,
+        *,
+        decide: Decide,
+        budget: int,
+        max_num_seqs: int,
+        max_samplers: int,
+        base: str,
+    ) -> None:
+        self._model, self._world, self._store, self._decide = model, world, store, decide
+        self._budget, self._base, self._max_samplers = budget, base, max_samplers
+        self._tenants: dict[str, Tenant] = {}
+        self._engine = TorchEngine(model, decide=decide, max_num_seqs=max_num_seqs, adapters={})
+        self._engine.leave_generation_mode()
+        self._samplers: OrderedDict[str, str] = OrderedDict()  # what requests name → peft name, oldest first
+        self._num_adapters = self._num_requests = 0
+        self._scores: list[tuple[SampleRequest, str | None]] = []
+        self._keys: dict[str, str | None] = {}  # running requests of all ranks' engines → the sampler's name
+        self.limits = model.limits()
+
+    # --- training ---
+
+    def create(self, model_id: str, lora: LoraSettings) -> None:
+        """Add a training client with a fresh adapter. Raises DataError if the base has none of its layers."""
+        self._engine.leave_generation_mode()
+        wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+        parts: list[Part] = [part for part, is_on in wanted.items() if is_on]  # type: ignore[misc]
+        name = self._new_name()
+        add_lora(self._model, name, rank=lora.rank, alpha=lora.alpha, seed=lora.seed, parts=parts, base=self._base)
+        during = partial(self._model.adapter_active, name)
+        with during():
+            parameters = self._model.trainable()
+        optimizer = build_adamw(AdamWConfig(), parameters=parameters, decide=self._decide)
+        learner = LocalLearner(
+            self._model,
+            optimizer,
+            lr=0.0,
+            clip_norm=None,
+            factor=float,
+            budget=self._budget,
+            seed=lora.seed,
+            device=self._world.device.torch_device,
+            peers=self._world.peers,
+            gradients=self._world.gradient_reducer(self._model),
+            drawing=self._world.replica_peers,
+            during=during,
+        )
+        self._tenants[model_id] = Tenant(learner, name, parameters=parameters)
+
+    def create_from(self, model_id: str, lora: LoraSettings, source: CheckpointPath, optimizer: bool) -> None:
+        """Add a training client that continues a checkpoint. Raises what `create` and `load` raise."""
+        self.create(model_id, lora)
+        try:
+            self.load(model_id, source, optimizer)
+        except RunnerError:
+            self.remove(model_id)
+            raise
+
+    def remove(self, model_id: str) -> None:
+        """Free a training client's memory; nothing happens where there is none."""
+        if (tenant := self._tenants.pop(model_id, None)) is not None:
+            self._engine.leave_generation_mode()
+            self._model.remove_adapter(tenant.peft_name)
+
+    def run_pass(
+        self, model_id: str, data: Sequence[Datum], loss_fn: str, config: Mapping[str, Any], forward_only: bool
+    ) -> PassResult:
+        """Log-probabilities, and unless `forward_only` the gradient, which adds to the one that there is.
+
+        Raises DataError for what the loss cannot be computed of or is not finite.
+        """
+        learner = self._tenant(model_id).learner
+        loss = check_loss(loss_fn, config)
+        check_data(data, loss_fn, self.limits, forward_only=forward_only)
+        batch = pack_data(data)
+        self._engine.leave_generation_mode()
+        try:
+            if forward_only:
+                outputs = learner.forward(batch, LOGPROBS)
+            else:
+                _, outputs = learner.forward_backward(batch, loss, LOGPROBS)
+        except TrainingDiverged as error:
+            text = "the loss is not finite, so its gradient was left out; check advantages, logprobs and weights"
+            raise DataError(text) from error
+        logprobs = outputs["logprobs"].cpu()
+        total = loss.values(batch, logprobs).sum(dtype=torch.float64)
+        used = batch.tokens["weight" if loss_fn == "cross_entropy" else "advantages"] != 0
+        count = float((used & (batch.tokens["parent"] >= 0)).sum())
+        return PassResult(split_logprobs(logprobs, data), {"loss:sum": float(total), "tokens:sum": count})
+
+    def optim_step(self, model_id: str, settings: OptimSettings) -> dict[str, float]:
+        """A step of AdamW; returns metrics by `name:reduction`.
+
+        Without a gradient it changes nothing but the count, like torch's. Raises DataError, with the gradient cleared,
+        if it is not finite.
+        """
+        tenant = self._tenant(model_id)
+        self._engine.leave_generation_mode()
+        try:
+            metrics = tenant.learner.optim_step(settings).result()
+        except TrainingDiverged as error:
+            tenant.learner.optimizer.zero_grad(set_to_none=True)
+            text = "the gradient is not finite, so the weights were not changed and the gradient is cleared"
+            raise DataError(f"{text}; lower the learning rate, or load an earlier checkpoint") from error
+        tenant.steps += 1
+        return {"grad_norm:mean": metrics["train/grad_norm"], "lr:mean": metrics["train/lr"]}
+
+    def save(
+        self,
+        model_id: str,
+        target: CheckpointPath,
+        overwrite: bool,
+        ttl_s: int | None,
+        user_metadata: Mapping[str, str] | None,
+    ) -> None:
+        """Write the adapter and, for `weights`, the optimizer's state. Raises DataError, StorageError."""
+        tenant = self._tenant(model_id)
+        adapter = {tenant.file_name(name): parameter for name, parameter in tenant.parameters.items()}
+        state = tenant.learner.state_dict() if target.kind == "weights" else None
+
+        def write() -> None:
+            record = CheckpointRecord(
+                step=tenant.steps,
+                digest=weights_digest(adapter),
+                created=now_text(),
+                expires=None if ttl_s is None else now_text(ttl_s),
+                user_metadata=user_metadata,
+                optimizer=None if state is None else state["optimizer"]["groups"],
+            )
+            module: Any = self._model.module
+            config = module.peft_config[tenant.peft_name]
+            tensors = None if state is None else _optimizer_tensors(state, tenant)
+            self._store.write(target, record, adapter, config, tensors, overwrite=overwrite)
+
+        run_on_rank0(self._world.world_peers, write)
+
+    def load(self, model_id: str, source: CheckpointPath, optimizer: bool) -> None:
+        """Load an adapter and, if requested, the optimizer's state; without it the optimizer starts again.
+
+        Gradients are cleared. Raises DataError, CheckpointError.
+        """
+        tenant = self._tenant(model_id)
+        read = partial(self._store.read, source, optimizer=optimizer)
+        record, adapter, state = run_on_rank0(self._world.world_peers, read)
+        names = {name: tenant.file_name(name) for name in tenant.parameters}
+        fits = {name: tuple(p.shape) for name, p in tenant.parameters.items()} == {
+            name: tuple(adapter[file].shape) for name, file in names.items() if file in adapter
+        }
+        if not fits or len(adapter) != len(names):
+            raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
+        tensors = {f"param/{name}": adapter[file] for name, file in names.items()}
+        if optimizer:
+            kept = {key: value for name, file in names.items() for key, value in _entries(state, name, file)}
+            groups: dict[str, Any] = {"groups": record.optimizer, "values": {}}
+            restored: State = {"tensors": tensors | kept, "optimizer": groups}
+            restore_learner_state(tenant.parameters, tenant.learner.optimizer, restored)
+        else:
+            load_parameters(tenant.parameters, tensors)
+            tenant.learner.optimizer.state.clear()
+        tenant.learner.optimizer.zero_grad(set_to_none=True)
+        tenant.steps = record.step
+
+    def publish(
+        self, model_id: str, target: CheckpointPath, key: str, ttl_s: int | None, metadata: Mapping[str, str] | None
+    ) -> None:
+        """Write an adapter for the sampler `key`, which continues with it from its next token on."""
+        self.save(model_id, target, False, ttl_s, metadata)
+        self.load_sampler(key, target)
+
+    def _tenant(self, model_id: str) -> Tenant:
+        if (found := self._tenants.get(model_id)) is None:
+            raise DataError(f"the training client {model_id} has ended; create one from its last checkpoint")
+        return found
+
+    # --- sampling ---
+
+    def submit(self, request: SampleRequest, source: CheckpointPath | None, key: str | None) -> None:
+        """Let one rank answer a request with the adapter that it names `key`, loaded from `source` if need be.
+
+        Raises DataError for what cannot be answered, and what `load_sampler` raises.
+        """
+        if key is not None and source is not None and key not in self._samplers:
+            self.load_sampler(key, source)
+        if key is not None:
+            self._samplers.move_to_end(key)
+        self._num_requests += 1
+        is_here = self._num_requests % self._world.world_peers.size == self._world.world_peers.rank
+        if is_here and request.prompt_logprobs is not None:
+            self._scores.append((request, key))
+        for number in range(request.count):
+            own = f"{request.id}#{number}"
+            self._keys[own] = key
+            if is_here:
+                params = replace(request.params, adapter=key, seed=derive_seed(request.params.seed, "sample", number))
+                self._engine.submit(GenerationRequest(own, request.prompt_ids, params))
+
+    def load_sampler(self, key: str, source: CheckpointPath) -> None:
+        """Put a checkpoint's adapter on the device under the name `key`, in place of one that has this name.
+
+        The digest of what arrived must be that of the training client's weights. Raises DataError, CheckpointError.
+        """
+        record, adapter, _ = run_on_rank0(self._world.world_peers, partial(self._store.read, source, optimizer=False))
+        if key not in self._samplers:
+            self._make_room()
+            self._add_sampler(key, source)
+        own = self._sampler_parameters(self._samplers[key])
+        load_parameters(own, {f"param/{name}": adapter[name] for name in own if name in adapter})
+        if (found := weights_digest(own)) != record.digest:
+            self._remove_sampler(key)
+            raise DataError(f"{source}: the sampler's weights are {found}, not {record.digest}; save them again")
+
+    def advance(self, tokens: int) -> list[SampleEvent]:
+        """Score waiting prompts and make up to `tokens` steps of this rank's engine; events of all ranks."""
+        self._engine.enter_generation_mode()
+        events: list[SampleEvent] = []
+        for request, key in self._scores:
+            events.append(self._score(request, key))
+        self._scores.clear()
+        for _ in range(tokens):
+            events += self._engine.step()
+        text = "the sampler's logits are not finite; sample from an earlier checkpoint"
+        events += [RequestFailure(id, text) for id in self._engine.pop_failed()]
+        gathered = [event for own in self._world.world_peers.all_gather(events) for event in own]
+        for event in gathered:
+            if isinstance(event, RequestFailure) or (isinstance(event, TokenEvent) and event.finish_reason):
+                self._keys.pop(event.request_id, None)
+        return gathered
+
+    def cancel(self, request_id: str, count: int) -> None:
+        """Drop the answers of a request that are not finished."""
+        for number in range(count):
+            self._engine.cancel(f"{request_id}#{number}")
+            self._keys.pop(f"{request_id}#{number}", None)
+
+    def close(self) -> None:
+        """Drop all requests."""
+        self._engine.close()
+
+    def _score(self, request: SampleRequest, key: str | None) -> PromptScores | RequestFailure:
+        try:
+            scores = self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key)
+        except (DataError, TrainingDiverged) as error:
+            return RequestFailure(request.id, str(error))
+        logprobs = tuple(score.logprob for score in scores)
+        return PromptScores(request.id, logprobs, tuple(score.top_logprobs for score in scores))
+
+    def _new_name(self) -> str:
+        self._num_adapters += 1
+        return f"adapter{self._num_adapters}"
+
+    def _add_sampler(self, key: str, source: CheckpointPath) -> None:
+        import peft
+
+        self._engine.leave_generation_mode()
+        settings: Any = peft.PeftConfig.from_pretrained(str(self._store.path(source)))
+        name = self._new_name()
+        with torch.random.fork_rng(devices=[]):
+            self._model.add_adapter(name, settings)
+        self._engine.add_adapter(key, name)
+        self._samplers[key] = name
+
+    def _make_room(self) -> None:
+        """Remove the sampler that was used longest ago, where there are too many and it has nothing to do."""
+        for key in list(self._samplers):
+            if len(self._samplers) < self._max_samplers:
+                return
+            if key not in self._keys.values():
+                self._remove_sampler(key)
+
+    def _remove_sampler(self, key: str) -> None:
+        self._engine.remove_adapter(key)
+        self._model.remove_adapter(self._samplers.pop(key))
+
+    def _sampler_parameters(self, peft_name: str) -> dict[str, torch.nn.Parameter]:
+        """An adapter's parameters by their names in a PEFT folder."""
+        named = self._model.module.named_parameters()
+        return {name.replace(f".{peft_name}.", "."): p for name, p in named if f".{peft_name}." in name}
+
+
+def _optimizer_tensors(state: State, tenant: Tenant) -> dict[str, Tensor]:
+    return {tenant.file_name(n): t for n, t in state["tensors"].items() if n.startswith("optim/")}
+
+
+def _entries(state: Mapping[str, Tensor], name: str, file: str) -> list[tuple[str, Tensor]]:
+    """The optimizer's tensors of a parameter, under its name in this client."""
+    suffix = f"/{file}"
+    return [(key.removesuffix(suffix) + f"/{name}", value) for key, value in state.items() if key.endswith(suffix)]

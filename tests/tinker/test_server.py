@@ -1,0 +1,324 @@
+"""The protocol over HTTP: order, retries, keys, limits, errors, what ends. The SDK's own tests are in test_sdk.py."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from runner.core.errors import EnvironmentProblem
+from runner.tinker import requests
+from runner.tinker.messages import Datum
+from runner.tinker.server import BuiltServer, read_keys
+from tests.tinker.servers import Client, Records, decode_output, encode_pass, running, supervised
+
+Server = tuple[str, Records, BuiltServer]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    words = ("tinker.max_tenants=4", "tinker.max_requests=600", "tinker.max_request_values=40000")
+    with running(tmp_path_factory.mktemp("run"), *words) as found:
+        yield found
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    made = Client(server[0])
+    yield made
+    for session in made.http.get("sessions").json()["sessions"]:
+        made.post(f"sessions/{session}/finish", {})
+
+
+def losses(client: Client, model_id: str, first: int, count: int) -> list[float]:
+    """The losses of passes and steps, all sent before the first answer."""
+    passes = []
+    for seq in range(first, first + 2 * count, 2):
+        passes.append(client.begin_pass(model_id, seq, supervised()))
+        client.begin_step(model_id, seq + 1)
+    return [client.result(one)["metrics"]["loss:sum"] for one in passes]
+
+
+def test_a_client_trains_saves_and_samples(server: Server, client: Client) -> None:
+    session = client.session()
+    model_id = client.train(session)
+    assert model_id == f"{session}:train:0"
+    info = client.post("get_info", {"model_id": model_id})
+    assert info["lora_rank"] == 4 and Path(info["model_data"]["tokenizer_id"], "tokenizer.json").is_file()
+    found = losses(client, model_id, 1, 4)
+    assert found == sorted(found, reverse=True) and found[-1] < found[0]
+    saved = client.result(client.post("save_weights", {"model_id": model_id, "seq_id": 9, "path": "a"}))
+    assert saved["path"] == f"tinker://{model_id}/weights/a"
+    body = {"model_id": model_id, "seq_id": 10, "sampling_session_seq_id": 0, "kind": "snapshot"}
+    sampler = client.result(client.post("save_weights_for_sampler", body))["sampling_session_id"]
+    assert client.http.get(f"samplers/{sampler}").json()["base_model"] == info["model_name"]
+    sampled = sample(client, sampler, 0, num_samples=2, prompt_logprobs=True, topk_sample_logprobs=2)
+    assert [len(one["tokens"]) for one in sampled["sequences"]] == [5, 5] and len(sampled["prompt_logprobs"]) == 3
+    assert sample(client, sampler, 1, num_samples=2)["sequences"] == sampled["sequences"], "the seed decides"
+    steps = [metrics for owner, metrics in server[1].steps if owner == model_id]
+    assert len(steps) == 4 and steps[0]["grad_norm:mean"] > 0
+
+
+def sample(client: Client, sampler: str, seq_id: int, **more: Any) -> Any:
+    params = {"max_tokens": 5, "seed": 3, "temperature": 1.0, "stop": []}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    body = {"sampling_session_id": sampler, "seq_id": seq_id, "prompt": prompt, "sampling_params": params, **more}
+    return client.result(client.post("asample", body))
+
+
+def test_requests_are_computed_in_the_order_of_their_numbers(client: Client) -> None:
+    session = client.session()
+    first, other = client.train(session, 0), client.train(session, 1)
+    wanted = losses(client, first, 1, 3)
+    started = {}
+    for seq in (6, 5, 3, 4, 2, 1):  # of which none can be computed before the last one came
+        started[seq] = client.begin_step(other, seq) if seq % 2 == 0 else client.begin_pass(other, seq, supervised())
+    assert [client.result(started[seq])["metrics"]["loss:sum"] for seq in (1, 3, 5)] == wanted
+
+
+def test_a_request_that_is_sent_again_is_computed_once(server: Server, client: Client) -> None:
+    session = client.session()
+    one, other = client.train(session, 0), client.train(session, 1)
+    assert client.train(session, 0) == one
+    wanted = losses(client, one, 1, 2)
+    for seq in range(1, 5):
+        again = [client.begin_pass(other, seq, supervised()) if seq % 2 else client.begin_step(other, seq)] * 2
+        again.append(client.begin_pass(other, seq, supervised()) if seq % 2 else client.begin_step(other, seq))
+        assert len({str(started) for started in again}) == 1
+        answers = [client.result(started) for started in again]
+        assert answers[0] == answers[1] == answers[2]
+        if seq % 2:
+            assert answers[0]["metrics"]["loss:sum"] == wanted[seq // 2]
+    assert sum(owner == other for owner, _ in server[1].steps) == 2
+    key = {"X-Idempotency-Key": "one"}
+    sessions = {client.http.post("create_session", json={}, headers=key).json()["session_id"] for _ in range(3)}
+    assert len(sessions) == 1
+
+
+def test_clients_beside_one_that_fails_or_waits_get_the_numbers_they_get_alone(client: Client) -> None:
+    session = client.session()
+    models = [client.train(session, number) for number in range(4)]
+    wanted = losses(client, models[0], 1, 3)
+    stuck = client.begin_pass(models[1], 2, supervised())  # number 1 never comes
+    bad = [Datum(one.ids, {**one.inputs, "weights": one.inputs["weights"] * np.nan}) for one in supervised()]
+    failed = [client.begin_pass(models[2], seq, bad) for seq in range(1, 4)]
+    assert losses(client, models[3], 1, 3) == wanted
+    for started in failed:
+        answer = client.result(started)
+        assert answer["category"] == "user" and "weights have a value that is NaN" in answer["error"]
+    client.post("unload_model", {"model_id": models[1]})
+    assert "has ended" in client.result(stuck)["error"]
+
+
+def test_many_chunks_out_of_order(client: Client) -> None:
+    data = supervised([(1 + at % 7, 2, 3, 4 + at % 5) for at in range(2500)])
+    model_id = client.train(client.session())
+    chunks = [data[1000:2000], data[2000:], data[:1000]]
+    started = [client.begin_pass(model_id, seq, part) for seq, part in zip((2, 3, 1), chunks, strict=True)]
+    found = []
+    for one in (started[2], *started[:2]):
+        answer = client.http.post("retrieve_future", json=one, headers={"Accept": "application/x-protobuf"})
+        assert answer.headers["content-type"] == "application/x-protobuf"
+        [record] = decode_output(answer.content)["records"]
+        offsets = np.frombuffer(record["fields"]["logprobs"]["offsets"], "<i8")
+        assert len(offsets) == record["num_datums"] + 1 and set(np.diff(offsets)) == {12}
+        found += np.frombuffer(record["fields"]["logprobs"]["data"], "<f4").reshape(-1, 3).tolist()
+    assert len(found) == 2500
+    np.testing.assert_allclose(found[35:70], found[:35], atol=1e-5)  # rows repeat every 35
+
+
+def test_old_sdks_send_and_read_json(client: Client) -> None:
+    model_id = client.train(client.session())
+    [datum] = supervised([(5, 9, 11, 40)])
+    inputs = {
+        name: {"data": v.tolist(), "dtype": "float32" if v.dtype.kind == "f" else "int64", "shape": [3]}
+        for name, v in datum.inputs.items()
+    }
+    row = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": datum.ids.tolist()}]},
+        "loss_fn_inputs": inputs,
+    }
+    given = {"data": [row], "loss_fn": "cross_entropy"}
+    forward = client.post("forward", {"model_id": model_id, "seq_id": 1, "forward_input": given})
+    passed = client.post("forward_backward", {"model_id": model_id, "seq_id": 2, "forward_backward_input": given})
+    answers = [client.result(one) for one in (forward, passed)]
+    assert answers[0] == answers[1] and answers[0]["loss_fn_outputs"][0]["logprobs"]["shape"] == [3]
+    assert client.result(client.begin_step(model_id, 3, learning_rate=0.0))["metrics"]["grad_norm:mean"] > 0
+
+
+def test_another_keys_ids_are_not_found(server: Server, client: Client) -> None:
+    session = client.session()
+    model_id = client.train(session)
+    started = client.begin_pass(model_id, 1, supervised())
+    path = client.result(client.post("save_weights", {"model_id": model_id, "seq_id": 2, "path": "a"}))["path"]
+    body = {"session_id": session, "sampling_session_seq_id": 7, "model_path": path}
+    sampler = client.post("create_sampling_session", body)["sampling_session_id"]
+    other = Client(server[0], "tml-other")
+    own = other.session()
+    for route, given, status in (
+        ("retrieve_future", started, 404),
+        ("get_info", {"model_id": model_id}, 404),
+        ("optim_step", {"model_id": model_id, "seq_id": 3, "adam_params": {}}, 404),
+        ("session_heartbeat", {"session_id": session}, 410),
+        ("weights_info", {"tinker_path": path}, 404),
+        ("create_sampling_session", {"session_id": own, "sampling_session_seq_id": 0, "model_path": path}, 404),
+        ("asample", {"sampling_session_id": sampler, "seq_id": 0}, 404),
+    ):
+        other.post(route, given, status)
+    for route in (f"training_runs/{model_id}", f"training_runs/{model_id}/checkpoints", f"samplers/{sampler}"):
+        assert other.http.get(route).status_code == 404
+    assert other.http.delete(f"training_runs/{model_id}/checkpoints/weights/a").status_code == 404
+    assert other.http.get("training_runs").json()["training_runs"] == []
+    load = {"session_id": own, "model_seq_id": 0, "path": path, "optimizer": True}
+    assert "no training client" in other.result(other.post("load_weights", load))["error"]
+    assert "loss:sum" in client.result(started)["metrics"]
+
+
+@pytest.mark.parametrize("path", ["tinker://../weights/a", "tinker://x/weights/../../a", "/etc/passwd", "tinker://a/b"])
+def test_paths_lead_nowhere_else(client: Client, path: str) -> None:
+    body = {"session_id": client.session(), "sampling_session_seq_id": 0, "model_path": path}
+    assert client.http.post("create_sampling_session", json=body).status_code in (400, 404)
+    model_id = client.train(client.session())
+    answer = client.result(client.post("save_weights", {"model_id": model_id, "seq_id": 1, "path": "../a"}))
+    assert "is not supported; use letters" in answer["error"]
+
+
+def test_checkpoints_are_listed_expire_and_are_deleted(server: Server, client: Client) -> None:
+    model_id = client.train(client.session())
+    for seq, name in enumerate("abc", 1):
+        body = {"model_id": model_id, "seq_id": seq, "path": name, "user_metadata": {"n": name}, "ttl_seconds": 3600}
+        client.result(client.post("save_weights", body))
+    url = f"training_runs/{model_id}"
+    found = client.http.get(f"{url}/checkpoints").json()["checkpoints"]
+    assert [one["checkpoint_id"] for one in found] == ["weights/c", "weights/b", "weights/a"]
+    assert found[0]["user_metadata"] == {"n": "c"} and found[0]["size_bytes"] > 1000 and found[0]["expires_at"]
+    assert client.http.put(f"{url}/checkpoints/weights/b/ttl", json={"ttl_seconds": None}).json()["expires_at"] is None
+    client.http.put(f"{url}/checkpoints/weights/c/ttl", json={"ttl_seconds": 1})
+    assert client.http.delete(f"{url}/checkpoints/weights/a").status_code == 204
+    assert client.http.delete(f"{url}/checkpoints/weights/a").status_code == 404
+    time.sleep(1.1)
+    every = [one["tinker_path"] for one in client.http.get("checkpoints").json()["checkpoints"]]
+    assert [path for path in every if model_id in path] == [f"tinker://{model_id}/weights/b"]
+    server[2].store.delete_expired()
+    assert [one.name for one in (server[2].store.folder(model_id) / "weights").iterdir()] == ["b"]
+    runs = client.http.get("training_runs", params={"limit": 1}).json()
+    assert runs["training_runs"][0]["training_run_id"] == model_id and runs["cursor"]["limit"] == 1
+    assert runs["training_runs"][0]["last_checkpoint"]["checkpoint_id"] == "weights/b"
+
+
+def test_limits_have_an_answer_of_their_own(client: Client) -> None:
+    session = client.session()
+    models = [client.train(session, number) for number in range(4)]
+    body = {"session_id": session, "model_seq_id": 4, "base_model": "tiny", "lora_config": {"rank": 4}}
+    assert "tinker.max_tenants=4" in client.result(client.post("create_model", body))["error"]
+    for number, (wrong, said) in enumerate(
+        (
+            ({"lora_config": {"rank": 0}}, "full fine-tuning is not supported"),
+            ({"lora_config": {"rank": 4}, "base_model": "Qwen/Other"}, "is not served here"),
+            ({"lora_config": {"rank": 4}, "optimizer_config": {"type": "dimuon"}}, "optimizer 'dimuon'"),
+        ),
+        5,
+    ):
+        answer = client.result(client.post("create_model", {**body, **wrong, "model_seq_id": number}))
+        assert said in answer["error"] and answer["category"] == "user"
+    large = client.begin_pass(models[0], 1, supervised([[1] * 200] * 100))
+    assert "above tinker.max_request_values=40000" in client.result(large)["error"]
+    answer = client.http.post("optim_step", content=b"x" * (65 << 20), headers={"Content-Type": "application/json"})
+    assert answer.status_code == 413
+    for seq in range(3, 603):  # number 2 never comes
+        if client.http.post("optim_step", json={"model_id": models[1], "seq_id": seq}).status_code == 429:
+            break
+    assert seq > 500
+    assert client.http.post("optim_step", json={"model_id": models[0], "seq_id": 3}).status_code == 429
+
+
+def test_500_futures_wait_at_once(server: Server, client: Client) -> None:
+    model_id = client.train(client.session())
+    started = [client.begin_step(model_id, seq) for seq in range(500, 0, -1)]
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(client.result, started))
+    assert all("grad_norm:mean" in answer["metrics"] for answer in answers)
+
+
+def test_a_pending_future_is_held(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.tinker.training_routes.HOLD_S", 0.5)
+    model_id = client.train(client.session())
+    started = client.begin_step(model_id, 2)
+    begin = time.monotonic()
+    answer = client.http.post("retrieve_future", json=started)
+    assert answer.status_code == 408 and answer.json()["type"] == "try_again" and time.monotonic() - begin >= 0.5
+    waiting = threading.Timer(0.1, lambda: client.begin_step(model_id, 1))
+    waiting.start()
+    begin = time.monotonic()
+    assert client.http.post("retrieve_future", json=started).status_code == 200
+    assert time.monotonic() - begin < 0.4, "an event wakes it"
+
+
+def test_a_slow_client_holds_nobody(server: Server, client: Client) -> None:
+    host, port = server[0].removeprefix("http://").split(":")
+    head = b"POST /api/v1/optim_step HTTP/1.1\r\nHost: 127.0.0.1\r\nX-API-Key: tml-a\r\nContent-Length: 999\r\n\r\n{"
+    slow = [socket.create_connection((host, int(port))) for _ in range(50)]
+    for one in slow:
+        one.sendall(head)
+    model_id = client.train(client.session())
+    assert len(losses(client, model_id, 1, 2)) == 2
+    for one in slow:
+        one.close()
+
+
+def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runner.tinker.server.HOUSEKEEPING_S", 0.2)
+    monkeypatch.setattr(requests, "GAP_S", 0.5)
+    with running(tmp_path, "tinker.session_timeout_s=3") as (url, records, _):
+        client = Client(url)
+        session, other = client.session(), client.session()
+        model_id = client.train(session)
+        gone = client.train(other)
+        stuck = client.begin_step(model_id, 2)
+        answer = client.result(stuck)
+        assert "request 1 of this client did not arrive within 0.5 s" in answer["error"]
+        assert len(losses(client, model_id, 3, 1)) == 1
+        for _ in range(12):
+            client.post("session_heartbeat", {"session_id": session})
+            time.sleep(0.4)
+        assert records.ended == [gone]
+        answer = client.http.post("session_heartbeat", json={"session_id": other})
+        assert answer.status_code == 410 and "create a new client from its last checkpoint" in answer.text
+
+
+def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    with pytest.raises(EnvironmentProblem, match="No such file"):
+        read_keys(str(file))
+    file.write_text("secret\n")
+    with pytest.raises(EnvironmentProblem, match="each starting with tml-"):
+        read_keys(str(file))
+    file.write_text("tml-one\ntml-two\n")
+    with running(tmp_path / "run", f"tinker.key_file={file}") as (url, _, _):
+        assert Client(url, "tml-one").session() and Client(url, "tml-two").session()
+        for client in (Client(url, "tml-three"), Client(url, "")):
+            client.post("create_session", {}, 401)
+            assert client.http.get("healthz").json() == {"status": "ok"}
+
+
+def test_a_web_page_cannot_reach_it_by_a_name_of_its_own(server: Server) -> None:
+    client = Client(server[0])
+    assert client.http.post("create_session", json={}, headers={"Host": "evil.example"}).status_code == 400
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"session_id": 3}', b"\xff"])
+def test_malformed_bodies_are_errors_of_the_user(client: Client, body: bytes) -> None:
+    for path in ("create_model", "optim_step", "asample", "retrieve_future", "load_weights", "forward_backward"):
+        answer = client.http.post(path, content=body)
+        assert answer.status_code in (400, 404, 410) and answer.json()["category"] == "user"
+    model_id = client.train(client.session())
+    wrong = encode_pass(model_id, 1, supervised(), "cross_entropy")[:-3]
+    answer = client.http.post("forward_backward", content=wrong, headers={"Content-Type": "application/x-protobuf"})
+    assert answer.status_code == 400
