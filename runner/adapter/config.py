@@ -67,4 +67,10 @@ class LoraConfig(AdapterConfig):
         return "adapter.dora" if self.dora else None
 
 
+class SharedBaseConfig(LoraConfig):
+    """A frozen base that LoRA adapters join and leave; `run tinker` makes it of the job's LoRA."""
+
+    factory: ClassVar[str] = "runner.adapter.lora:prepare_shared_base"
+
+
 COMPONENTS = (NoAdapterConfig, LoraConfig)

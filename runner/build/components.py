@@ -121,13 +121,9 @@ def build_model(
     head: Head = "lm",
     world: ParallelContext | None = None,
     trains: bool = True,
-    adapt: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`.
-
-    adapt: what makes the model ready for training in place of the adapter
-    """
-    model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains, adapt), world, device, decide)
+    """The model with its adapter, on the device, or this rank's part of it; frozen without `trains`."""
+    model = _place_model(_model_factory(spec, tokenizer, decide, head, world, trains), world, device, decide)
     if spec.model.compile:
         model.compile(decide)
     return model
@@ -142,13 +138,7 @@ def build_blank_model(spec: JobSpec, tokenizer: Any, decide: Decisions, head: He
 
 
 def _model_factory(
-    spec: JobSpec,
-    tokenizer: Any,
-    decide: Decisions,
-    head: Head,
-    world: ParallelContext | None,
-    trains: bool = True,
-    adapt: Callable[[Any], Any] | None = None,
+    spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
 ) -> Callable[[torch.device, InstallFusedOps | None], Any]:
     """A function that builds the model with its adapter on a device; raises SpecError without this head."""
     registry = default_registry()
@@ -172,7 +162,7 @@ def _model_factory(
             raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
         if head != "scalar" and tokenizer.chat_template:
             _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
-        return adapt(model) if adapt else registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+        return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
 
     return make
 

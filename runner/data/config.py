@@ -415,20 +415,16 @@ class ModelScopeConfig(RemoteConfig):
 class NoDataConfig(DataConfig):
     """No rows: clients of `run tinker` send what is trained on."""
 
-    factory: ClassVar[str] = "runner.data.config:no_data"
+    factory: ClassVar[str] = "runner.data.dataset:no_data"
     name: Literal["none"] = "none"
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        unused = {"max_length": self.max_length is not None, "truncation": self.truncation != "error"}
-        unused |= {"shuffle": not self.shuffle}
-        found = [(f"data.{name}", "data=none has no rows; leave it out") for name, is_set in unused.items() if is_set]
-        if not job.algorithm.serves:
-            found.append(("data", f"algorithm={job.algorithm.name} needs rows; type data=file data.path=FILE"))
-        return found
-
-
-def no_data(config: NoDataConfig, **parts: Any) -> None:
-    """Nothing to build."""
+        unused = [
+            name for name in ("max_length", "truncation", "shuffle") if name in self.model_dump(exclude_defaults=True)
+        ]
+        found = [(f"data.{name}", "data=none has no rows; leave it out") for name in unused]
+        text = f"algorithm={job.algorithm.name} needs rows; type data=file data.path=FILE"
+        return found if job.algorithm.serves else [*found, ("data", text)]
 
 
 COMPONENTS = (DemoConfig, FileConfig, HubConfig, ModelScopeConfig, NoDataConfig)

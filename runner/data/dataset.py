@@ -252,3 +252,7 @@ class TokenizedData:
 
     def _held_out(self) -> list[Record]:
         return self.evaluation.records() if self.evaluation else []
+
+
+def no_data(config: object, **parts: Any) -> None:
+    """Nothing to build for data=none."""

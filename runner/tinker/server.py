@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from runner.adapter.config import LoraConfig
-from runner.adapter.lora import prepare_shared_base
+from runner.adapter.config import LoraConfig, SharedBaseConfig
 from runner.build.components import build_device, build_model, build_tokenizer
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
@@ -213,9 +211,8 @@ def build_server(spec: JobSpec, folder: RunFolder, decide: Decisions, place: Ran
     """Load the base, on all ranks. Random weights are written to base/ of the run."""
     device = build_device(spec, decide)
     world: ParallelContext = default_registry().factory(spec.parallelism)(spec.parallelism, device=device, place=place)
-    tokenizer = build_tokenizer(spec)
-    prepare = partial(prepare_shared_base, cast(LoraConfig, spec.adapter), decide=decide)
-    model = build_model(spec, tokenizer, device, decide, world=world, trains=False, adapt=prepare)
+    shared = spec.model_copy(update={"adapter": SharedBaseConfig(**spec.adapter.model_dump())})
+    model = build_model(shared, build_tokenizer(spec, decide), device, decide, world=world, trains=False)
     name = _base_name(spec, model, folder, place)
     store = ClientStore(folder.root / "clients")
     service = TrainingService(

@@ -111,7 +111,7 @@ def test_sft_through_the_sdk_is_the_job(tmp_path: Path) -> None:
     command.run(*words, cwd=tmp_path)
     job = tmp_path / "outputs/latest"
     spec = compose_job(words).spec
-    items = build_data(spec, build_tokenizer(spec), Decisions()).take(0, 6)
+    items = build_data(spec, build_tokenizer(spec, Decisions()), Decisions()).take(0, 6)
     total = sum(weight != 0 for item in items for weight in item.weights[1:])
     given = {
         "lora": {"rank": 16, "seed": 0, "train_unembed": False},
