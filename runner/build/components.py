@@ -76,10 +76,7 @@ def report_float32(spec: JobSpec, decide: Decisions) -> None:
 
 
 def build_tokenizer(spec: JobSpec, decide: Decisions) -> Any:
-    """The model's tokenizer with the job's chat template and the reader of images, without the model.
-
-    Raises as `install_template`.
-    """
+    """The model's tokenizer with chat template and reader of images. Raises as `install_template`."""
     from runner.data.chat_template import install_template
 
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)

@@ -155,12 +155,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     end = list(argv).index("--") if "--" in argv else len(argv)
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
-    literal = list(argv[end + 1 :])
-    if literal and verb not in ("infer", "serve", "eval"):
-        parser.error(
-            f"'{literal[0]}' is not supported here: only run infer, run serve and run eval take words after --"
-        )
-    # What every verb may be answered with instead (--help, completion) looks for files, too.
+    if (literal := list(argv[end + 1 :])) and verb not in ("infer", "serve", "eval"):
+        parser.error(f"'{literal[0]}' is not supported here: only run infer, serve and eval take words after --")
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
 

@@ -113,17 +113,8 @@ class SourcePreparation:
         train_on: TrainOn | None = None if reading == "sft" else "completion"
         schema, limit = self._schema(reading), self.limit(reading)
         processes = num_processes(sharing_ranks=not self.config.cache)
-        return TokenizerOptions(
-            self.tokenizer,
-            self.chat,
-            train_on,
-            limit,
-            schema,
-            source.key,
-            source.name,
-            processes,
-            self.config.special_tokens,
-        )
+        where = (source.key, source.name, processes, self.config.special_tokens)
+        return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, *where)
 
     def key(self, portion: DataSplit) -> str:
         """sha256 of everything that the portion's items depend on."""

@@ -76,8 +76,7 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
     """
     if len(rows) == 1:
         return rows[0]
-    shared = min(common_length(rows[0].ids, row.ids) for row in rows)
-    shared = min(shared, *(row.loss_mask.index(1) for row in rows))
+    shared = min(min(common_length(rows[0].ids, row.ids), row.loss_mask.index(1)) for row in rows)
     if not shared:
         return None
     ids, loss_mask, branches = list(rows[0].ids[:shared]), [0] * shared, []

@@ -107,10 +107,7 @@ def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping
 
 
 def prepare_spec(spec: JobSpec) -> JobSpec:
-    """The spec with absolute paths, its day, and weights that are there; checks all that needs no torch.
-
-    Raises SpecError, DataError, NotReady, or what a recipe that is run first ends with.
-    """
+    """The checked spec with its day and its weights. Raises as `check_spec`, or as a recipe ends."""
     spec = check_spec(spec, here=spec.launch.here)
     spec = spec.model_copy(update={"chat": spec.chat.model_copy(update={"date": spec.chat.date or today()})})
     if spec.init_from is None and not spec.algorithm.upstream_models():

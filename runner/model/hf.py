@@ -225,10 +225,8 @@ def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSourc
 
 
 def _both_error(path: str, key: str) -> EnvironmentProblem:
-    return EnvironmentProblem(
-        f"{key}={path} has a model (config.json) and an adapter (adapter_config.json); transformers would load both\n"
-        "  move one of them into its own folder, and give the folder that you need"
-    )
+    text = f"{key}={path} has a model (config.json) and an adapter (adapter_config.json); transformers would load both"
+    return EnvironmentProblem(f"{text}\n  move one of them into its own folder, and give the folder that you need")
 
 
 def _auto_class(architecture: Any, head: Head) -> Any:

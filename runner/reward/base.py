@@ -221,3 +221,10 @@ def _named_configs(base: type[RewardConfig] = RewardConfig) -> Iterator[type[Rew
         if isinstance(cls.model_fields["name"].default, str):
             yield cls
         yield from _named_configs(cls)
+
+
+def pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
+    from runner.reward.rules import pattern_fault
+
+    message = pattern_fault(pattern, groups) if pattern is not None else None
+    return [(f"reward.{field}", message)] if message else []

@@ -18,6 +18,7 @@ from runner.reward.base import (
     component_record,
     decode_components,
     dump_components,
+    pattern_problems,
     prefix_error_keys,
     prefix_keys,
     raise_collected,
@@ -67,7 +68,7 @@ class ExtractConfig(FallibleConfig):
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return _pattern_problems("extract", self.extract, groups=1)
+        return pattern_problems("extract", self.extract, groups=1)
 
     def answer_column(self) -> str | None:
         return super().answer_column() if self.extract is None else None
@@ -99,7 +100,7 @@ class FormatConfig(FallibleConfig):
     )
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
-        return _pattern_problems("pattern", self.pattern)
+        return pattern_problems("pattern", self.pattern)
 
 
 class IfevalConfig(FallibleConfig):
@@ -232,25 +233,19 @@ class CodeConfig(ColumnConfig, ExtractConfig, PooledConfig):
     factory: ClassVar[str] = "runner.reward.code:build"
     name: Literal["code"] = "code"
     column: str = Field(
-        default="tests",
-        min_length=1,
-        description="Column with the tests: Python code, a list of it, or tests in the form of APPS, TACO or "
-        "LiveCodeBench (docs/rewards.md).",
+        default="tests", min_length=1, description="Column with the tests: Python code, or a form of docs/rewards.md."
     )
     extract: str | None = Field(
         default=r"```(?:python|py)?[^\S\n]*\n(.*?)```",
-        description="Regular expression with one capturing group; its last match is the code. null = the whole text.",
+        description="Regular expression with one group; its last match is the code. null = the whole text.",
     )
     url: str | None = Field(
         default=None,
-        description="URL of a SandboxFusion service that runs the code; null = a sandbox here, by bubblewrap "
-        "or, where that does not work, by Landlock.",
+        description="URL of a SandboxFusion service that runs the code; null = bubblewrap, or else Landlock, here.",
     )
     workers: int = Field(default=1, ge=1, description="Number of groups that are scored in parallel.")
     timeout_s: float = Field(default=10.0, gt=0, description="Timeout in seconds for one execution; then it fails.")
-    memory_bytes: int = Field(
-        default=1 << 30, ge=1 << 26, description="Memory limit of each process, and of all files."
-    )
+    memory_bytes: int = Field(default=1 << 30, ge=1 << 26, description="Memory limit of a process, and of all files.")
     output_bytes: int = Field(default=1 << 20, ge=1, description="Limit of the output, and of each file.")
     processes: int = Field(default=16, ge=1, description="Maximum processes and threads; not with reward.url.")
 
@@ -386,13 +381,6 @@ class SumConfig(RewardConfig):
             with collect_errors(errors), prefix_error_keys(i):
                 part.config.preflight()
         raise_collected(errors)
-
-
-def _pattern_problems(field: str, pattern: str | None, groups: int | None = None) -> list[tuple[str, str]]:
-    from runner.reward.rules import pattern_fault
-
-    message = pattern_fault(pattern, groups) if pattern is not None else None
-    return [(f"reward.{field}", message)] if message else []
 
 
 COMPONENTS = (

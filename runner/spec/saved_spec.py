@@ -24,7 +24,7 @@ TABLE = Path(__file__).with_name("old_specs.yaml")
 
 @dataclass(frozen=True, slots=True)
 class SavedSpec:
-    """A saved spec in the options of this version; `note` says what was translated, empty where nothing was."""
+    """A saved spec in the options of this version. note: what was translated, empty for nothing."""
 
     data: dict[str, Any]
     note: str = ""
@@ -36,16 +36,17 @@ def is_older(saved: Mapping[str, Any]) -> bool:
 
 
 def translate_spec(saved: Mapping[str, Any]) -> SavedSpec:
-    """The options of this version for a spec of any version; unknown options stay, for `decode` to report.
+    """A saved spec in the options of this version; unknown options stay, for `decode` to report.
 
-    saved: the content of spec.yaml, or the part of it in a checkpoint's identity. Raises EnvironmentProblem for the
-    spec of a newer version.
+    saved: the content of spec.yaml, or the part of it in a checkpoint's identity. Without a schema it is of the first
+    version, or it was written by hand: then options of this version stay as they are. Raises EnvironmentProblem for
+    the spec of a newer version.
     """
     schema, data = saved.get(KEY, 0), {name: value for name, value in saved.items() if name != KEY}
     if not isinstance(schema, int) or schema > SCHEMA:
         text = f"the run was written by a newer version (spec schema {schema}; this version reads up to {SCHEMA})"
         raise EnvironmentProblem(f"{text}; install that version: see its manifest.json")
-    note = "an older version wrote this run" if schema < SCHEMA else ""
+    note = ""
     for step in range(schema, SCHEMA):
         table = read_table(__file__, TABLE.name)[step]
         data, renamed, gone = _next_schema(data, table)
@@ -53,18 +54,18 @@ def translate_spec(saved: Mapping[str, Any]) -> SavedSpec:
         note += f"; without effect now: {', '.join(gone)}" if gone else ""
         inexact = [why for choice, why in table["inexact"].items() if _is_chosen(choice, data)]
         note += "".join(f"; {why}" for why in inexact)
-    return SavedSpec(data, note)
+    return SavedSpec(data, f"an older version wrote this run{note}" if note else "")
 
 
 def _next_schema(data: Mapping[str, Any], table: Mapping[str, Any]) -> tuple[dict[str, Any], int, list[str]]:
-    """The spec one schema later, how many options were renamed, and the options that are gone."""
+    """The spec one schema later, how many options were renamed, and those that are gone."""
     renamed, gone = 0, list[str]()
     sections = {name: dict(value) if isinstance(value, Mapping) else value for name, value in data.items()}
     for group, section in data.items():
         known = _options(group, section)
         for option, value in section.items() if isinstance(section, Mapping) and known else ():
             key = f"{group}.{option}"
-            if key in table["reused"]:
+            if key in table["reused"] and table["reused"][key].partition(".")[2] not in section:
                 successors: dict[str, Any] | None = {table["reused"][key]: value}
             elif option in known:
                 continue

@@ -161,7 +161,7 @@ def test_every_number_of_a_small_space_is_used_once(tokenizer: Any) -> None:
 
 
 def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match=r"320 problems(?s:.)*demo: item 1: \d+ tokens, above data\.max_length=20"):
+    with pytest.raises(DataError, match=r"320 problems(?s:.)*items 1-20 and 300 more: \d+ tokens, above data\.max_len"):
         demo(tokenizer, max_length=20, items=300, held_out=20)
     merged = byte_tokenizer(merges=[("4", "2")])  # some items are shorter than others: all are measured
     with pytest.raises(DataError, match=r"above data\.max_length=33"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,7 +107,11 @@ SOUND: list[tuple[Reading, dict[str, Any], str, Any]] = [
         "questions",
         {"prompt": TALK[:1], "answer": "4"},
         "prompt+answer (messages)",
-        AnswersExample(HERE, chats(1, TALK), {"messages": TALK[:1], "columns": {"answer": "4"}}),
+        AnswersExample(
+            HERE,
+            tuple(replace(chat, is_question=True) for chat in chats(1, TALK)),
+            {"messages": TALK[:1], "columns": {"answer": "4"}},
+        ),
     ),
 ]
 

@@ -68,6 +68,7 @@ def test_a_run_without_a_checkpoint_is_answered_with_what_to_do(
 ) -> None:
     folder = RunFolder(tmp_path)
     write_json(folder.status, status)
+    folder.spec.write_text("{}")
     with pytest.raises(CheckpointError, match=f"no checkpoint was written yet; .*{advice}"):
         export(folder, compose_job(["+recipe=sft_demo"]).spec, "last", None)
 

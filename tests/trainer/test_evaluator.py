@@ -25,7 +25,7 @@ class Digits:
     """Decodes ids to digits."""
 
     @staticmethod
-    def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
+    def decode(ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return "".join(map(str, ids))
 
 

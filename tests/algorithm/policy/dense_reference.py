@@ -105,7 +105,7 @@ def kl_estimate(new: Tensor, reference: Tensor, ratio: Tensor, options: Mapping[
         "k1": d,
         "k2": d**2 / 2,
         "k3": k3,
-        "k3_ratio": ratio * k3,
+        "k3_ratio": (ratio * k3).detach() + ratio.detach() * (d**2 / 2 - (d**2 / 2).detach()),
         "k3_plus": k3.detach() + d**2 / 2 - (d**2 / 2).detach(),
     }[options["kl_estimator"]]
 

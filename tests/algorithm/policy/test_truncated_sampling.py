@@ -68,7 +68,7 @@ def test_what_truncation_costs_is_measured(sampling: Any) -> None:
     costs = []
     for group in experience.groups:
         for one in group.samples:
-            with model.model._generation_mode():
+            with model.model._generation_mode(), torch.no_grad():
                 logits = model.model.causal(input_ids=torch.tensor([(*group.prompt.ids, *one.ids)])).logits[0]
             for p in (logits[len(group.prompt.ids) - 1 : -1].double() / COLD).softmax(-1):
                 ordered = p.sort(descending=True).values

@@ -17,6 +17,7 @@ from tests.algorithm.preference.test_learning import GIVEN, LOSSES, options_of
 
 KNOWN = {group: default_registry().classes(group) for group in groups_of(default_registry())}
 JOB = {group: {"name": "none" if "none" in known else next(iter(known))} for group, known in KNOWN.items()}
+JOB["data"] = {"name": "demo"}
 
 
 def problems(adapter: str = "none", dropout: float | None = None, **algorithm: Any) -> dict[str, str]:
