@@ -156,7 +156,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, rest = split_verb(argv[:end])
     parser = parser_of(verb)
     if (literal := list(argv[end + 1 :])) and verb not in ("infer", "serve", "eval"):
-        parser.error(f"'{literal[0]}' is not supported here: only run infer, serve and eval take words after --")
+        verbs = "run infer, run serve and run eval"
+        parser.error(f"'{literal[0]}' is not supported here: only {verbs} take words after --")
     return parser.parse_intermixed_args(rest, argparse.Namespace(verb=verb, literal=literal, config_dir=None))
 
 
@@ -323,7 +324,6 @@ INFO = "print the files of a job (defaults), or the config folders (searchpath);
 SUITE = "the Python of an environment that has the harness of suite=lm_eval or suite=inspect"
 COMBINE = "combine several adapters into one: linear, ties, dare_linear, dare_ties, cat or svd"
 CHECK = "compare the folder with the model, loaded by transformers (default below 2 GB)"
-OTHER = "also check it with the transformers of another environment: its folder or its Python"
 CARD = "910B, H100, … (default: the usual card of the job's device)"
 LEAST_MFU = "exit with code 5 if an SFT case is below, e.g. 20%%"
 FOLDER = _option("--folder", type=parse_path, help="the run folder (default: a new one in outputs/)")
@@ -364,7 +364,7 @@ OPTIONS: dict[str, tuple[Option, ...]] = {
         _switch("--merge", help="merge the adapter into its base, in float32"),
         _option("--out", type=Path, help="a new folder (default: in the run's folder)"),
         _option("--check", action=argparse.BooleanOptionalAction, help=CHECK),
-        _option("--with", type=parse_python, metavar="ENV", dest="other", help=OTHER),
+        _option("--with", type=parse_python, metavar="ENV", dest="other", help="also check it in this environment"),
         _option("--combine", metavar="HOW", choices=COMBINATIONS, help=COMBINE),
         _option("--weights", type=parse_numbers, metavar="W,W", help="weights of the combined adapters (1 each)"),
         _option("--density", type=parse_share, help="fraction that ties and dare keep (0.5)"),

@@ -168,7 +168,7 @@ def test_too_long_is_said_before_the_first_step(tokenizer: Any) -> None:
         demo(merged, max_length=33, items=300)
     assert len(demo(tokenizer, max_length=34).take(0, 1)[0].ids) == 34
     assert len(demo(tokenizer, kind="prompts", max_length=28).take(0, 1)[0].ids) == 28
-    with pytest.raises(DataError, match=r"demo: item 1: 33 tokens, above data\.max_length=32"):
+    with pytest.raises(DataError, match=r"demo: items 1-20 and 12 more: 33 tokens, above data\.max_length=32"):
         demo(tokenizer, kind="pairs", max_length=32, items=16, held_out=16)
 
 

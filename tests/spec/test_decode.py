@@ -299,7 +299,9 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
     if group == "algorithm" and not cls.needs_reward:
         others.pop("reward", None)
     if "tinker" in (group, name) or (group, name) == ("data", "none"):
-        others |= {"algorithm": {"name": "tinker"}, "data": {"name": "none"}, "adapter": {"name": "lora"}}
+        others |= {"algorithm": {"name": "tinker"}, "data": {"name": "none"}, "adapter": {"name": "lora"}} | {
+            "sampler": {"name": "torch"}
+        }
     if group == "parallelism" and name != "single":
         others |= {"launch": {"devices": 4}, "model": {"name": "tiny_moe" if name == "ep" else "tiny"}}
     spec = decode(job(**{**others, group: section}), {})
