@@ -48,8 +48,9 @@ def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool)
     options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
     with no_progress_bar():
         module.save_pretrained(folder, **options)
-        if options and (settings := module.get_base_model().generation_config) is not None:
-            settings.save_pretrained(folder)  # the base's own may not end a turn of the chat template
+        settings = getattr(module.get_base_model(), "generation_config", None) if options else None
+        if settings is not None:  # a classifier has none; the base's own may not end a turn of the chat template
+            settings.save_pretrained(folder)
 
 
 def write_tokenizer(folder: Path, tokenizer: Any) -> None:
