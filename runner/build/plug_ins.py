@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
@@ -43,12 +43,11 @@ def _modules(config: ComponentConfig) -> Iterator[str]:
 
 def _digest(package: str) -> str:
     """Of the Python files of a package or of a module."""
-    spec = importlib.util.find_spec(package)
-    assert spec is not None  # it is imported
-    roots = [Path(place) for place in spec.submodule_search_locations or ()]
+    module = importlib.import_module(package)
+    roots = [Path(place) for place in getattr(module, "__path__", ())]
     files = [(root, file) for root in roots for file in sorted(root.rglob("*.py"))]
-    if not roots and spec.origin is not None:
-        files = [(Path(spec.origin).parent, Path(spec.origin))]
+    if not roots and (origin := getattr(module, "__file__", None)) is not None:  # none of a program in standard input
+        files = [(Path(origin).parent, Path(origin))]
     found = hashlib.sha256()
     for root, file in files:
         found.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
