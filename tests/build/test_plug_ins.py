@@ -12,6 +12,7 @@ from runner.build.plug_ins import plug_in_digests
 from runner.cli.job_builder import compose_job
 from runner.run_dir.manifest import check_compatible
 from runner.spec.job import JobSpec
+from runner.spec.saved_spec import KEY, SCHEMA
 from tests.reward.test_trial import SMALL
 
 
@@ -37,7 +38,7 @@ def test_a_resumed_run_names_a_plug_in_that_changed(
 ) -> None:
     before = plug_in_digests(job)
     assert list(before) == ["plug-in mine"] and plug_in_digests(job) == before
-    same = {"data": "d", "model": {}}
+    same = {KEY: SCHEMA, "data": "d", "model": {}}
     check_compatible(same | before, same | before)
     assert caplog.text == ""
     (tmp_path / "mine/deep/more.py").write_text("VALUE = 2")
