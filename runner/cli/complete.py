@@ -19,10 +19,11 @@ from hydra.plugins.completion_plugin import CompletionPlugin, DefaultCompletionP
 from omegaconf.errors import OmegaConfBaseException
 
 from runner.algorithm.loss_registry import plug_ins
-from runner.cli.args import ACTIONS, TOPICS, VERBS, UsageError, all_verbs, flags_of, is_override
+from runner.cli.args import UsageError, all_verbs, flags_of, is_override
 from runner.cli.conf import BESIDE
 from runner.cli.config_sources import GROUP, SUFFIXES, hydra_session
 from runner.cli.hydra_compose import group_options
+from runner.cli.verbs import ACTIONS, TOPICS, VERBS
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.spec.schema import CALLBACKS, EVALUATION, MODEL, groups_of, model_schema, second_model_keys, sections

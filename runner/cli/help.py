@@ -15,11 +15,12 @@ from pathlib import Path
 
 from hydra.plugins.config_source import ConfigSource
 
-from runner.cli.args import EXAMPLES, TOPICS, VERBS, UsageError, all_verbs, parser_of, verb_hint
+from runner.cli.args import UsageError, all_verbs, parser_of, verb_hint
 from runner.cli.conf import BESIDE, choices, scalar
 from runner.cli.config_sources import GROUP, file_of, hydra_session, label, sources_with
 from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import Composer
+from runner.cli.verbs import EXAMPLES, TOPICS, VERBS
 from runner.core.errors import SpecError
 from runner.spec import suggest
 from runner.spec.migrate import table

@@ -35,6 +35,7 @@ HANDLERS = {
     "eval": "runner.cli.evaluate:run",
     "export": "runner.cli.job:export",
     "new": "runner.cli.new:create",
+    "migrate": "runner.cli.migrate_file:run",
     "doctor": "runner.cli.doctor:show",
     "plan": "runner.cli.plan:show",
     "bench": "runner.cli.bench:run",

@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from runner.cli.args import VERBS, UsageError, is_override, near_flag, parser_of, plugin_verbs
+from runner.cli.args import UsageError, is_override, near_flag, parser_of, plugin_verbs
 from runner.cli.config_sources import GROUP, is_file_name
 from runner.cli.job_builder import compose_job
+from runner.cli.verbs import VERBS
 from runner.core.errors import SpecError
 from runner.spec import migrate, suggest
 from runner.spec.registry import default_registry

@@ -12,12 +12,13 @@ from typing import Any
 import yaml
 
 from runner.checkpoint.config import direction
-from runner.cli.args import ACTIONS, UsageError, is_override
+from runner.cli.args import UsageError, is_override
 from runner.cli.expand_sweep import Expansion, SweepMember, expand
 from runner.cli.hydra_compose import SWEEP
 from runner.cli.job_builder import SPEC, compose_job, re_decode, spec_file
 from runner.cli.overrides import TRUST, read_overrides
 from runner.cli.sweep_axes import decode_sweep_options, metric_directions
+from runner.cli.verbs import ACTIONS
 from runner.core.errors import Problem, SpecError
 from runner.launch.preflight import mask_secrets
 from runner.run_dir.manifest import redact

