@@ -9,13 +9,17 @@ import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runner import __version__
 from runner.cli.args import UsageError
 from runner.core.errors import EnvironmentProblem, RunnerError
+from runner.run_dir.manifest import code_state
 from runner.spec.registry import default_registry
 from runner.spec.suggest import unknown_name
 from runner.tools.doctor import report
+from runner.tools.doctor.cann import find_cann
 from runner.tools.doctor.run_checks import checked_devices, run_checks
 from runner.tools.doctor.system_info import SystemInfo, current_system, device_config, trial_simulator
 from runner.tracker.text import print_text
@@ -24,11 +28,26 @@ if TYPE_CHECKING:  # whose import is that of Hydra
     from runner.cli.job_builder import ComposedJob
     from runner.spec.job import JobSpec
 
+VERSIONS = ("torch", "torch-npu", "transformers", "peft", "vllm", "vllm-ascend")  # those that are installed
 OWN = ("auto", "cpu", "cuda", "npu")  # devices that the doctor itself has checks of
 ALONE = ("device", "sampler", "launch")  # what can be checked without a job
 OWN_PARTS = ("vllm", "ray", "slurm")  # samplers and launchers that it has checks of
 PLACES = (*ALONE, "parallelism")  # the groups that say where a job runs
 REHEARSAL = "rehearse"
+
+
+def show_version(args: Namespace) -> int:
+    """`run --version`: this project's version and commit, then those of Python and the libraries; returns 0."""
+    machine = current_system("auto")
+    code = code_state(Path(__file__).resolve().parents[2], below="runner")
+    changed = ", changed" if code.get("dirty") else ""
+    print_text(f"run {__version__}" + (f" (commit {code['commit'][:12]}{changed})" if code.get("commit") else ""))
+    versions = {"Python": ".".join(map(str, machine.python))}
+    versions |= {name: machine.packages[name].version for name in VERSIONS if name in machine.packages}
+    cann = find_cann(machine)
+    versions["CANN"] = "not installed" if cann is None else cann.version or f"unknown version in {cann.home}"
+    print_text(", ".join(f"{name} {version}" for name, version in versions.items()))
+    return 0
 
 
 def show(args: Namespace) -> int:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from runner import __version__
 from runner.cli.args import UsageError, parse, plugin_verb
 from runner.core.errors import EnvironmentProblem, Interrupted, RunnerError
 from runner.core.fsync_io import full_disk_error
@@ -47,6 +46,7 @@ HANDLERS = {
     "explain": "runner.cli.explain:show",
     "schema": "runner.cli.help:schema",
     "help": "runner.cli.help:show",
+    "version": "runner.cli.doctor:show_version",
     "complete": "runner.cli.complete:answer",
     "foreign": "runner.cli.other_frameworks:refuse",
 }
@@ -139,10 +139,7 @@ def _parse(words: list[str]) -> Namespace:
 
 
 def _dispatch(args: Namespace) -> int:
-    if args.version:
-        print_text(f"run {__version__}")
-        return 0
-    chosen = "help" if args.help else "complete" if args.shell_completion else args.verb
+    chosen = "version" if args.version else "help" if args.help else "complete" if args.shell_completion else args.verb
     module, _, name = HANDLERS[chosen].partition(":")
     with survive_early_save() if chosen in ("run", "resume") else nullcontext():
         code: int = getattr(import_frozen(module), name)(args)

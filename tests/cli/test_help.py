@@ -31,7 +31,7 @@ def test_help_fits_one_screen_and_names_every_verb(workdir: Path, capsys: pytest
     for topic in TOPICS:
         assert f"run help {topic}" in out
     assert out == printed(["help"], capsys) == printed(["help", "--help"], capsys)
-    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete", "foreign"}
+    assert set(VERBS) == set(EXAMPLES) == set(RESOURCE_NAMES) == set(HANDLERS) - {"complete", "foreign", "version"}
 
 
 def test_the_examples_of_the_verbs_are_command_lines() -> None:

@@ -8,11 +8,13 @@ import getpass
 import io
 import json
 import os
+import platform
 import pwd
 import subprocess
 import sys
 import tempfile
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -87,7 +89,10 @@ def test_python_m_runner_is_the_command(workdir: Path) -> None:
     result = subprocess.run(
         command, cwd=workdir, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
     )
-    assert result.stdout == f"run {runner.__version__}\n"
+    first, second = result.stdout.splitlines()
+    assert first.startswith(f"run {runner.__version__}") and "," not in first.partition("commit")[0]
+    assert f"torch {version('torch')}" in second and f"transformers {version('transformers')}" in second
+    assert second.startswith(f"Python {platform.python_version()}") and "CANN" in second
 
 
 def test_the_three_mistakes(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
