@@ -303,6 +303,12 @@ def test_the_wheel_carries_conf_and_recipes(tmp_path: Path) -> None:
     assert not [n for n in names if n.startswith(("tests/", "conf/", "recipes/", "simulators/")) or "npu_sim" in n]
 
 
+def test_the_images_are_as_hadolint_wants_them() -> None:
+    files = sorted(map(str, (ROOT / "docker").glob("*.Dockerfile")))
+    found = subprocess.run([Path(sys.executable).with_name("hadolint"), *files], capture_output=True, text=True)
+    assert (len(files), found.stdout) == (2, "")
+
+
 GROUPS = {path.parent.name for path in (ROOT / "runner").glob("*/config.py")}
 # What still asks another component's config by type or name, and what names devices, each for a reason.
 ASKED_BY_NAME = {

@@ -37,7 +37,7 @@ REHEARSAL = "rehearse"
 
 
 def show_version(args: Namespace) -> int:
-    """`run --version`: this project's version and commit, then those of Python and the libraries; returns 0."""
+    """`run --version`: version and commit of this project, then the versions of libraries; returns 0."""
     machine = current_system("auto")
     code = code_state(Path(__file__).resolve().parents[2], below="runner")
     changed = ", changed" if code.get("dirty") else ""

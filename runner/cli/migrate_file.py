@@ -1,4 +1,4 @@
-"""`run migrate`: writes this version's option names into YAML files of users, and leaves all other text as it is.
+"""`run migrate`: writes the option names of this version into YAML files, and leaves all other text.
 
 text ─▶ its entries, with their places ─▶ migrate.yaml (page `ours`) ─▶ edits ─▶ text
 """
@@ -27,7 +27,10 @@ from runner.tracker.text import print_text
 
 @dataclass(frozen=True, slots=True)
 class OldOption:
-    """An entry with an old name. successors: our options and their values, None where a person has to decide."""
+    """An entry with an old name.
+
+    successors: our options and their values; None where a person has to decide.
+    """
 
     group: str
     key: yaml.Node
@@ -42,7 +45,7 @@ class OldOption:
         return f"{self.group}.{self.key.value}"
 
     @property
-    def renamed(self) -> str:
+    def new_name(self) -> str:
         """The option's new name, where that is all that changes in its section; else empty."""
         successors = self.successors or {}
         group, _, option = next(iter(successors), "").partition(".")
@@ -87,11 +90,11 @@ def migrated_text(text: str, name: str = "") -> tuple[str, list[Problem]]:
     edits, added, undecided = list[tuple[int, int, str]](), dict[str, list[str]](), list[Problem]()
     for one in _old_options(root, content):
         start, end = one.key.start_mark.index, _end(text, one.value)
-        if one.successors is None or (one.in_braces and not one.renamed):
+        if one.successors is None or (one.in_braces and not one.new_name):
             said = migrate.answer(one.name, one.old, Job({}, {}, {}), {}) or "write it without braces"
             undecided.append(Problem(one.name, said, f"{name}:{one.key.start_mark.line + 1}"))
-        elif one.renamed:
-            edits.append((start, one.key.end_mark.index, one.renamed))
+        elif one.new_name:
+            edits.append((start, one.key.end_mark.index, one.new_name))
             (new,) = one.successors.values()
             edits += [] if new == one.old else [(one.value.start_mark.index, end, migrate.format_value(new))]
         else:
