@@ -110,7 +110,7 @@ def migrated_text(text: str, name: str = "") -> tuple[str, list[Problem]]:
     return text, undecided
 
 
-def _old_options(root: yaml.MappingNode, content: Mapping[str, Any]) -> Iterator[OldOption]:
+def _old_options(root: yaml.MappingNode, content: Mapping[Any, Any]) -> Iterator[OldOption]:
     """The options below a group that no component of the group has, and that have a successor."""
     for group_key, section in root.value:
         values = content.get(group_key.value)
