@@ -22,6 +22,7 @@ from runner.tools.report.run_facts import Series, read_run
 from runner.tracker.text import align_columns, count_noun, escape_for_terminal, format_duration, format_number
 
 LONGEST_LIST = 8  # values of an axis that are shown
+MOST_IN_LEGEND = 24  # jobs; more are named by the table, and on hover
 
 
 def plan_lines(folder: SweepFolder, plan: Plan, options: SweepConfig, slots: str, parallel: int) -> list[str]:
@@ -146,7 +147,13 @@ def winner_lines(results: Results) -> Iterator[str]:
 
 
 def no_winner_reason(results: Results) -> str:
-    """Why there is no best job."""
+    """Why there is no best job; empty where there is one, or a Pareto front."""
+    if results.equal_jobs:
+        values = zip(metrics(results), results.pareto_front[0].values or (), strict=True)
+        shown = ", ".join(f"{metric} {format_number(value)}" for metric, value in values)
+        return f"no difference: all {results.equal_jobs} finished jobs have {shown}"
+    if results.pareto_front:
+        return ""
     if not any(row.state.state == "done" for row in results.results):
         return "none: no job has finished"
     wanted = " and ".join(metrics(results)) if results.rankings else "usual metric"
@@ -155,8 +162,8 @@ def no_winner_reason(results: Results) -> str:
 
 def _winners(results: Results) -> Iterator[str]:
     front = results.pareto_front
-    if not front:
-        yield f"best     {no_winner_reason(results)}"
+    if reason := no_winner_reason(results):
+        yield f"best     {reason}"
         return
     if len(results.rankings) > 1:
         count = f"{count_noun(len(front), 'job')} of {len(results.results)}"
@@ -196,6 +203,8 @@ def write_page(results: Results) -> None:
     _winner_section(page, results)
     _axes_section(page, results)
     page.head("Curves")
+    if len(results.results) <= MOST_IN_LEGEND:
+        page.legend([_curve(row, hue, Series(())) for row, hue in _with_hues(results)])
     page.charts(_curves(results), results.rankings[0].metric if results.rankings else None)
     _jobs_section(page, results)
     _means_section(page, results)
@@ -207,8 +216,8 @@ def write_page(results: Results) -> None:
 
 def _winner_section(page: Page, results: Results) -> None:
     front = results.pareto_front
-    if not front:
-        page.card([f"Best: {no_winner_reason(results)}"])
+    if reason := no_winner_reason(results):
+        page.card([f"Best: {reason}"])
         return
     if len(results.rankings) > 1:
         counts = f"{len(front)} of {len(results.results)} jobs are on the Pareto front: no other is as good in all and"
@@ -254,7 +263,7 @@ def _points(results: Results) -> list[Point]:
     """A point for each job that measured the first two metrics; those of the Pareto front are marked."""
     front = {row.job.index for row in results.pareto_front}
     found = []
-    for row, hue in zip(results.results, hues(len(results.results)), strict=True):
+    for row, hue in _with_hues(results):
         first, second = row.scores[:2]
         if row.values is not None and first is not None and second is not None:
             name, index = f"job {row.job.index}  {row.job.label}", row.job.index
@@ -264,18 +273,24 @@ def _points(results: Results) -> list[Point]:
 
 def _curves(results: Results) -> dict[str, list[Curve]]:
     found: dict[str, list[Curve]] = {}
-    colors = hues(len(results.results))
-    for row, hue in zip(results.results, colors, strict=True):
+    for row, hue in _with_hues(results):
         for metric in without_bounds(row.series):
-            curve = Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, row.series[metric])
-            found.setdefault(metric, []).append(curve)
+            found.setdefault(metric, []).append(_curve(row, hue, row.series[metric]))
     return found
+
+
+def _with_hues(results: Results) -> Iterator[tuple[Result, int]]:
+    return zip(results.results, hues(len(results.results)), strict=True)
+
+
+def _curve(row: Result, hue: int, series: Series) -> Curve:
+    return Curve(f"job {row.job.index}  {row.job.label}", str(row.job.index), hue, series)
 
 
 def _jobs_section(page: Page, results: Results) -> None:
     page.head("Jobs")
     rows = []
-    for row, hue in zip(results.results, hues(len(results.results)), strict=True):
+    for row, hue in _with_hues(results):
         cells = [*_cells(results, row), ",".join(row.state.devices)]
         rows.append(TableRow(cells, str(row.job.index), row.state.state, hue))
     page.table(_table_head(results), rows)

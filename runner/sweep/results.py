@@ -73,9 +73,18 @@ class Results:
 
     @property
     def best(self) -> Result | None:
-        """The best job, the first of equals; None with several rankings, or if no finished job has a value."""
+        """The best job, the first of equals.
+
+        None with several rankings, if no finished job has a value, or if all of several have the same.
+        """
         front = self.pareto_front
-        return front[0] if len(self.rankings) == 1 and front else None
+        return front[0] if len(self.rankings) == 1 and front and not self.equal_jobs else None
+
+    @property
+    def equal_jobs(self) -> int:
+        """The number of finished jobs with values, if they are several and all values are equal; else 0."""
+        found = [row.values for row in self.results if row.state.state == "done" and row.values is not None]
+        return len(found) if len(found) > 1 and len(set(found)) == 1 else 0
 
     @property
     def pareto_front(self) -> list[Result]:

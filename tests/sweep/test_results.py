@@ -118,6 +118,9 @@ def test_a_tie_is_said(tmp_path: Path) -> None:
         sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): [0.4], ("3", "1"): [0.5]})
     )
     assert "best     job 0  lr=1 seed=1  eval/accuracy 0.5 at step 1 (equal to 2 other jobs; this is the first)" in said
+    same = sweep(tmp_path, {("1", "1"): [0.5], ("1", "2"): [0.5], ("2", "1"): []})
+    assert "best     no difference: all 2 finished jobs have eval/accuracy 0.5" in reports.ending_lines(same)
+    assert same.best is None
     said = reports.ending_lines(sweep(tmp_path, CURVES))
     assert "best     job 2  lr=2 seed=1  eval/accuracy 0.7 at step 2" in said
 

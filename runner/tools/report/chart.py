@@ -12,6 +12,7 @@ import html
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from runner.spec.evaluation import HIGH, LOW, without_bounds
 from runner.tools.report.run_facts import Series
@@ -212,11 +213,18 @@ def scatter_svg(points: Sequence[Point], x: str, y: str) -> str:
         return "<p>no values yet</p>"
     right = [point.x for point in points]
     up = [point.y + sign * point.half_width for point in points for sign in (-1, 1)]
-    is_log = min(right) > 0 and max(right) / min(right) > LOG_SPAN
+    is_log = min(right) > 0 and (max(right) / min(right) > LOG_SPAN or _are_ratios_more_even(right))
     across = (log_axis_of if is_log else axis_of)(min(right), max(right))
     upward = axis_of(min(up), max(up))
     dots = [_dot(point, across, upward) for point in points]
     return _drawing(f"{y} against {x}, {len(points)} points", across, upward, f"{x}, logarithmic" * is_log or x, dots)
+
+
+def _are_ratios_more_even(values: Sequence[float]) -> bool:
+    """Whether positive values are spaced by a factor (1e-4, 2e-4, 4e-4) rather than by a difference."""
+    steps = list(pairwise(sorted(set(values))))
+    ratios, differences = [high / low for low, high in steps], [high - low for low, high in steps]
+    return len(steps) > 1 and max(ratios) / min(ratios) < max(differences) / min(differences)
 
 
 def _dot(point: Point, across: Axis, up: Axis) -> str:

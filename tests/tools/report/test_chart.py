@@ -18,9 +18,11 @@ from runner.tools.report.chart import (
     TOP,
     WIDTH,
     Curve,
+    Point,
     axis_of,
     hues,
     log_axis_of,
+    scatter_svg,
     svg,
 )
 from runner.tools.report.run_facts import Series
@@ -86,3 +88,12 @@ def test_hues_are_distinct(count: int) -> None:
 def test_a_single_value_is_a_dot_and_none_says_so() -> None:
     assert len(list(ET.fromstring(svg([curve([(3, 1.0)])], "x")).iter("circle"))) == 1
     assert svg([], "x") == "<p>no values yet</p>"
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [([1e-4, 2e-4, 4e-4], True), ([1, 3, 10], True), ([8, 16, 24], False), ([1, 2], False), ([1, 100], True)],
+)
+def test_values_that_are_spaced_by_a_factor_get_a_logarithmic_axis(values: list[float], is_log: bool) -> None:
+    points = [Point(str(x), "", 0, x, x, True) for x in values]
+    assert ("x, logarithmic" in scatter_svg(points, "x", "y")) is is_log
