@@ -40,7 +40,7 @@ TORCH_TESTS := tests/adapter tests/device tests/model tests/optimizer tests/para
   tests/checkpoint/test_reader.py tests/checkpoint/test_sections.py tests/launch/test_export.py tests/launch/test_ranks.py \
   simulators/npu/tests/test_npu_schemas.py --ignore tests/parallelism/test_deepspeed_zero.py --ignore tests/parallelism/test_zero_config.py
 
-.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-transformers4 test-tinker test-torch test-cuda wheels-cuda soak check format generate release bench clean
+.PHONY: help run test test-times test-ci test-all test-deepspeed test-vllm test-eval test-transformers4 test-tinker test-torch test-cuda wheels-cuda soak check format generate docs release bench clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -120,6 +120,9 @@ generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, d
 	$(BIN)/python docs/make_migrate.py
 	$(BIN)/python docs/make_versions.py
 
+docs: $(VENV)/.installed-dev  ## the site of docs/ in site/; a link that leads nowhere is an error
+	$(BIN)/zensical build --strict
+
 release: $(VENV)/.installed-dev  ## build wheel and sdist in dist/, and use the wheel in a fresh environment without a network
 	$(BIN)/python tests/release.py --pip '$(PIP_ARGS)'
 
@@ -127,7 +130,7 @@ bench: $(VENV)/.installed-dev  ## the benchmark, side by side with other loops
 	$(BIN)/python benchmarks/sft.py $(ARGS)
 
 clean:  ## remove what make and the tools made; outputs/ stays
-	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) $(TRANSFORMERS4_VENV) $(TINKER_VENV) .venv-torch-* dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(EVAL_VENV) $(TRANSFORMERS4_VENV) $(TINKER_VENV) .venv-torch-* dist build site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find runner tests simulators benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -92,7 +92,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
 def row(one: VersionSet) -> list[str]:
     """One set; a dash where nothing is named."""
     cells = [one.torch, one.torch_npu, one.cann, one.vllm, one.vllm_ascend, one.triton_ascend, one.transformers]
-    constraints = f"[file](../constraints/{path(one).name})" if one.usable else "–"
+    constraints = f"`constraints/{path(one).name}`" if one.usable else "–"
     return [one.name, one.about, *(cell or "–" for cell in cells), constraints]
 
 
