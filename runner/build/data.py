@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from runner.build.result_check import build_component
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.core.package import cache_folder
 from runner.data.config import DataConfig
+from runner.data.formats import VARIABLE_COLUMNS
 from runner.interfaces import Data, EnvironmentFactory, ExtendConversation, RankCollectives
 from runner.interfaces.media import images_of
 from runner.model.batch_layout import max_row_length
@@ -46,6 +47,10 @@ def build_data(
         kind=kind,
         length_limit=_item_length_limit(spec, tokenizer, kind),
     )
+    own = sorted({*VARIABLE_COLUMNS} & {*data.columns})
+    if own and data.prompt_style == "chat" and spec.environment.most_turns() > 1:
+        text = f"column {own[0]}: rows with variables of their own for the chat template have one turn, but"
+        raise DataError(f"{text} environment={spec.environment.name} continues them\n  set chat.kwargs for all rows")
     return data
 
 

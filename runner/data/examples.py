@@ -164,7 +164,8 @@ class TextExample:
 class ChatExample:
     """A conversation; the first `context` messages are context, whatever their role, and never trained on.
 
-    is_question: the last message is what a right answer says, and need not be written as a model would write it
+    is_question: the last message is what a right answer says, and need not be written as a model would write it;
+    variables: of the chat template, the row's own
     """
 
     place: SourceLocation
@@ -172,6 +173,7 @@ class ChatExample:
     context: int = 0
     tools: Tools = ()
     is_question: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class PromptExample:
     prompt: str | tuple[Message, ...]
     tools: Tools = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

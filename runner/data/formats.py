@@ -203,7 +203,8 @@ class FormatCheck:
     def _select_columns(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
         if self.reading not in ("prompts", "questions"):
-            used = {*form.columns, *(["tools"] if form.chat else []), *OPTIONAL.get(self.reading, ())}
+            of_chat = ("tools", *VARIABLE_COLUMNS) if form.chat else ()
+            used = {*form.columns, *of_chat, *OPTIONAL.get(self.reading, ())}
             self.ignored |= row.value.keys() - used
             return row
         known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
@@ -228,7 +229,35 @@ class FormatCheck:
                 raise RowError(f"column {name}: expected {wanted}{like}, found {json_type_name(value)}")
             if form.chat:
                 self.unread |= {f"{name}[].{key}" for key in unused_keys(value)}
-        return FORMATS[self.reading][form.columns](row, form.chat)
+        example = FORMATS[self.reading][form.columns](row, form.chat)
+        if not form.chat or not (variables := template_variables(row.value)):
+            return example
+        self.unread |= {f"{VARIABLES}{name}" for name in variables}
+        return _with_variables(example, variables)
+
+
+VARIABLES = "variable of the chat template: "  # before the name of one in `FormatCheck.unread`
+# Columns with variables of the chat template: TRL's, an object; verl's, one of them
+VARIABLE_COLUMNS = ("chat_template_kwargs", "enable_thinking")
+
+
+def template_variables(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template that a row has, as chat.kwargs has them. Raises RowError."""
+    found = value.get("chat_template_kwargs", {})
+    if not isinstance(found, dict):
+        raise RowError(f"column chat_template_kwargs: expected an object, found {json_type_name(found)}")
+    of_column = {name: value[name] for name in VARIABLE_COLUMNS[1:] if name in value}
+    for name, one in (*found.items(), *of_column.items()):
+        if not isinstance(one, bool | int | float | str) or of_column.get(name, one) != one:
+            raise RowError(f"chat_template_kwargs.{name}: expected one text, number, true or false, found {one!r:.60}")
+    return {**found, **of_column}
+
+
+def _with_variables(example: Example, variables: Mapping[str, Any]) -> Example:
+    if isinstance(example, AnswersExample):
+        answers: Any = tuple(replace(answer, variables=variables) for answer in example.answers)  # type: ignore[call-arg]
+        return replace(example, answers=answers)
+    return replace(example, variables=variables)  # type: ignore[call-arg]  # of a conversation
 
 
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
