@@ -158,14 +158,14 @@ class TextExample:
     place: SourceLocation
     prompt: str | None
     completion: str
+    segments: tuple[tuple[str, bool], ...] = ()  # instead of both: (text, is trained on), to which no token is added
 
 
 @dataclass(frozen=True, slots=True)
 class ChatExample:
     """A conversation; the first `context` messages are context, whatever their role, and never trained on.
 
-    is_question: the last message is what a right answer says, and need not be written as a model would write it;
-    variables: of the chat template, the row's own
+    is_question: the last message is what a right answer says, and need not be written as a model would write it
     """
 
     place: SourceLocation
@@ -173,7 +173,7 @@ class ChatExample:
     context: int = 0
     tools: Tools = ()
     is_question: bool = False
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, the row's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ class PromptExample:
     prompt: str | tuple[Message, ...]
     tools: Tools = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
-    variables: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, the row's own
 
 
 @dataclass(frozen=True, slots=True)

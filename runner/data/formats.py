@@ -2,7 +2,7 @@
 
 Files are checked before anything heavy is loaded: no torch, no tokenizer.
 
-    sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
+    sft        messages  |  prompt + completion  |  segments  |  text             pairs      prompt + chosen + rejected
     judged     prompt + completion + label                                                   chosen + rejected
     prompts    prompt, and any columns for rewards                                questions  prompt + answer
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.core.columns import column_value, json_type_name, nested_names
-from runner.data.conversions import VERL, Conversion, find_conversion
+from runner.data.conversions import VERL, Conversion, find_conversion, segments_example
 from runner.data.examples import (
     AnswersExample,
     Example,
@@ -86,14 +86,19 @@ Parse = Callable[[Row, bool], Example]
 # In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
 # Rows of other projects' formats become the first one.
 FORMATS: dict[Reading, dict[Columns, Parse]] = {
-    "sft": {("messages",): chat_example, ("prompt", "completion"): completion_example, ("text",): text_example},
+    "sft": {
+        ("messages",): chat_example,
+        ("prompt", "completion"): completion_example,
+        ("segments",): segments_example,
+        ("text",): text_example,
+    },
     "pairs": {("prompt", "chosen", "rejected"): pair_example, ("chosen", "rejected"): implicit_pair_example},
     "judged": {("prompt", "completion", "label"): labeled_example},
     "prompts": {("prompt",): prompt_example},
     "questions": {("prompt", "answer"): question_example},
 }
 NEEDS: dict[Reading, str] = {
-    "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
+    "sft": "expected the columns `messages`, or `prompt` and `completion`, or `segments`, or `text`",
     "pairs": (
         "this algorithm trains on preference pairs: expected the columns `prompt`, `chosen` and `rejected` (or "
         "`chosen` and `rejected` with a common start)"
@@ -110,7 +115,7 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "judged": "with a label, these are labeled completions (algorithm=kto)",
     "sft": "these are completions for algorithm=sft",
 }
-OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
+OTHER_TYPES = ("label", "answer", "segments")  # columns that are neither text nor messages
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
@@ -128,7 +133,7 @@ class Format:
 
     def __str__(self) -> str:
         name = "+".join(self.columns)
-        name = name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        name = name if name in ("messages", "segments", "text") else f"{name} ({'messages' if self.chat else 'text'})"
         return f"{self.conversion.name} → {name}" if self.conversion else name
 
 
@@ -284,7 +289,7 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
                 continue
             is_chat = is_messages(value[columns[0]]) or any(name in value for name in IMAGE_COLUMNS)
-            return Format(columns, columns == ("messages",) or (columns != ("text",) and is_chat))
+            return Format(columns, columns == ("messages",) or (columns[0] not in ("text", "segments") and is_chat))
     return None
 
 
@@ -294,6 +299,10 @@ def _columns(value: Mapping[str, Any]) -> str:
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     """What the row may be, and what to type."""
+    if "input_ids" in value:
+        return (
+            "; rows of token ids (input_ids) are not read, as they fit one tokenizer alone: use their text or messages"
+        )
     renamed = {
         next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
     }

@@ -229,6 +229,8 @@ class ExampleTokenizer:
             self._text_notes.add("texts contain special tokens; they are encoded as special tokens")
 
     def _plain(self, example: TextExample) -> list[Segment]:
+        if example.segments:
+            return [Segment(text, label) for text, label in example.segments]
         self._note_special_tokens(f"{example.prompt or ''}\n{example.completion}")
         if example.prompt is None:
             if self.train_on == "last":
@@ -263,7 +265,8 @@ class ExampleTokenizer:
         parts: Sequence[list[int]],
     ) -> EncodedExample:
         ids, loss_mask, answer = list[int](), list[int](), (0, 0)
-        if isinstance(example, TextExample) or (isinstance(example, PromptExample) and isinstance(example.prompt, str)):
+        is_plain = isinstance(example, TextExample) and not example.segments
+        if is_plain or (isinstance(example, PromptExample) and isinstance(example.prompt, str)):
             ids = list(self._start(parts[0]))
             loss_mask = [int(segments[0].is_trained)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
@@ -271,7 +274,7 @@ class ExampleTokenizer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
             ids += self._control.with_images(segment, part)
             loss_mask += [int(segment.is_trained)] * len(part)
-        if isinstance(example, TextExample):
+        if is_plain:
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif answer[1] and any(loss_mask):
             self._note_end(ids[answer[0] : answer[1]])
