@@ -147,8 +147,8 @@ def poison(model: Any) -> Any:
     [
         (lambda model: None, "expected the model with its adapter.* got NoneType"),
         (lambda model: model.module, "expected the model with its adapter"),
-        (lambda model: model.module.requires_grad_(False) and model, "no parameter .* is trainable"),
-        (poison, "has numbers that are not finite"),
+        (lambda model: model.module.requires_grad_(False) and model, "nothing is trainable"),
+        (poison, "parameters are not finite"),
     ],
 )
 def test_an_adapter_is_a_model_that_can_be_trained(do: Callable[..., Any], fault: str, way: Way) -> None:
@@ -166,9 +166,9 @@ def test_an_adapter_is_a_model_that_can_be_trained(do: Callable[..., Any], fault
     ("do", "fault", "name"),
     [
         (lambda ps: ps, "expected a torch optimizer, got list", "optimizer"),
-        (lambda ps: torch.optim.SGD(ps[:1], lr=1.0), "expected each of 2 parameters in one group, got 1", "optimizer"),
-        (lambda ps: Sgd(ps, lr=1.0), "after its first step a has numbers that are not finite", "Sgd.step"),
-        (lambda ps: Double(ps, lr=1.0), "its first step made a from .*float32.* to .*float64", "Double.step"),
+        (lambda ps: torch.optim.SGD(ps[:1], lr=1.0), "each of 2 parameters is in one group.* got 1", "optimizer"),
+        (lambda ps: Sgd(ps, lr=1.0), "its first step made parameters that are not finite", "Sgd.step"),
+        (lambda ps: Double(ps, lr=1.0), "its first step changed the shape or data type", "Double.step"),
     ],
 )
 def test_an_optimizer_has_each_parameter_and_keeps_it_finite(
@@ -194,7 +194,7 @@ def test_an_optimizer_has_each_parameter_and_keeps_it_finite(
     ("do", "fault"),
     [
         (lambda: None, r"expected EnvironmentFactory\(make, max_turns\), got None"),
-        (lambda: EnvironmentFactory(Talker, 4), r"max_turns is 4, and most_turns\(\) of the config is 3"),
+        (lambda: EnvironmentFactory(Talker, 4), r"most_turns\(\) is 3, and the factory has max_turns=4"),
     ],
 )
 def test_an_environment_factory_has_the_turns_of_its_config(do: Callable[..., Any], fault: str, way: Way) -> None:
@@ -211,7 +211,7 @@ def test_an_environment_says_an_observation_or_nothing(said: Any, way: Way, monk
         way(lambda answer, fine=fine: fine)
         assert made.start_episode(Prompt((1,), "")).step("a") == fine
     way(lambda answer: said)
-    with pytest.raises(SpecError, match=r"test_result_check\.py:\d+, Talker\.step\): expected Observation"):
+    with pytest.raises(SpecError, match=r"test_result_check\.py:\d+, Talker\.step\): step\(\) returns Observation"):
         made.start_episode(Prompt((1,), "")).step("a")
 
 
@@ -220,12 +220,15 @@ def test_an_environment_says_an_observation_or_nothing(said: Any, way: Way, monk
     [
         (lambda found: found[:1], "expected a Rollout for each of 2 requests"),
         (lambda found: [one.ids for one in found], "expected a Rollout"),
-        (lambda found: [replace(one, ids=(10**6,) * len(one.ids)) for one in found], "the id 1000000 is not one of"),
-        (lambda found: [replace(one, ids=torch.tensor(one.ids)) for one in found], "expected a tuple of int"),
-        (lambda found: [replace(one, ids=one.ids * 9) for one in found], "expected 1 to 3 of them"),
-        (lambda found: [replace(one, logprobs=one.logprobs[1:]) for one in found], "logprobs: expected . finite"),
-        (lambda found: [replace(one, raw_logprobs=(float("nan"),) * len(one.ids)) for one in found], "raw_logprobs"),
-        (lambda found: [replace(one, finish="eos") for one in found], "finish: expected stop or length"),
+        (lambda found: [replace(one, ids=(10**6,) * len(one.ids)) for one in found], "expected 1 to 3 ids from 0 to"),
+        (lambda found: [replace(one, ids=torch.tensor(one.ids)) for one in found], "ids from 0 to"),
+        (lambda found: [replace(one, ids=one.ids * 9) for one in found], "expected 1 to 3 ids"),
+        (lambda found: [replace(one, logprobs=one.logprobs[1:]) for one in found], "expected finite logprobs"),
+        (
+            lambda found: [replace(one, raw_logprobs=(float("nan"),) * len(one.ids)) for one in found],
+            "expected finite logprobs and raw_logprobs",
+        ),
+        (lambda found: [replace(one, finish="eos") for one in found], "expected finish stop or length"),
     ],
 )
 def test_a_sampler_gives_an_answer_of_the_vocabulary_to_each_request(
@@ -254,12 +257,15 @@ def with_items(change: Callable[[Any], Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize(
     ("do", "fault"),
     [
-        (lambda made: [], "expected data whose fingerprint"),
-        (with_items(lambda item: item.ids), "expected 8 items of type TokenizedExample"),
-        (with_items(lambda item: replace(item, ids=(-1, *item.ids[1:]))), "item 0: ids: the id -1 is not one of"),
-        (with_items(lambda item: replace(item, ids=[0.5])), "expected a tuple of int"),
-        (with_items(lambda item: replace(item, weights=item.weights[1:])), "weights: expected .* finite numbers"),
-        (with_items(lambda item: replace(item, weights=(float("nan"),) * len(item.ids))), "weights: expected"),
+        (lambda made: [], "fingerprint of the data: expected str"),
+        (with_items(lambda item: item.ids), "expected 8 items TokenizedExample"),
+        (with_items(lambda item: replace(item, ids=(-1, *item.ids[1:]))), "expected ids from 0 to"),
+        (with_items(lambda item: replace(item, ids=[0.5])), "ids from 0 to"),
+        (with_items(lambda item: replace(item, weights=item.weights[1:])), "one finite weight"),
+        (
+            with_items(lambda item: replace(item, weights=(float("nan"),) * len(item.ids))),
+            "one finite weight",
+        ),
     ],
 )
 def test_data_give_items_of_the_vocabulary(do: Callable[..., Any], fault: str, way: Way) -> None:
