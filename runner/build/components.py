@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from runner.algorithm.base import FrozenModelSpec
+from runner.build.result_check import build_component
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError, UnsupportedModelError
@@ -138,11 +139,10 @@ def _model_factory(
     spec: JobSpec, tokenizer: Any, decide: Decisions, head: Head, world: ParallelContext | None, trains: bool = True
 ) -> Callable[[torch.device, InstallFusedOps | None], Any]:
     """A function that builds the model with its adapter on a device; raises SpecError without this head."""
-    registry = default_registry()
 
     def make(where: torch.device, fit: InstallFusedOps | None) -> Any:
         try:
-            model = registry.factory(spec.model)(
+            model = default_registry().factory(spec.model)(
                 spec.model,
                 tokenizer=tokenizer,
                 device=where,
@@ -159,7 +159,7 @@ def _model_factory(
             raise SpecError([Problem(*spec.algorithm.suggest_instead(head, str(error)))]) from error
         if head != "scalar" and tokenizer.chat_template:
             _stop_at_turn_ends(model.inner, tokenizer, spec.chat, decide)
-        return registry.factory(spec.adapter)(spec.adapter, model, decide=decide)
+        return build_component(spec.adapter, model, decide=decide)
 
     return make
 
@@ -224,13 +224,12 @@ def build_learner(
     spec: JobSpec, role: str, model: TrainableModel, device: Device, world: ParallelContext, decide: Decisions
 ) -> LocalLearner:
     """The learner over the model's trainable parameters."""
-    registry = default_registry()
     if spec.schedule.warmup_steps >= spec.steps:
         reason = f"schedule.warmup_steps={spec.schedule.warmup_steps} and steps={spec.steps}"
         decide("schedule", spec.schedule.name, "warm-up only", reason)
     _configure_dropout(spec, model, world.replica_peers, decide)
     config = _with_learning_rate(spec, decide)
-    optimizer = registry.factory(config)(config, parameters=model.trainable(), decide=decide)
+    optimizer = build_component(config, parameters=model.trainable(), decide=decide)
     make: Callable[..., LocalLearner] = LocalLearner
     if spec.parallelism.deepspeed:
         from runner.parallelism.deepspeed_zero import DeepSpeedZero
@@ -242,7 +241,7 @@ def build_learner(
         optimizer,
         lr=spec.algorithm.learning_rate(role, config.learning_rate),
         clip_norm=spec.optimizer.clip_norm,
-        factor=registry.factory(spec.schedule)(spec.schedule, steps=spec.steps),
+        factor=default_registry().factory(spec.schedule)(spec.schedule, steps=spec.steps),
         budget=spec.algorithm.micro_batch_tokens,
         seed=spec.seed,
         device=device.torch_device,

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from runner.build.result_check import build_component
 from runner.core.auto_choices import Decisions
-from runner.core.errors import EnvironmentProblem, Problem, SpecError
+from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
 from runner.core.package import cache_folder
 from runner.data.config import DataConfig
+from runner.data.formats import VARIABLE_COLUMNS
 from runner.interfaces import Data, EnvironmentFactory, ExtendConversation, RankCollectives
 from runner.interfaces.media import images_of
 from runner.model.batch_layout import max_row_length
 from runner.spec.base import ItemKind
 from runner.spec.job import JobSpec
-from runner.spec.registry import default_registry, resolve
+from runner.spec.registry import resolve
 
 PARALLELISM_WITHOUT_IMAGES = {
     "tp": "the vision part is not cut over tensor-parallel ranks",
@@ -35,7 +37,7 @@ def build_data(
     """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
-    data: Data = default_registry().factory(config)(
+    data: Data = build_component(
         config,
         tokenizer=tokenizer,
         chat=chat,
@@ -45,6 +47,10 @@ def build_data(
         kind=kind,
         length_limit=_item_length_limit(spec, tokenizer, kind),
     )
+    own = sorted({*VARIABLE_COLUMNS} & {*data.columns})
+    if own and data.prompt_style == "chat" and spec.environment.most_turns() > 1:
+        text = f"column {own[0]}: rows with variables of their own for the chat template have one turn, but"
+        raise DataError(f"{text} environment={spec.environment.name} continues them\n  set chat.kwargs for all rows")
     return data
 
 
@@ -106,7 +112,7 @@ def resolve_max_length(spec: JobSpec, data: Data, decide: Decisions) -> JobSpec:
 
 def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
     """The environments of the thread that has `peers`; None where answers are single turns."""
-    made: EnvironmentFactory | None = default_registry().factory(spec.environment)(spec.environment, decide=decide)
+    made: EnvironmentFactory | None = build_component(spec.environment, decide=decide)
     if made is None:
         return None
     from runner.parallelism.rollout_partition import PartitionedEnvironments

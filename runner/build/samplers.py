@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 
 from runner.build.components import build_blank_model, build_device, build_model, build_tokenizer, longest_row
+from runner.build.result_check import build_component
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import Host
@@ -35,7 +36,6 @@ from runner.sampler.server.pool import SamplerPool
 from runner.sampler.sync_probe import SyncProbe
 from runner.spec.base import Head
 from runner.spec.job import JobSpec
-from runner.spec.registry import default_registry
 from runner.trainer.callbacks import DeviceStats
 from runner.weight_sync.publisher import Publisher
 from runner.weight_sync.store_dir import reserve_dir
@@ -95,7 +95,7 @@ def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, 
         shutil.rmtree(folder.engine, ignore_errors=True)  # of a process that was killed
         folder.engine.mkdir(parents=True)
         options = {"folder": folder.engine, **own}
-    sampler: Sampler = default_registry().factory(spec.sampler)(spec.sampler, model=model, decide=decide, **options)
+    sampler: Sampler = build_component(spec.sampler, model=model, decide=decide, **options)
     return sampler
 
 

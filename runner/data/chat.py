@@ -13,7 +13,8 @@ generation gets. A template's control tokens inside a message are text: they are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -35,6 +36,7 @@ TrainOn = Literal["assistant", "answers", "last", "all", "completion"]
 TEXT_ONLY_HINT = (
     "choose an image-text model (model.path=…), or train on the text alone: data.rename_columns={images: unused_images}"
 )
+NO_VARIABLES: Mapping[str, Any] = {}
 PART_HINTS = {
     "reasoning": "chat.drop=[reasoning] trains without it; chat.template=FILE sets a template that renders it",
     "tool": "chat.drop=[tools] trains without the column tools; chat.template=FILE sets a template that renders it",
@@ -58,7 +60,8 @@ class UnopenedError(RenderError):
 class _Chat:
     """A conversation as templates take it.
 
-    trained: the indices of the turns that are trained on; images: of each message, its images (path or content)
+    trained: the indices of the turns that are trained on; images: of each message, its images (path or content);
+    variables: of the template, this conversation's own
     """
 
     messages: list[dict[str, Any]]
@@ -67,6 +70,7 @@ class _Chat:
     trained: list[int]
     placeholders: Placeholders
     images: list[list[str | bytes]] = field(default_factory=list)
+    variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Renderer:
@@ -75,12 +79,7 @@ class Renderer:
     notes: what was noticed in the conversations so far
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: ChatConfig | None = None,
-        special_tokens: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig | None = None) -> None:
         if not tokenizer.chat_template:
             raise DataError(
                 "the data are conversations, but the tokenizer has no chat template to render them\n"
@@ -89,21 +88,27 @@ class Renderer:
             )
         self.tokenizer, self.chat, self.reader = tokenizer, options or ChatConfig(), images_of(tokenizer)
         self.notes: set[str] = set()
-        self.template = ChatTemplate(tokenizer, self.chat, special_tokens)
+        self.template = ChatTemplate(tokenizer, self.chat)
         self.control = self.template.control
         if self.template.reads_date and self.chat.date is not None:
             self.notes.add(f"the chat template reads the date, which is {self.chat.date} for this run (chat.date)")
 
     def render(
-        self, messages: Sequence[Message], tools: Tools = (), context: int = 0, train_on: TrainOn | None = None
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        context: int = 0,
+        train_on: TrainOn | None = None,
+        variables: Mapping[str, Any] = NO_VARIABLES,
     ) -> list[list[Segment]]:
         """The rows that train on the assistant turns after the first `context` messages. Raises RenderError.
 
         One row, or several where the template rewrites history. With last the conversation ends with that turn;
-        messages after it would teach nothing.
+        messages after it would teach nothing. variables: of the template, for this conversation.
         """
         train_on = train_on or self.chat.train_on
-        chat = self._prepare(messages, tools, context, train_on)
+        self._refuse_special_tokens(messages)
+        chat = replace(self._prepare(messages, tools, context, train_on), variables=variables)
         if train_on == "completion":
             rows = [self._completion(chat)]
         elif train_on == "all":
@@ -111,6 +116,15 @@ class Renderer:
         else:
             rows = self._rows(chat, train_on)
         return [self._finish(chat, row) for row in rows]
+
+    def _refuse_special_tokens(self, messages: Sequence[Message]) -> None:
+        """Raise RenderError for a token of chat.special_tokens that is not the assistant's."""
+        for at, message in enumerate(messages if self.control.of_assistant else ()):
+            text = json.dumps(message, ensure_ascii=False, default=str)
+            found = next((token for token in self.control.of_assistant if token in text), None)
+            if found and message["role"] != "assistant":
+                why = "chat.special_tokens allows it in assistant turns only"
+                raise RenderError(f"messages[{at}] (role {message['role']}) has the special token {found!r}; {why}")
 
     def _finish(self, chat: _Chat, row: Sequence[Segment]) -> list[Segment]:
         """The segments of a row with literal control tokens apart, and with what stands for its images."""
@@ -120,9 +134,15 @@ class Renderer:
         except DataError as error:
             raise RenderError(str(error)) from error
 
-    def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[Segment]:
-        """What generation sees of a conversation that the assistant is to answer. Raises RenderError."""
-        chat = self._prepare(messages, tools, len(messages), "last")
+    def render_prompt(
+        self, messages: Sequence[Message], tools: Tools = (), variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> list[Segment]:
+        """What generation sees of a conversation that the assistant is to answer. Raises RenderError.
+
+        variables: see `render`
+        """
+        self._refuse_special_tokens(messages)
+        chat = replace(self._prepare(messages, tools, len(messages), "last"), variables=variables)
         text = self._text(chat, len(chat.messages), prompt=True)
         self._check_context(chat, len(chat.messages), text)
         return self._finish(chat, [Segment(text, is_trained=False)])
@@ -182,7 +202,7 @@ class Renderer:
 
     def _text(self, chat: _Chat, stop: int, prompt: bool = False, **more: Any) -> str:
         """The first `stop` messages as text; `prompt` adds what opens the assistant's turn."""
-        text = self.template.text(chat.messages[:stop], chat.tools, prompt, **more)
+        text = self.template.text(chat.messages[:stop], chat.tools, prompt, **{**chat.variables, **more})
         count = sum(map(len, chat.images[:stop]))
         if self.reader and any(chat.images) and (written := text.count(self.reader.placeholder)) != count:
             raise RenderError(f"the chat template renders {written} of {count} images", OTHER_TEMPLATE)

@@ -35,6 +35,11 @@ class ChatConfig(Config):
         pattern=r"^\d{4}-\d\d-\d\d$",
         description="The date that templates read, e.g. 2026-01-31; null = the day on which the run begins.",
     )
+    special_tokens: Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Special tokens of the tokenizer that assistant turns may write, e.g. [<call>]; elsewhere in a "
+        "conversation they are an error. [] = those of the run that wrote the tokenizer. Others are encoded as text.",
+    )
     train_on: Literal["assistant", "answers", "last", "all"] = Field(
         default="assistant",
         description="Loss mask of sft: every assistant turn, these without reasoning (answers), the last, or all.",

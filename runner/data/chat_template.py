@@ -9,7 +9,7 @@ The defaults are part of the template's text, so an export and whoever serves it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
@@ -20,7 +20,7 @@ from jinja2 import TemplateSyntaxError
 
 from runner.core.errors import DataError, Problem, SpecError
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
-from runner.data.control_tokens import ControlTokens, common_length
+from runner.data.control_tokens import ASSISTANT_TOKENS, ControlTokens, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, content_parts, find_missing, plain_messages, statements
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, read_variables, render
 from runner.data.message_keys import Message
@@ -55,15 +55,12 @@ class RenderTimeout(RenderError):
 class ChatTemplate:
     """The chat template of a tokenizer that has one.
 
-    source: its text; reads_date: whether what it writes depends on the day, which chat.date sets; special_tokens: those
-    that the assistant's turns write as tokens
+    source: its text; reads_date: whether what it writes depends on the day, which chat.date sets
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig, special_tokens: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: ChatConfig) -> None:
         self.source = str(tokenizer.get_chat_template())
-        self.control = ControlTokens(tokenizer, self.source, special_tokens)
+        self.control = ControlTokens(tokenizer, self.source)
         self.reads_date = reads_date(tokenizer)
         self._tokenizer = tokenizer
         self._variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(options.kwargs or {})}
@@ -179,9 +176,11 @@ def reads_date(tokenizer: PreTrainedTokenizerBase) -> bool:
 def install_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, decide: Decide) -> None:
     """Give a tokenizer the template of a job: chat.template, or the training template of its own one.
 
-    The variables of chat.kwargs become defaults of the template. Raises DataError for a file that is no template,
-    SpecError for variables that the template does not read.
+    The variables of chat.kwargs become defaults of the template, and chat.special_tokens a setting of the tokenizer.
+    Raises DataError for a file that is no template, SpecError for variables that the template does not read.
     """
+    if chat.special_tokens:
+        tokenizer.init_kwargs[ASSISTANT_TOKENS] = list(chat.special_tokens)
     if chat.template is not None:
         tokenizer.chat_template = load_template(chat.template)
     elif (name := _training_template(tokenizer, chat)) is not None:
@@ -191,13 +190,24 @@ def install_template(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, decid
     if not chat.kwargs:
         return
     sources = _sources(tokenizer)
-    read = frozenset[str]().union(*(read_variables(source) for source in sources.values()))
-    free = sorted(read - {*SET_BY_RENDERER, *tokenizer.special_tokens_map})
-    if unread := sorted({*chat.kwargs} - {*free}):
-        text = f"the chat template does not read {', '.join(unread)}; it reads: {', '.join(free) or 'none'}"
-        raise SpecError([Problem("chat.kwargs", text if sources else "there is no chat template; leave it out")])
+    if fault := unread_fault(tokenizer, chat.kwargs):
+        raise SpecError([Problem("chat.kwargs", fault if sources else "there is no chat template; leave it out")])
     made = {name: _with_defaults(source, chat.kwargs) for name, source in sources.items()}
     tokenizer.chat_template = made if isinstance(tokenizer.chat_template, dict) else made["default"]
+
+
+def free_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """The variables of the tokenizer's templates that a caller may set."""
+    read = frozenset[str]().union(*(read_variables(source) for source in _sources(tokenizer).values()))
+    return read - {*SET_BY_RENDERER, *tokenizer.special_tokens_map}
+
+
+def unread_fault(tokenizer: PreTrainedTokenizerBase, variables: Collection[str]) -> str | None:
+    """Which variables no template of the tokenizer reads, and which it does; None if it reads all."""
+    free = free_variables(tokenizer)
+    if unread := sorted({*variables} - free):
+        return f"the chat template does not read {', '.join(unread)}; it reads: {', '.join(sorted(free)) or 'none'}"
+    return None
 
 
 def _with_defaults(source: str, variables: Mapping[str, Any]) -> str:

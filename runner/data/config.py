@@ -152,11 +152,6 @@ class SourceConfig(DataConfig):
     rename_columns: dict[str, str] | None = Field(
         default=None, description="Columns to rename, {old: new}, e.g. {question: prompt}; null = none."
     )
-    special_tokens: Annotated[tuple[str, ...], Field(strict=False)] = Field(
-        default=(),
-        description="Special tokens of the tokenizer that assistant turns may write, e.g. [<call>]; elsewhere in a "
-        "conversation they are an error. Others are encoded as text.",
-    )
     media_root: str | None = Field(
         default=None, description="Folder that paths of images are relative to; null = the folder of the data file."
     )

@@ -67,23 +67,23 @@ class Placeholders:
 class ControlTokens:
     """The control tokens of a tokenizer and of the chat template `source`.
 
-    special: matches a special token in a text; anchor: see `join_anchor`; allowed: special tokens that the assistant's
-    turns write as tokens. Raises DataError for one that the tokenizer lacks, or that the template writes itself.
+    special: matches a special token in a text; anchor: see `join_anchor`; of_assistant: see `assistant_tokens`.
+    Raises DataError for one of these that the tokenizer lacks, or that the template writes itself.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str, allowed: Collection[str] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, source: str) -> None:
+        self._tokenizer, self.of_assistant = tokenizer, assistant_tokens(tokenizer)
         added = {str(token): token.special for token in tokenizer.added_tokens_decoder.values()}
         special = {*map(str, tokenizer.all_special_tokens), *(name for name, is_special in added.items() if is_special)}
         written = literal_text(source)
-        for token in allowed:
+        for token in self.of_assistant:
             if token not in special:
                 known = ", ".join(sorted(special))
-                raise DataError(f"data.special_tokens: the tokenizer has no special token {token!r}; it has: {known}")
+                raise DataError(f"chat.special_tokens: the tokenizer has no special token {token!r}; it has: {known}")
             if token in written or token in map(str, tokenizer.special_tokens_map.values()):
-                raise DataError(f"data.special_tokens: {token!r} ends or opens turns; no text may write it")
+                raise DataError(f"chat.special_tokens: {token!r} ends or opens turns; no text may write it")
         self.special = _alternation(special)
-        self._of_assistant = _alternation(special - {*allowed})
+        self._text_of_assistant = _alternation(special - {*self.of_assistant})
         self._control = _alternation({*special, *(name for name in added if name in written)})
         self.anchor = join_anchor(tokenizer)
 
@@ -92,7 +92,7 @@ class ControlTokens:
         if not (self._is_in(messages) or self._is_in(tools)):
             return list(messages), tools, Placeholders("")
         placeholders = Placeholders(json.dumps([messages, tools], ensure_ascii=False))
-        patterns = {**dict.fromkeys(TRUSTED, self.special), "assistant": self._of_assistant}
+        patterns = {**dict.fromkeys(TRUSTED, self.special), "assistant": self._text_of_assistant}
         marked = [
             _replace_texts(m, patterns.get(m["role"], self._control), placeholders) | {"role": m["role"]}
             for m in messages
@@ -136,6 +136,14 @@ class ControlTokens:
             return self._control.search(value) is not None
         parts = chain(*value.items()) if isinstance(value, Mapping) else value if isinstance(value, list) else ()
         return any(map(self._is_in, parts))
+
+
+ASSISTANT_TOKENS = "assistant_special_tokens"  # in the tokenizer's settings, which an export has too
+
+
+def assistant_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """The special tokens that assistant turns write as tokens (chat.special_tokens)."""
+    return tuple(tokenizer.init_kwargs.get(ASSISTANT_TOKENS, ()))
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:

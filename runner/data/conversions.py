@@ -3,14 +3,18 @@
     ShareGPT        conversations [{from, value}] or messages with these keys          → messages
     Alpaca          instruction, input, output; system, history [[query, response]]    → messages
     query/response  query, response; system, history                                   → messages
+    ms-swift        conversation [{human, assistant}]; system                          → messages
+    ms-swift        messages (or a format above) with rejected_response, or with label → prompt, chosen and rejected …
+    axolotl         messages, chosen and rejected of one message each                  → prompt, chosen, rejected
     MMLU-Pro        question, options or choices, answer_index or answer               → prompt, answer: a letter
     IFEval          prompt, instruction_id_list, kwargs                                → prompt, no answer
     verl            prompt, reward_model: {ground_truth, style}, data_source, …        → prompt, answer: ground_truth
 
 What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
-labeled completion (with `label`) get `prompt` and their answers as messages; a prompt gets `prompt`, and what the row
-answers becomes the column `answer`. Formats: LLaMA-Factory data/README.md (ShareGPT, Alpaca), ms-swift custom data sets
-(query/response), tatsu-lab/stanford_alpaca (Alpaca), verl docs/preparation/prepare_data.rst (verl).
+labeled completion (with `label` or `kto_tag`) get `prompt` and their answers as messages; a prompt gets `prompt`, and
+what the row answers becomes the column `answer`. Formats: LLaMA-Factory data/README.md (ShareGPT, Alpaca, kto_tag),
+ms-swift custom data sets (query/response, its own), axolotl docs/rlhf.qmd and docs/input_output.qmd,
+tatsu-lab/stanford_alpaca (Alpaca), verl docs/preparation/prepare_data.rst (verl).
 """
 
 from __future__ import annotations
@@ -18,12 +22,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from runner.core.columns import column_value, json_type_name
 from runner.core.untrusted_text import parse_json
-from runner.data.examples import CHECKED_COLUMN, Reading, RowError, is_messages
+from runner.data.examples import CHECKED_COLUMN, Reading, RowError, TextExample, is_messages
 from runner.data.message_keys import Message
+from runner.data.readers import Row
 
 SHAREGPT_ROLES = {
     "system": "system",
@@ -65,16 +70,18 @@ def _dialogue(read: Callable[[Mapping[str, Any]], Dialogue]) -> Callable[[Mappin
     def convert(value: Mapping[str, Any], reading: Reading) -> Converted:
         dialogue = read(value)
         rest = {name: content for name, content in value.items() if name not in dialogue.used}
-        return {**rest, **_columns(dialogue, rest, reading)}, dialogue.used
+        instead = _columns_in(value, *([] if _has_answers(value, reading) else INSTEAD[reading]))
+        columns = _columns(dialogue, rest, reading)
+        return {**{name: rest[name] for name in rest if name not in instead}, **columns}, (*dialogue.used, *instead)
 
     return convert
 
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
     """The format of another project that a row has, with what the reading needs; or None."""
-    if any(name not in value for name in BESIDE.get(reading, ())):
+    if not (_has_answers(value, reading) or any(name in value for name in INSTEAD[reading])):
         return None
-    if "messages" in value and _turns_column(value) is None:  # messages as they are to be
+    if "messages" in value and _turns_column(value) is None and reading not in BESIDE:  # messages as they are to be
         return None
     return next((conversion for conversion in CONVERSIONS if conversion.matches(value, reading)), None)
 
@@ -84,6 +91,9 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     messages = dialogue.messages
     if reading == "sft":
         return {"messages": messages}
+    if reading == "pairs" and "rejected_response" in rest and not _has_answers(rest, reading):
+        rejected = _answer(rest["rejected_response"], "rejected_response")
+        return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
     if reading == "pairs":
         return {
             "prompt": messages,
@@ -92,7 +102,8 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     answered = bool(messages) and messages[-1]["role"] == "assistant"
     prompt, last = (messages[:-1], messages[-1]) if answered else (messages, None)
     if reading == "judged":
-        return {"prompt": prompt, "completion": [last] if last else []}
+        label = {"label": rest["kto_tag"]} if "kto_tag" in rest and not _has_answers(rest, reading) else {}
+        return {"prompt": prompt, "completion": [last] if last else [], **label}
     if last is None:
         return {"prompt": prompt}
     if "answer" in rest or "tool_calls" in last:
@@ -165,6 +176,27 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
         if not isinstance(call, dict) or "name" not in call or not call.keys() <= {"name", "arguments"}:
             raise RowError(f"{where}: expected objects with the keys name and arguments, found {json.dumps(call)}")
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+
+
+def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
+    turns = value.get("conversation")
+    if not is_messages(turns) or not all({*turn} == {"human", "assistant"} for turn in turns):
+        raise RowError("column conversation: expected a list of objects with the keys human and assistant")
+    pairs = [(role, turn[key]) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
+    messages = [*_system(value), *({"role": role, "content": content} for role, content in pairs)]
+    return Dialogue(messages, _columns_in(value, "conversation", "system"))
+
+
+def _read_messages(value: Mapping[str, Any]) -> Dialogue:
+    if not is_messages(value.get("messages")):
+        raise RowError(f"column messages: expected a list of messages, found {json_type_name(value.get('messages'))}")
+    return Dialogue([dict(message) for message in value["messages"]], ("messages",))
+
+
+def _has_messages(value: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether answers stand beside messages, and are not whole conversations that begin with them."""
+    whole = is_messages(value.get("chosen")) and reading == "pairs"
+    return reading in BESIDE and is_messages(value.get("messages")) and not whole
 
 
 def _read_alpaca(value: Mapping[str, Any]) -> Dialogue:
@@ -273,11 +305,36 @@ def _asks(question: str, answer: str) -> Callable[[Mapping[str, Any], Reading], 
     return lambda value, reading: question in value and (answer in value or reading in ("pairs", "prompts"))
 
 
+def segments_example(row: Row, chat: bool) -> TextExample:
+    """{"segments"}, of axolotl: texts, each with a label that says whether it is trained on."""
+    value, keys = row.value["segments"], {"text", "label"}
+    if not is_messages(value) or not all({*one} >= keys and isinstance(one["text"], str) for one in value):
+        raise RowError("column segments: expected a list of objects with the keys text and label")
+    segments = tuple((one["text"], one["label"]) for one in value)
+    if not all(isinstance(label, bool) for _, label in segments) or not any(text and label for text, label in segments):
+        raise RowError("column segments: expected labels true or false, at least one of them true")
+    return TextExample(row.place, None, "", segments)
+
+
+# Columns beside the question that hold its answers or what is known of them; and those of other projects instead
 BESIDE: Mapping[Reading, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "judged": ("label",)}
+INSTEAD: Mapping[Reading, tuple[str, ...]] = {
+    **dict.fromkeys(get_args(Reading), ()),
+    "pairs": ("rejected_response",),  # ms-swift; the conversation ends with the chosen answer
+    "judged": ("kto_tag",),  # LLaMA-Factory
+}
+
+
+def _has_answers(value: Mapping[str, Any], reading: Reading) -> bool:
+    return all(name in value for name in BESIDE.get(reading, ()))
+
+
 VERL = Conversion("verl", _is_verl, _read_verl)
 CONVERSIONS = (
     VERL,
     Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _dialogue(_read_sharegpt)),
+    Conversion("conversation", lambda value, reading: "conversation" in value, _dialogue(_read_exchanges)),
+    Conversion("messages and answers", _has_messages, _dialogue(_read_messages)),
     Conversion("Alpaca", _asks("instruction", "output"), _dialogue(_read_alpaca)),
     Conversion("query/response", _asks("query", "response"), _dialogue(_read_query)),
     Conversion("multiple choice", _has_choices, _dialogue(_read_choices)),

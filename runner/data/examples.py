@@ -158,6 +158,7 @@ class TextExample:
     place: SourceLocation
     prompt: str | None
     completion: str
+    segments: tuple[tuple[str, bool], ...] = ()  # instead of both: (text, is trained on), to which no token is added
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ class ChatExample:
     context: int = 0
     tools: Tools = ()
     is_question: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, the row's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +184,7 @@ class PromptExample:
     prompt: str | tuple[Message, ...]
     tools: Tools = ()
     columns: Mapping[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)  # of the chat template, the row's own
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 Files are checked before anything heavy is loaded: no torch, no tokenizer.
 
-    sft        messages  |  prompt + completion  |  text                          pairs      prompt + chosen + rejected
+    sft        messages  |  prompt + completion  |  segments  |  text             pairs      prompt + chosen + rejected
     judged     prompt + completion + label                                                   chosen + rejected
     prompts    prompt, and any columns for rewards                                questions  prompt + answer
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from runner.core.columns import column_value, json_type_name, nested_names
-from runner.data.conversions import VERL, Conversion, find_conversion
+from runner.data.conversions import VERL, Conversion, find_conversion, segments_example
 from runner.data.examples import (
     AnswersExample,
     Example,
@@ -86,14 +86,19 @@ Parse = Callable[[Row, bool], Example]
 # In this order: a row with `messages` and `prompt` is a conversation, and one with `prompt` has no implicit prompt.
 # Rows of other projects' formats become the first one.
 FORMATS: dict[Reading, dict[Columns, Parse]] = {
-    "sft": {("messages",): chat_example, ("prompt", "completion"): completion_example, ("text",): text_example},
+    "sft": {
+        ("messages",): chat_example,
+        ("prompt", "completion"): completion_example,
+        ("segments",): segments_example,
+        ("text",): text_example,
+    },
     "pairs": {("prompt", "chosen", "rejected"): pair_example, ("chosen", "rejected"): implicit_pair_example},
     "judged": {("prompt", "completion", "label"): labeled_example},
     "prompts": {("prompt",): prompt_example},
     "questions": {("prompt", "answer"): question_example},
 }
 NEEDS: dict[Reading, str] = {
-    "sft": "expected the columns `messages`, or `prompt` and `completion`, or `text`",
+    "sft": "expected the columns `messages`, or `prompt` and `completion`, or `segments`, or `text`",
     "pairs": (
         "this algorithm trains on preference pairs: expected the columns `prompt`, `chosen` and `rejected` (or "
         "`chosen` and `rejected` with a common start)"
@@ -110,7 +115,7 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
     "judged": "with a label, these are labeled completions (algorithm=kto)",
     "sft": "these are completions for algorithm=sft",
 }
-OTHER_TYPES = ("label", "answer")  # columns that are neither text nor messages
+OTHER_TYPES = ("label", "answer", "segments")  # columns that are neither text nor messages
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
     "prompt": ("question", "query", "problem", "instruction", "input"),
@@ -128,7 +133,7 @@ class Format:
 
     def __str__(self) -> str:
         name = "+".join(self.columns)
-        name = name if name in ("messages", "text") else f"{name} ({'messages' if self.chat else 'text'})"
+        name = name if name in ("messages", "segments", "text") else f"{name} ({'messages' if self.chat else 'text'})"
         return f"{self.conversion.name} → {name}" if self.conversion else name
 
 
@@ -203,7 +208,8 @@ class FormatCheck:
     def _select_columns(self, form: Format, row: Row) -> Row:
         """The row as it is parsed; notes which of its columns are not."""
         if self.reading not in ("prompts", "questions"):
-            used = {*form.columns, *(["tools"] if form.chat else []), *OPTIONAL.get(self.reading, ())}
+            of_chat = ("tools", *VARIABLE_COLUMNS) if form.chat else ()
+            used = {*form.columns, *of_chat, *OPTIONAL.get(self.reading, ())}
             self.ignored |= row.value.keys() - used
             return row
         known = {name: value for name, value in row.value.items() if name in form.columns or is_json(value)}
@@ -228,7 +234,35 @@ class FormatCheck:
                 raise RowError(f"column {name}: expected {wanted}{like}, found {json_type_name(value)}")
             if form.chat:
                 self.unread |= {f"{name}[].{key}" for key in unused_keys(value)}
-        return FORMATS[self.reading][form.columns](row, form.chat)
+        example = FORMATS[self.reading][form.columns](row, form.chat)
+        if not form.chat or not (variables := template_variables(row.value)):
+            return example
+        self.unread |= {f"{VARIABLES}{name}" for name in variables}
+        return _with_variables(example, variables)
+
+
+VARIABLES = "variable of the chat template: "  # before the name of one in `FormatCheck.unread`
+# Columns with variables of the chat template: TRL's, an object; verl's, one of them
+VARIABLE_COLUMNS = ("chat_template_kwargs", "enable_thinking")
+
+
+def template_variables(value: Mapping[str, Any]) -> dict[str, Any]:
+    """The variables of the chat template that a row has, as chat.kwargs has them. Raises RowError."""
+    found = value.get("chat_template_kwargs", {})
+    if not isinstance(found, dict):
+        raise RowError(f"column chat_template_kwargs: expected an object, found {json_type_name(found)}")
+    of_column = {name: value[name] for name in VARIABLE_COLUMNS[1:] if name in value}
+    for name, one in (*found.items(), *of_column.items()):
+        if not isinstance(one, bool | int | float | str) or of_column.get(name, one) != one:
+            raise RowError(f"chat_template_kwargs.{name}: expected one text, number, true or false, found {one!r:.60}")
+    return {**found, **of_column}
+
+
+def _with_variables(example: Example, variables: Mapping[str, Any]) -> Example:
+    if isinstance(example, AnswersExample):
+        answers: Any = tuple(replace(answer, variables=variables) for answer in example.answers)  # type: ignore[call-arg]
+        return replace(example, answers=answers)
+    return replace(example, variables=variables)  # type: ignore[call-arg]  # of a conversation
 
 
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:
@@ -255,7 +289,7 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
                 continue
             is_chat = is_messages(value[columns[0]]) or any(name in value for name in IMAGE_COLUMNS)
-            return Format(columns, columns == ("messages",) or (columns != ("text",) and is_chat))
+            return Format(columns, columns == ("messages",) or (columns[0] not in ("text", "segments") and is_chat))
     return None
 
 
@@ -265,6 +299,10 @@ def _columns(value: Mapping[str, Any]) -> str:
 
 def _hint(value: Mapping[str, Any], reading: Reading) -> str:
     """What the row may be, and what to type."""
+    if "input_ids" in value:
+        return (
+            "; rows of token ids (input_ids) are not read, as they fit one tokenizer alone: use their text or messages"
+        )
     renamed = {
         next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
     }

@@ -69,7 +69,6 @@ class TokenizerOptions:
     key: str  # the option that named the source
     source: str
     processes: int = 1  # at most
-    special_tokens: tuple[str, ...] = ()
 
 
 def num_processes(*, sharing_ranks: bool) -> int:
@@ -86,7 +85,7 @@ class BatchTokenizer:
 
     def __init__(self, options: TokenizerOptions) -> None:
         self._options = options
-        self._tokenizer = ExampleTokenizer(options.tokenizer, options.chat, options.train_on, options.special_tokens)
+        self._tokenizer = ExampleTokenizer(options.tokenizer, options.chat, options.train_on)
 
     def tokenize(self, examples: Sequence[Example]) -> TokenizedBatch:
         """The items of the examples, in order. Raises DataError."""

@@ -22,8 +22,9 @@ import transformers
 
 from runner.core.errors import DataError
 from runner.data.chat import TrainOn
-from runner.data.chat_template import reads_date
+from runner.data.chat_template import free_variables, reads_date
 from runner.data.config import ChatConfig, FileConfig, RemoteConfig, SourceConfig, today
+from runner.data.control_tokens import assistant_tokens
 from runner.data.dataset import (
     FORMAT,
     PROMPTS_WITH_ANSWERS,
@@ -39,7 +40,7 @@ from runner.data.dataset import (
 )
 from runner.data.examples import Example, Reading, held_out_reading
 from runner.data.files import FileSource, find_sources
-from runner.data.formats import Format, FormatCheck
+from runner.data.formats import VARIABLES, Format, FormatCheck
 from runner.data.holdout import Holdout, row_key
 from runner.data.items import LengthLimit, TruncationCounts
 from runner.data.parallel_tokenization import TokenizerOptions, num_processes, show_progress, tokenize_batches
@@ -113,17 +114,17 @@ class SourcePreparation:
         train_on: TrainOn | None = None if reading == "sft" else "completion"
         schema, limit = self._schema(reading), self.limit(reading)
         processes = num_processes(sharing_ranks=not self.config.cache)
-        where = (source.key, source.name, processes, self.config.special_tokens)
+        where = (source.key, source.name, processes)
         return TokenizerOptions(self.tokenizer, self.chat, train_on, limit, schema, *where)
 
     def key(self, portion: DataSplit) -> str:
         """sha256 of everything that the portion's items depend on."""
         source, reading = portion.source, portion.reading
-        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns", "special_tokens")}
-        options["max_length"] = self.limit(reading).most
+        options = {name: getattr(self.config, name) for name in ("truncation", "rename_columns")}
+        options |= {"max_length": self.limit(reading).most, "special_tokens": assistant_tokens(self.tokenizer)}
         rule = portion.holdout
         side = [rule.fraction, rule.group, rule.content, portion.held_out] if rule else []
-        unused = {"template", "date", *(() if reading == "sft" else ("train_on",))}
+        unused = {"template", "date", "special_tokens", *(() if reading == "sft" else ("train_on",))}
         chat = self.chat.model_dump(mode="json", exclude=unused)
         if reads_date(self.tokenizer):
             chat["date"] = self.chat.date or today()
@@ -232,7 +233,8 @@ class SourcePreparation:
             self.decide.record_fact("chat", note, where)
         template = str(self.tokenizer.chat_template or "")
         names = [(key, re.escape(key.rpartition("[].")[2])) for key in summary["unread"]]
-        if unread := [key for key, name in names if not re.search(rf"\b{name}\b", template)]:
+        names = [(key, name) for key, name in names if not re.search(rf"\b{name}\b", template)]
+        if unread := [key for key, _ in names if key.removeprefix(VARIABLES) not in free_variables(self.tokenizer)]:
             why = f"{where}: neither the program nor the chat template reads them"
             self.decide("data.columns", "every key read", f"not read: {', '.join(unread)}", why)
         ignored = f"not read: {', '.join(summary['ignored'])}"

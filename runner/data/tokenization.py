@@ -92,7 +92,7 @@ def share_prefix(rows: Sequence[EncodedExample]) -> EncodedExample | None:
 class ExampleTokenizer:
     """A tokenizer with the options that turn examples into tokens; `notes`: what a user should know.
 
-    train_on: None = as the options of `chat` say; special_tokens: those that assistant turns write as tokens
+    train_on: None = as the options of `chat` say
     """
 
     def __init__(
@@ -100,9 +100,8 @@ class ExampleTokenizer:
         tokenizer: PreTrainedTokenizerBase,
         chat: ChatConfig | None = None,
         train_on: TrainOn | None = None,
-        special_tokens: Sequence[str] = (),
     ) -> None:
-        self.tokenizer, self.chat, self.special_tokens = tokenizer, chat or ChatConfig(), special_tokens
+        self.tokenizer, self.chat = tokenizer, chat or ChatConfig()
         self.train_on: TrainOn = train_on or self.chat.train_on
         self.notes: set[str] = set()
         self._text_notes: set[str] = set()
@@ -112,7 +111,7 @@ class ExampleTokenizer:
     @cached_property
     def renderer(self) -> Renderer:
         """The chat template. Raises DataError if there is none."""
-        return Renderer(self.tokenizer, self.chat, self.special_tokens)
+        return Renderer(self.tokenizer, self.chat)
 
     @property
     def chat_notes(self) -> set[str]:
@@ -200,9 +199,10 @@ class ExampleTokenizer:
         """The segments of each row that the example becomes. Raises RenderError."""
         if isinstance(example, ChatExample):
             _refuse_excluded(example.messages, self.train_on)
-            self._refuse_special_tokens(example.messages)
             try:
-                return self.renderer.render(example.messages, example.tools, example.context, self.train_on)
+                return self.renderer.render(
+                    example.messages, example.tools, example.context, self.train_on, example.variables
+                )
             except UnopenedError:
                 if not example.is_question:
                     raise
@@ -210,19 +210,9 @@ class ExampleTokenizer:
         if isinstance(example, TextExample):
             return [self._plain(example)]
         if isinstance(example.prompt, tuple):
-            self._refuse_special_tokens(example.prompt)
-            return [self.renderer.render_prompt(example.prompt, example.tools)]
+            return [self.renderer.render_prompt(example.prompt, example.tools, example.variables)]
         self._note_special_tokens(example.prompt)
         return [[Segment(example.prompt, is_trained=False)]]
-
-    def _refuse_special_tokens(self, messages: Sequence[Message]) -> None:
-        """Raise RenderError for a token of data.special_tokens that is not the assistant's."""
-        others = [(at, m) for at, m in enumerate(messages) if self.special_tokens and m["role"] != "assistant"]
-        for at, message in others:
-            text = json.dumps(message, ensure_ascii=False, default=str)
-            if found := next((token for token in self.special_tokens if token in text), None):
-                why = "data.special_tokens allows it in assistant turns only"
-                raise RenderError(f"messages[{at}] (role {message['role']}) has the special token {found!r}; {why}")
 
     def _question(self, example: ChatExample) -> list[Segment]:
         """The prompt, and the text of the right answer apart from it. Raises RenderError."""
@@ -231,7 +221,7 @@ class ExampleTokenizer:
             "by their text, and their loss is not measured"
         )
         *prompt, answer = example.messages
-        segments = self.renderer.render_prompt(prompt, example.tools)
+        segments = self.renderer.render_prompt(prompt, example.tools, example.variables)
         return [*segments, Segment(str(answer["content"]), is_trained=False, answer=True)]
 
     def _note_special_tokens(self, text: str) -> None:
@@ -239,6 +229,8 @@ class ExampleTokenizer:
             self._text_notes.add("texts contain special tokens; they are encoded as special tokens")
 
     def _plain(self, example: TextExample) -> list[Segment]:
+        if example.segments:
+            return [Segment(text, label) for text, label in example.segments]
         self._note_special_tokens(f"{example.prompt or ''}\n{example.completion}")
         if example.prompt is None:
             if self.train_on == "last":
@@ -273,7 +265,8 @@ class ExampleTokenizer:
         parts: Sequence[list[int]],
     ) -> EncodedExample:
         ids, loss_mask, answer = list[int](), list[int](), (0, 0)
-        if isinstance(example, TextExample) or (isinstance(example, PromptExample) and isinstance(example.prompt, str)):
+        is_plain = isinstance(example, TextExample) and not example.segments
+        if is_plain or (isinstance(example, PromptExample) and isinstance(example.prompt, str)):
             ids = list(self._start(parts[0]))
             loss_mask = [int(segments[0].is_trained)] * len(ids)
         for segment, part in zip(segments, parts, strict=True):
@@ -281,7 +274,7 @@ class ExampleTokenizer:
                 answer = (answer[0] if answer[1] else len(ids), len(ids) + len(part))
             ids += self._control.with_images(segment, part)
             loss_mask += [int(segment.is_trained)] * len(part)
-        if isinstance(example, TextExample):
+        if is_plain:
             ids, loss_mask, answer = self._append_eos(ids, loss_mask, answer)
         elif answer[1] and any(loss_mask):
             self._note_end(ids[answer[0] : answer[1]])

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runner.data.control_tokens import assistant_tokens
+
 REPLACEMENT = "\ufffd"  # what a decoder shows for the bytes of an unfinished character
 THINK, END_THINK = "<think>", "</think>"
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"  # Qwen and Hermes: one JSON object between them
@@ -18,10 +20,11 @@ SHOWN_MARKERS = (THINK, END_THINK, TOOL_CALL, END_TOOL_CALL, PYTHON_TAG)  # also
 
 
 def hidden_token_ids(tokenizer: Any, stop_token_ids: Iterable[int]) -> frozenset[int]:
-    """The special tokens, which give no text, but for those that open and close reasoning and calls."""
+    """The special tokens, which give no text, but for those of reasoning, calls and chat.special_tokens."""
     added = tokenizer.added_tokens_decoder
     special = {*tokenizer.all_special_ids, *stop_token_ids, *(i for i, token in added.items() if token.special)}
-    return frozenset(special - {i for i, token in added.items() if str(token) in SHOWN_MARKERS})
+    shown = {*SHOWN_MARKERS, *assistant_tokens(tokenizer)}
+    return frozenset(special - {i for i, token in added.items() if str(token) in shown})
 
 
 class TextStream:

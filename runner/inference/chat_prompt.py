@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.core.errors import DataError
-from runner.data.chat import Renderer
+from runner.data.chat import NO_VARIABLES, Renderer
 from runner.data.chat_template import RenderError
 from runner.inference.answer_text import THINK
 
@@ -25,9 +25,12 @@ class ChatPrompt:
 
 
 def render_chat(
-    renderer: Renderer, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    renderer: Renderer,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] = NO_VARIABLES,
 ) -> ChatPrompt:
-    """The prompt of a conversation; control tokens inside messages are text.
+    """The prompt of a conversation; control tokens inside messages are text. variables: of the template.
 
     Raises DataError for one that the template refuses, or of which it omits a part.
     """
@@ -36,7 +39,7 @@ def render_chat(
     if "developer" not in renderer.template.source:  # OpenAI's newer name of the system prompt
         messages = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
     try:
-        segments = renderer.render_prompt(messages, tuple(tools))
+        segments = renderer.render_prompt(messages, tuple(tools), variables)
     except RenderError as error:
         text = f"{error}; leave it out, or serve a model whose chat template writes it"
         raise DataError(text) from error

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from runner.core.media import without_media
 from runner.data.chat import Renderer
+from runner.data.chat_template import unread_fault
 from runner.data.config import ChatConfig
 from runner.data.tokenization import bos_and_eos
 from runner.inference.answer_text import TextStream, hidden_token_ids
@@ -94,13 +95,12 @@ class ServedModel:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
     ) -> ChatPrompt:
-        """The prompt of a conversation; see `render_chat`. kwargs: variables of the template."""
+        """The prompt of a conversation; see `render_chat`. kwargs: variables of the template, which it has to read."""
         if not self.tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions with a plain prompt")
-        renderer = self._renderer
-        if kwargs:
-            renderer = Renderer(self.tokenizer, ChatConfig(kwargs=dict(kwargs), date=self.info.chat_date))
-        return render_chat(renderer, messages, tools)
+        if fault := unread_fault(self.tokenizer, kwargs):
+            raise BadRequest(f"chat_template_kwargs: {fault}", param="chat_template_kwargs")
+        return render_chat(self._renderer, messages, tools, kwargs)
 
     @cached_property
     def _renderer(self) -> Renderer:

@@ -16,6 +16,7 @@ from typing import Any, get_args, get_origin
 
 import torch
 
+from runner.build.result_check import CHECKS, check_result
 from runner.core.auto_choices import Decisions
 from runner.interfaces import Callback, GenerativeModel, RunFolder, StepResult, Tracker
 from runner.model.config import TinyConfig
@@ -66,8 +67,9 @@ def _factory(cls: type[ComponentConfig]) -> Any:
 
 
 def build_component(config: ComponentConfig, *parts: Any, **context: Any) -> Any:
-    """What the component's factory makes of its config."""
-    return resolve(type(config).factory)(config, *parts, **context)
+    """What the component's factory makes of its config, with the checks of a job."""
+    made = resolve(type(config).factory)(config, *parts, **context)
+    return check_result(config, made, *parts, **context) if config.group in CHECKS else made
 
 
 @cache

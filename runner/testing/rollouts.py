@@ -18,14 +18,11 @@ from runner.interfaces import (
     Data,
     EnvironmentFactory,
     EvalQuestion,
-    LabeledCompletion,
     Observation,
-    PreferencePair,
     Prompt,
     Request,
     Reward,
     Sampler,
-    TokenizedExample,
 )
 from runner.reward.base import RewardConfig
 from runner.sampler.base import SamplerConfig
@@ -33,12 +30,6 @@ from runner.spec.base import ItemKind
 from runner.testing.components import CPU, build_component, build_tiny_model, check_config, require, tiny_tokenizer
 
 Scores = Sequence[float | None]
-ITEMS: dict[ItemKind, type] = {
-    "sft": TokenizedExample,
-    "pairs": PreferencePair,
-    "judged": LabeledCompletion,
-    "prompts": Prompt,
-}
 
 
 def completion(text: str, *, prompt: str = "", columns: Mapping[str, Any] | None = None) -> Completion:
@@ -108,10 +99,6 @@ def check_environment(
     """Check that equal turns give equal, independent episodes; returns the observations of one."""
     check_config(config)
     made = build_component(config, decide=Decisions())
-    text = f"the factory returns EnvironmentFactory(make, max_turns), not {made!r}"
-    require(isinstance(made, EnvironmentFactory), text)
-    most = f"most_turns() is {config.most_turns()}, and the factory has max_turns={made.max_turns}"
-    require(made.max_turns == config.most_turns() > 1, f"{most}; they are equal, and above 1")
     asked = Prompt(tuple(prompt.encode()), prompt, columns=dict(columns or {}))
     alone = _episode(made, asked, turns)
     require(_episode(made, asked, turns) == alone, "two episodes with the same turns differ: reset() starts again")
@@ -125,11 +112,8 @@ def _episode(made: EnvironmentFactory, prompt: Prompt, turns: Sequence[str]) -> 
     """What the environment says to each turn, up to the None that ends the episode."""
     environment, heard = made.start_episode(prompt), list[Observation | None]()
     for turn in turns[: made.max_turns]:
-        said = environment.step(turn)
-        fits = said is None or (isinstance(said, Observation) and isinstance(said.role, str | None))
-        require(fits, f"step() returns Observation(role, text), or None at the end of the episode; got {said!r}")
-        heard.append(said)
-        if said is None:
+        heard.append(environment.step(turn))
+        if heard[-1] is None:
             break
     return heard
 
@@ -142,20 +126,14 @@ def check_sampler(config: SamplerConfig) -> None:
     sampler: Sampler = build_component(config, model=model, decide=Decisions())
     try:
         sampler.load_weights(None, 3)
-        vocabulary = model.limits().vocab_size
         prompts = [(5, 6, 7), (5, 6, 7), (9, 10)]
         requests = [Request(ids, seed, 6, len(ids), raw=True) for seed, ids in enumerate(prompts)]
         rollouts = sampler.sample(requests)
-        require(len(rollouts) == len(requests), f"sample() returns a rollout for each request, not {len(rollouts)}")
         for rollout in rollouts:
             raw = rollout.raw_logprobs or ()
-            sizes = {len(rollout.ids), len(rollout.logprobs), len(raw)}
-            require(len(sizes) == 1 and 1 <= len(rollout.ids) <= 6, f"1 to 6 ids with a logprob each; got {rollout}")
-            sound = all(math.isfinite(value) and value <= 0 for value in (*rollout.logprobs, *raw))
-            require(sound, f"log-probabilities are finite and not above 0; got {rollout}")
-            require(all(0 <= i < vocabulary for i in rollout.ids), f"ids of the vocabulary; got {rollout.ids}")
+            require(len(raw) == len(rollout.ids), f"raw_logprobs for each id of a request with raw=True; got {rollout}")
+            require(max(*rollout.logprobs, *raw) <= 0, f"log-probabilities are not above 0; got {rollout}")
             require(rollout.version == 3, f"version is that of the last load_weights(), 3; got {rollout.version}")
-            require(rollout.finish in ("stop", "length"), f"finish is stop or length; got {rollout.finish!r}")
         again = sampler.sample(requests[::-1])[::-1]
         same = [one.ids for one in again] == [one.ids for one in rollouts]
         require(same, "a request's ids depend on its weights, prompt and seed alone, not on the other requests")
@@ -176,10 +154,8 @@ def check_data(config: DataConfig, kind: ItemKind = "sft", *, seed: int = 0) -> 
         context = {"tokenizer": tiny_tokenizer(), "seed": seed, "decide": Decisions(), "cache_dir": Path(folder)}
         context["length_limit"] = None
         data, twin = (build_component(config, **context, kind=kind) for _ in range(2))
-        require(len(data) > 0, "len(data) counts the items, and there are none")
         first = list(data.take(0, 3))
-        wrong = [item for item in first if not isinstance(item, ITEMS[kind])]
-        require(len(first) == 3 and not wrong, f"take(0, 3) gives three items {ITEMS[kind].__name__}; got {first}")
+        require(len(first) == 3, f"take(0, 3) gives three items, also where that repeats some; got {first}")
         twin.take(7, 2)
         require(list(twin.take(0, 3)) == first, "take(step, count) depends on what was taken before, or on chance")
         require(list(data.take(0, 2)) + list(data.take(1, 2))[:1] == first, "take(step, n) begins at item step·n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from runner.build.rewards import refuse_missing_columns
 from runner.build.samplers import _report_padding
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import SpecError
+from runner.core.errors import DataError, SpecError
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.model.tiny import byte_tokenizer
@@ -48,6 +49,24 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     [question] = data.held_out_questions()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
     assert sum(item.weights) == sum(question.item.weights) == learnt
+
+
+def test_variables_of_rows_are_refused_where_an_environment_continues_their_episodes(workdir: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "a"}], "answer": "b", "chat_template_kwargs": {"x": 1}}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    words = [
+        "algorithm=grpo",
+        "reward=exact",
+        "sampler=torch",
+        "data=file",
+        "data.path=rows.jsonl",
+        "data.cache=false",
+        "model=tiny",
+    ]
+    for environment, refused in (("none", False), ("calculator", True)):
+        spec = compose_job([*words, f"environment={environment}", "sampler.max_new_tokens=4"]).spec
+        with pytest.raises(DataError, match="chat_template_kwargs: rows with variables") if refused else nullcontext():
+            build_data(spec, build_tokenizer(spec, Decisions()), Decisions(strict=False))
 
 
 REWARD_FILE = """

@@ -13,7 +13,7 @@ from runner.core.auto_choices import Decisions
 from runner.data.examples import AnswersExample, ChatExample, PromptExample, Reading
 from runner.data.formats import FormatCheck
 from runner.data.readers import Problems, Row, SourceLocation
-from tests.data.conftest import chat
+from tests.data.conftest import byte_tokenizer, chat
 from tests.data.test_file import data, said, texts
 
 SHAREGPT: dict[str, Any] = {
@@ -47,6 +47,7 @@ def check(reading: Reading, *rows: dict[str, Any]) -> tuple[list[Any], FormatChe
         (ALPACA, "Alpaca", ADDED),
         ({"instruction": "add", "input": "", "output": "4", "text": "### add"}, "Alpaca", chat("add", "4")),
         ({"query": "2+2?", "response": "4", "system": "be brief", "history": []}, "query/response", BRIEF),
+        ({"system": "be brief", "conversation": [{"human": "2+2?", "assistant": "4"}]}, "conversation", BRIEF),
     ],
 )
 def test_a_format_of_another_project_becomes_messages(row: Any, name: str, messages: list[Any]) -> None:
@@ -107,9 +108,67 @@ def test_pairs_labels_and_prompts_are_made_of_the_same_rows() -> None:
     assert message == "" and list(question.answers[0].messages) == BRIEF
 
 
+REJECTED = chat("", "5")[1:]
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        ({"messages": BRIEF, "rejected_response": "5"}, "messages and answers"),  # ms-swift
+        ({"messages": BRIEF, "rejected_response": REJECTED}, "messages and answers"),
+        ({"system": "be brief", "query": "2+2?", "response": "4", "rejected_response": "5"}, "query/response"),
+        ({**SHAREGPT, "rejected_response": "5"}, "ShareGPT"),
+        ({"messages": BRIEF[:-1], "chosen": BRIEF[-1], "rejected": REJECTED[0]}, "messages and answers"),  # axolotl
+    ],
+)
+def test_answers_beside_a_conversation_are_pairs(row: dict[str, Any], name: str) -> None:
+    [pair], found, message = check("pairs", row)
+    assert (message, str(found.format)) == ("", f"{name} → prompt+chosen+rejected (messages)")
+    assert [list(answer.messages) for answer in pair.answers] == [BRIEF, [*BRIEF[:-1], *REJECTED]]
+    assert {*found.converted, *found.ignored, "chosen", "rejected"} >= row.keys() and found.ignored <= {"id"}
+
+
+def test_whole_conversations_beside_messages_begin_alike() -> None:
+    row = {"messages": BRIEF, "chosen": BRIEF, "rejected": [*BRIEF[:-1], *REJECTED]}
+    [pair], found, message = check("pairs", row)
+    assert (message, str(found.format)) == ("", "chosen+rejected (messages)")
+    assert [list(answer.messages) for answer in pair.answers] == [row["chosen"], row["rejected"]]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": ADDED, "label": False},  # ms-swift
+        {**ALPACA, "kto_tag": False},  # LLaMA-Factory
+        {"conversations": ADDED, "kto_tag": False},
+    ],
+)
+def test_a_tag_beside_a_conversation_labels_its_last_answer(row: dict[str, Any]) -> None:
+    [judged], found, message = check("judged", row)
+    assert message == "" and (list(judged.answers[0].messages), judged.facts) == (ADDED, {"good": False})
+    assert judged.answers[0].context == len(ADDED) - 1 and not found.ignored
+
+
+def test_segments_are_trained_on_by_their_labels_and_get_no_token(tmp_path: Path, jsonl: Callable[..., str]) -> None:
+    tokenizer = byte_tokenizer(bos=True)
+    parts = [("<|bos|>a: ", False), ("b<|im_end|>", True), ("c", False), ("d", True)]
+    row = {"segments": [{"text": text, "label": label} for text, label in parts]}
+    [item] = data(tokenizer, tmp_path, path=jsonl([row])).take(0, 1)
+    assert tokenizer.decode(item.ids) == "<|bos|>a: b<|im_end|>cd"
+    assert tokenizer.decode([i for i, w in zip(item.ids, item.weights, strict=True) if w]) == "b<|im_end|>d"
+    for wrong in ([], [{"text": "a"}], [{"text": "a", "label": False}], [{"text": "a", "label": "x"}], "text"):
+        assert "column segments: expected" in check("sft", {"segments": wrong})[2]
+
+
+def test_rows_of_token_ids_are_refused_in_words() -> None:
+    for reading in ("sft", "pairs", "prompts"):
+        assert "rows of token ids (input_ids) are not read" in check(reading, {"input_ids": [1], "labels": [1]})[2]
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
+        ({"conversation": [{"human": "a"}]}, "column conversation: expected a list of objects with the keys human"),
         (
             {"conversations": [{"from": "alien", "value": "x"}]},
             "conversations[0].from: unknown speaker 'alien'; expected",

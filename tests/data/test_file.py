@@ -11,12 +11,17 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, StorageError
+from runner.data.chat import Renderer
+from runner.data.chat_template import install_template
 from runner.data.config import ChatConfig, FileConfig
 from runner.data.dataset import TokenizedData
 from runner.data.prepare import build
+from runner.inference.answer_text import hidden_token_ids
+from runner.inference.chat_prompt import render_chat
 from runner.spec.base import ItemKind
 from tests.data.conftest import CHATML, byte_tokenizer, chat
 
@@ -394,17 +399,90 @@ def test_truncate_left_keeps_the_bos_of_the_tokenizer(tmp_path: Path, jsonl: Jso
     assert tokenizer.decode(pair.prompt[1:]).endswith("xxq") and len(pair.prompt) + 5 == 16
 
 
-def test_special_tokens_of_the_user_are_tokens_in_assistant_turns_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+def call_tokenizer(*names: str) -> Any:
+    """A tokenizer of a job with chat.special_tokens, which has the special token <call>."""
     tokenizer = byte_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<call>"]})
+    install_template(tokenizer, ChatConfig(special_tokens=names), Decisions())
+    return tokenizer
+
+
+def test_special_tokens_of_the_user_are_tokens_in_assistant_turns_alone(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer = call_tokenizer("<call>")
     token = tokenizer.convert_tokens_to_ids("<call>")
-    path, options = jsonl([{"messages": chat("a", "<call>b")}]), {"special_tokens": ("<call>",)}
-    assert token not in data(tokenizer, tmp_path, path=path).take(0, 1)[0].ids
-    item = data(tokenizer, tmp_path, path=path, **options).take(0, 1)[0]
+    path = jsonl([{"messages": chat("a", "<call>b")}])
+    assert token not in data(call_tokenizer(), tmp_path, path=path).take(0, 1)[0].ids
+    item = data(tokenizer, tmp_path, path=path).take(0, 1)[0]
     assert item.ids.count(token) == 1 and item.weights[item.ids.index(token)] == 1
     bad = jsonl([{"messages": chat("a <call>", "b")}], "bad.jsonl")
     with pytest.raises(DataError, match=r"bad\.jsonl:1: messages\[0\] \(role user\) has the special token '<call>'"):
-        data(tokenizer, tmp_path, path=bad, **options)
+        data(tokenizer, tmp_path, path=bad)
     for name, said in (("<none>", "the tokenizer has no special token"), ("<|im_end|>", "ends or opens turns")):
-        with pytest.raises(DataError, match=said):
-            data(tokenizer, tmp_path, path=path, special_tokens=(name,))
+        with pytest.raises(DataError, match=f"chat.special_tokens: .*{said}"):
+            data(call_tokenizer(name), tmp_path, path=path)
+
+
+def test_special_tokens_of_the_user_are_tokens_in_earlier_turns_of_whoever_has_the_export(tmp_path: Path) -> None:
+    """As in training: the server and the terminal read the tokenizer alone."""
+    call_tokenizer("<call>").save_pretrained(tmp_path)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    token = read.convert_tokens_to_ids("<call>")
+    history = chat("a", "<call>b", "c")
+    assert render_chat(Renderer(read), history).ids.count(token) == 1
+    assert token not in hidden_token_ids(read, ()) and token in hidden_token_ids(call_tokenizer(), ())
+    with pytest.raises(DataError, match=r"messages\[2\] \(role user\) has the special token '<call>'"):
+        render_chat(Renderer(read), chat("a", "b", "<call>"))
+    ids = Renderer(read).extend(read("a<|im_end|>").input_ids, {"role": "tool", "content": "<call>"})
+    assert token not in ids and "<call>" in read.decode(ids)  # what an environment says is text
+
+
+THINKS = CHATML.replace("assistant\n{%", "assistant\n{% if think is defined and not think %}<no>{% endif %}{%").replace(
+    "{{ m.content }}", "{{ '<no>' if m.role == 'assistant' and think is defined and not think }}{{ m.content }}"
+)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_row_has_variables_of_the_template_of_its_own(tmp_path: Path, jsonl: Jsonl, streaming: bool) -> None:
+    tokenizer = byte_tokenizer(THINKS)
+    talk = {"messages": chat("a", "b")}
+    rows = [talk, talk | {"chat_template_kwargs": {"think": False}}, talk | {"chat_template_kwargs": {"think": True}}]
+    options: dict[str, Any] = {"shuffle": False, "streaming": streaming, "max_length": 200}
+    decide = Decisions(strict=True)
+    found = data(tokenizer, tmp_path, decide, path=jsonl(rows), **options)
+    assert ["<no>" in text for text in texts(tokenizer, found, 0, 3)] == [False, True, False]
+    assert not said(decide, "data.columns") and not said(decide, "data.rename_columns")
+    prompts = data(
+        tokenizer, tmp_path, decide, kind="prompts", path=jsonl([row | {"prompt": chat("a")} for row in rows])
+    )
+    assert sorted("<no>" in prompt.text for prompt in prompts.take(0, 3)) == [False, False, True]
+    job = ChatConfig(kwargs={"think": False})
+    own = data(tokenizer, tmp_path, path=jsonl(rows), chat_options=job, **options)
+    assert ["<no>" in text for text in texts(tokenizer, own, 0, 3)] == [True, True, False]
+    of_verl = byte_tokenizer(THINKS.replace("think", "enable_thinking"))
+    rows = [talk, talk | {"enable_thinking": False}]
+    found = data(of_verl, tmp_path, Decisions(strict=True), path=jsonl(rows), **options)
+    assert ["<no>" in text for text in texts(of_verl, found, 0, 2)] == [False, True]
+
+
+def test_variables_of_a_row_that_the_template_does_not_read_are_said(tmp_path: Path, jsonl: Jsonl) -> None:
+    tokenizer, decide = byte_tokenizer(THINKS), Decisions()
+    path = jsonl([{"messages": chat("a", "b"), "chat_template_kwargs": {"thinks": False}, "enable_thinking": True}])
+    data(tokenizer, tmp_path, decide, path=path)
+    assert "variable of the chat template: enable_thinking, variable" in said(decide, "data.columns")[0]
+    with pytest.raises(EnvironmentProblem, match="variable of the chat template: thinks"):
+        data(tokenizer, tmp_path, Decisions(strict=True), path=path)
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"chat_template_kwargs": "x"},
+        {"chat_template_kwargs": {"think": [1]}},
+        {"enable_thinking": [True]},
+        {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True},
+    ],
+)
+def test_variables_of_a_row_are_plain_values(columns: dict[str, Any], tmp_path: Path, jsonl: Jsonl) -> None:
+    path = jsonl([{"messages": chat("a", "b"), **columns}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: (column )?chat_template_kwargs"):
+        data(byte_tokenizer(THINKS), tmp_path, path=path)

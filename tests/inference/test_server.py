@@ -242,6 +242,12 @@ def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http
             None,
             "does not render the content of messages[0] (role system): 'be brief'",
         ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"enable_thinkin": True}},
+            "chat_template_kwargs",
+            "chat_template_kwargs: the chat template does not read enable_thinkin; it reads: drop_system",
+        ),
     ],
 )
 def test_what_cannot_be_answered_as_asked_is_a_400(
