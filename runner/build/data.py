@@ -34,6 +34,8 @@ def build_data(
 ) -> Data:
     """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
+    if (reader := images_of(tokenizer)) and config.keeps_images:
+        reader.keep_in(cache_folder() / "images")
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
     data: Data = default_registry().factory(config)(
         config,

@@ -182,6 +182,9 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
     spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
     with prefix_set_errors(one.name):
         config = spec.data.as_held_out() if "data" in one.components else spec.data
+        if any(config.pixel_limits().values()) and config.pixel_limits() != answers.spec.data.pixel_limits():
+            text = "images are processed as in training; set data.min_pixels and data.max_pixels of the job"
+            raise SpecError([Problem("data", text)])
         data = build_data(spec, answers.policy.tokenizer, answers.decide, config, "prompts")
         refuse_missing_columns(spec, data)
         if "environment" in one.components:

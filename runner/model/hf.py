@@ -95,12 +95,9 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
 
 
 def image_reader(
-    config: HfConfig, tokenizer: Any, folder: Path | None, min_pixels: int | None = None, max_pixels: int | None = None
+    config: HfConfig, tokenizer: Any, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> FileImageReader | None:
-    """The reader of images for the model; None for one of text alone. folder: see `FileImageReader`.
-
-    Raises what `architecture` raises.
-    """
+    """The reader of images for the model; None for one of text alone. Raises what `architecture` raises."""
     found = architecture(config, tokenizer)
     if not is_image_text(found):
         return None
@@ -111,7 +108,7 @@ def image_reader(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
-    return FileImageReader(load, folder)
+    return FileImageReader(load)
 
 
 def build(

@@ -29,7 +29,7 @@ from tests.parallelism.test_fsdp import close, sharded, trained
 def made(folder: Path, adapter: bool) -> tuple[Any, list[list[int]]]:
     config = HfConfig(path=str(folder))
     tokenizer = hf.tokenizer(config)
-    tokenizer.image_reader = hf.image_reader(config, tokenizer, folder / "images")
+    tokenizer.image_reader = hf.image_reader(config, tokenizer)
     image = {"type": "image", "image": str(folder / "a.png")}
     said: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": [image, {"type": "text", "text": "what"}]}],
