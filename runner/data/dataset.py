@@ -40,7 +40,7 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 8  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 9  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
     [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]

@@ -56,7 +56,7 @@ class EngineImages:
         assert isinstance(source, bytes)
         call = self._client.call("add_image", base64.b64encode(source).decode(), several)
         id, text, count = asyncio.run_coroutine_threadsafe(call, self._loop).result()
-        return ImageEntry(id, "", len(source), 0, several), ProcessedImage(text, count, {})
+        return ImageEntry(id, "", len(source), 0, several, count), ProcessedImage(text, count, {})
 
 
 @dataclass

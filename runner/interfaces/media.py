@@ -16,7 +16,7 @@ class ImageEntry:
     """An image that occurs in rows.
 
     id: what stands for it in token ids (see `runner.core.media`); path: of its file; size, mtime_ns: of that file when
-    it was read; several: whether its row has others
+    it was read; several: whether its row has others; count: how many image tokens stand for it
     """
 
     id: int
@@ -24,6 +24,7 @@ class ImageEntry:
     size: int
     mtime_ns: int
     several: bool
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,8 @@ class ImageReader(ImageTokenizer, Protocol):
     def register(self, entries: Iterable[ImageEntry]) -> None: ...  # that another process has added
 
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
+
+    def count(self, id: int) -> int: ...  # of the tokens that stand for an image
 
     def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
 

@@ -72,7 +72,7 @@ class FileImageReader:
         content = source if isinstance(source, bytes) else _read(source)
         made = self._processor.process(decode_image(content), several=several)
         one = media_id(content, self._processor.variant(several=several))
-        entry = ImageEntry(one, "", len(content), 0, several)
+        entry = ImageEntry(one, "", len(content), 0, several, made.count)
         if self._folder is None and isinstance(source, bytes):
             self._contents[one] = self._contents.pop(one, content)  # the newest is last
         else:
@@ -97,6 +97,10 @@ class FileImageReader:
         if self._folder is not None:
             return str(self._keep(source))
         return f"data:image/*;base64,{base64.b64encode(source).decode()}"
+
+    def count(self, id: int) -> int:
+        """See `ImageReader`."""
+        return self._entries[id].count
 
     def save(self, folder: Path) -> None:
         """See `ImageReader`."""

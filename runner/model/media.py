@@ -72,14 +72,10 @@ class MediaInputs:
                 self._bytes -= 0 if future.exception() else _num_bytes(future.result())
         return made
 
-    def count(self, one: int) -> int:
-        """The places that an image takes in token ids."""
-        return self._image(one).result().count
-
     def probe_rows(self) -> list[list[int]]:
         """Two rows of a few tokens with one of the images each; none where there are no images."""
         images = self._reader.some_ids(2) if self._reader.is_used else []
-        return [[3, 1, *[one] * self.count(one), 4, 1] for one in images]
+        return [[3, 1, *[one] * self._reader.count(one), 4, 1] for one in images]
 
     def start_reading(self, batch: Batch) -> None:
         """Start to read the images of a batch."""
@@ -110,7 +106,7 @@ class MediaInputs:
 
     def row_positions(self, ids: Sequence[int]) -> Tensor:
         """Rotary positions [L, 3] of one row from 0 on."""
-        images = self.images(one for one, _ in media_runs(ids, self.count))
+        images = self.images(one for one, _ in media_runs(ids, self._reader.count))
         if not images or not self.has_rotary_grid:
             return torch.arange(len(ids))[:, None].expand(-1, 3)
         row = torch.tensor([ids])
@@ -136,7 +132,7 @@ class MediaInputs:
         ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
         keywords = {**keywords, "input_ids": ids}
         # one more token of each row is never an image
-        runs = [media_runs(row, self.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
+        runs = [media_runs(row, self._reader.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
         if not any(runs):
             return args, keywords
         images = self.images(one for row in runs for one, _ in row)

@@ -26,6 +26,7 @@ from runner.inference.model_source import load_source, parse_source
 from runner.inference.openai_requests import BadRequest, ChatBody, parse_body
 from runner.inference.torch_engine import TorchEngine
 from tests import command
+from tests.data.test_images import url
 from tests.inference.scripted import serve
 from tests.model.test_media import own_inputs, own_logprobs
 from tests.model.vision_zoo import IMAGE, write_folder
@@ -48,7 +49,7 @@ def pictures(tmp_path: Path) -> list[Path]:
 
 
 def data_url(path: Path) -> str:
-    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+    return url(path.read_bytes())
 
 
 def body(url: str, **more: Any) -> dict[str, Any]:

@@ -209,6 +209,10 @@ def test_limits_of_pixels(pictures: list[str], tmp_path: Path) -> None:
 
 def test_a_cut_goes_through_no_image() -> None:
     a, b = MEDIA_ID + 1, MEDIA_ID + 2
+    count = {a: 3, b: 2}.__getitem__
     ids = [1, a, a, 2, a, 3, b, b, 4]  # the first image has a token of the vocabulary inside
-    assert [whole_images(ids, at, len(ids))[0] for at in range(len(ids))] == [0, 1, 5, 5, 5, 5, 6, 8, 8]
-    assert [whole_images(ids, 0, at)[1] for at in range(1, 10)] == [1, 1, 1, 1, 5, 6, 6, 8, 9]
+    assert [whole_images(ids, at, len(ids), count)[0] for at in range(len(ids))] == [0, 1, 5, 5, 5, 5, 6, 8, 8]
+    assert [whole_images(ids, 0, at, count)[1] for at in range(1, 10)] == [1, 1, 1, 1, 5, 6, 6, 8, 9]
+    twice = [b, b, 3, 4, b, b, 5]  # what is between is no part of the image
+    assert [whole_images(twice, at, len(twice), count)[0] for at in range(len(twice))] == [0, 2, 2, 3, 4, 6, 6]
+    assert [whole_images(twice, 0, at, count)[1] for at in range(1, 8)] == [0, 2, 3, 4, 4, 6, 7]
