@@ -283,7 +283,7 @@ def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
         (what for other, what in _OTHER_KINDS.items() if type(config) in other._model_mapping), "no language model"
     )
     text = f"{source} has model_type={config.model_type}, which is {what}"
-    if head == "scalar" and type(config) in AutoModelForCausalLM._model_mapping:
+    if head == "scalar" and (type(config) in AutoModelForCausalLM._model_mapping or is_image_text(config)):
         raise UnsupportedModelError(f"{text}; transformers {version('transformers')} has no sequence classifier for it")
     raise EnvironmentProblem(
         f"{text}, not a causal language model of transformers {version('transformers')}\n"
