@@ -148,7 +148,7 @@ def build(
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
-        auto = _auto_class(architecture, head)
+        auto = auto_class(architecture, head)
         check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
@@ -226,7 +226,7 @@ def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(f"{text}\n  move one of them into its own folder, and give the folder that you need")
 
 
-def _auto_class(architecture: Any, head: Head) -> Any:
+def auto_class(architecture: Any, head: Head) -> Any:
     """The transformers class that loads the whole model, with its vision part where it has one."""
     if head == "scalar":
         return AutoModelForSequenceClassification
@@ -270,7 +270,7 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
 
 def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
     """Raise EnvironmentProblem where transformers has no language model, or classifier, for a config."""
-    auto = _auto_class(config, head)
+    auto = auto_class(config, head)
     # transformers has a head for each token of these too, which would see the tokens that it predicts
     encodes = type(config) in AutoModelForMaskedLM._model_mapping and not (
         config.is_encoder_decoder or getattr(config, "is_decoder", True)
