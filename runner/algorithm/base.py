@@ -43,7 +43,8 @@ class AlgorithmConfig(ComponentConfig):
     micro_batch_tokens: int = Field(
         default=4096,
         ge=1,
-        description="Maximum tokens of a micro-batch on each device; changes memory and speed, never the update.",
+        description="Maximum tokens of a micro-batch on each device, patches of images included; changes memory and "
+        "speed, never the update.",
     )
 
     @property

@@ -82,8 +82,7 @@ def build_tokenizer(spec: JobSpec, decide: Decisions) -> Any:
 
     tokenizer = resolve(type(spec.model).tokenizer_factory)(spec.model)
     if factory := type(spec.model).image_reader_factory:
-        folder = cache_folder() / "images" if spec.data.keeps_images else None
-        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, folder, **spec.data.pixel_limits())
+        tokenizer.image_reader = resolve(factory)(spec.model, tokenizer, **spec.data.pixel_limits())
     install_template(tokenizer, spec.chat, decide)
     return tokenizer
 

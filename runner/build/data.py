@@ -36,6 +36,8 @@ def build_data(
 ) -> Data:
     """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
+    if (reader := images_of(tokenizer)) and config.keeps_images:
+        reader.keep_in(cache_folder() / "images")
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
     data: Data = build_component(
         config,
@@ -85,11 +87,6 @@ def check_images(spec: JobSpec, tokenizer: Any) -> None:
     if spec.parallelism.deepspeed:
         text = "DeepSpeed gathers the vision part in forwards that only ranks with images run"
         found.append(Problem("parallelism", f"{text}; type parallelism=ddp or fsdp"))
-    frozen = spec.model.frozen_parts
-    trains_vision = frozen is not None and {"vision", "aligner"} - {*frozen}
-    if sizes["dp_shard"] > 1 and trains_vision:
-        text = "with FSDP a rank without images has no gradient of the vision part to reduce"
-        found.append(Problem("model.freeze", f"{text}; leave it out, or type parallelism=ddp"))
     if spec.algorithm.needs_sampler and not spec.sampler.shares_model:
         found.append(Problem("sampler", f"{spec.sampler.name} gets no images; type sampler=torch"))
     if found:

@@ -31,6 +31,7 @@ from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import PartitionedSampler
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.torch import TorchSampler
+from runner.spec.base import ItemKind
 from runner.spec.evaluation import AnswersConfig, EvaluationSet, prefix_set_errors
 from runner.spec.job import JobSpec
 from runner.trainer.answer_evaluator import AnswerEvaluator, ShorteningSampler, eligible_questions, question_prompts
@@ -182,7 +183,13 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
     spec = spec.model_copy(update={"reward": spec.reward.with_dtype(spec.model.compute_dtype)})
     with prefix_set_errors(one.name):
         config = spec.data.as_held_out() if "data" in one.components else spec.data
-        data = build_data(spec, answers.policy.tokenizer, answers.decide, config, "prompts")
+        if any(config.pixel_limits().values()) and config.pixel_limits() != answers.spec.data.pixel_limits():
+            text = "images are processed as in training; set data.min_pixels and data.max_pixels of the job"
+            raise SpecError([Problem("data", text)])
+        # rows of the job itself have answers in the form that it learns from
+        is_own = spec.data == answers.spec.data and spec.algorithm.item_kind == "sft"
+        kind: ItemKind = "sft" if is_own else "prompts"
+        data = build_data(spec, answers.policy.tokenizer, answers.decide, config, kind)
         refuse_missing_columns(spec, data)
         if "environment" in one.components:
             environments = build_environments(spec, answers.world.world_peers, answers.decide)

@@ -23,6 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runner.core.media import MEDIA_ID
+
+PATCHES_PER_PLACE = 4  # the vision parts of most families merge 2 x 2 patches of an image into one of its places
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -181,30 +185,51 @@ def prefixes(batch: Batch) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest."""
+    """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest.
+
+    patches: of their images, which the vision part computes beside the tokens
+    """
 
     tokens: int = 0
     paths: int = 0
     longest: int = 0
+    patches: int = 0
 
     def __add__(self, other: Footprint) -> Footprint:
-        return Footprint(self.tokens + other.tokens, self.paths + other.paths, max(self.longest, other.longest))
+        return Footprint(
+            self.tokens + other.tokens,
+            self.paths + other.paths,
+            max(self.longest, other.longest),
+            self.patches + other.patches,
+        )
 
     def size(self, padded: bool) -> int:
-        """Their number."""
-        return self.paths * self.longest if padded else self.tokens
+        """Their number of slots: tokens, padding and patches."""
+        return (self.paths * self.longest if padded else self.tokens) + self.patches
 
 
-def footprints(batch: Batch) -> list[Footprint]:
-    """What each unit takes up."""
+def footprints(batch: Batch, padded: bool) -> list[Footprint]:
+    """What each unit takes up; without `padded`, no paths."""
+    spans, patches = unit_spans(batch), _num_patches(batch)
+    if not padded:
+        return [Footprint(size, patches=more) for (*_, size), more in zip(spans, patches, strict=True)]
     before = prefixes(batch)
     ends = torch.cumsum(batch.structure.rows["lengths"], 0)
     whole = (batch.structure.tokens["positions"][ends - 1] + 1).tolist()  # of each row with what it continues
     shared = set(before.tolist())
     return [
-        Footprint(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]))
-        for first, last, size in unit_spans(batch)
+        Footprint(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]), more)
+        for (first, last, size), more in zip(spans, patches, strict=True)
     ]
+
+
+def _num_patches(batch: Batch) -> list[int]:
+    """Patches of the images of each unit, by their places."""
+    spans, is_image = unit_spans(batch), batch.structure.tokens["ids"] >= MEDIA_ID
+    if not bool(is_image.any()):
+        return [0] * len(spans)
+    units = is_image.split([size for *_, size in spans])
+    return [PATCHES_PER_PLACE * int(unit.sum()) for unit in units]
 
 
 def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool) -> list[range]:
@@ -221,11 +246,10 @@ def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool)
 def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Iterator[Batch]:
     """Cut between units so that each piece takes at most `max_tokens` token slots; a larger unit is alone.
 
-    A slot is a token or, for a model that runs padded, also padding up to the longest row.
+    A slot is a token, a patch of an image or, for a model that runs padded, padding up to the longest row.
     """
     spans = unit_spans(batch)
-    taken = footprints(batch) if padded else [Footprint(size) for *_, size in spans]
-    for run in micro_batch_ranges(taken, max_tokens, padded=padded):
+    for run in micro_batch_ranges(footprints(batch, padded), max_tokens, padded=padded):
         yield batch.slice_rows(spans[run[0]][0], spans[run[-1]][1])
 
 

@@ -42,14 +42,11 @@ def media_runs(ids: Sequence[int], count: Callable[[int], int]) -> list[tuple[in
     return runs
 
 
-def whole_images(ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
-    """The part of start … stop that cuts through no image."""
-    spans: dict[int, tuple[int, int]] = {}
-    for place, one in enumerate(ids):
-        if one >= MEDIA_ID:
-            spans[one] = (spans.get(one, (place, 0))[0], place + 1)
-    for first, last in sorted(spans.values()):
+def whole_images(ids: Sequence[int], start: int, stop: int, count: Callable[[int], int]) -> tuple[int, int]:
+    """The part of start … stop that cuts through no image. count: the number of places of an image."""
+    spans = [(places[0], places[-1] + 1) for _, places in media_runs(ids, count)]
+    for first, last in spans:
         start = last if first < start < last else start
-    for first, last in sorted(spans.values(), reverse=True):
+    for first, last in reversed(spans):
         stop = first if first < stop < last else stop
     return start, max(start, stop)

@@ -32,6 +32,7 @@ from runner.data.examples import Reading
 from runner.data.readers import Problems
 from runner.data.tokenization import EncodedAnswers, EncodedExample, EncodedRows, share_prefix
 from runner.interfaces import EvalQuestion, LabeledCompletion, PreferencePair, Prompt, TokenizedExample
+from runner.interfaces.media import ImageReader
 from runner.spec.base import ItemKind
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class LengthLimit:
 
     max_length: None = `model_limit`: the most tokens that the model allows, and why; None = any
     starts: ids that a sequence begins with, such as BOS, which truncate_left keeps
+    images: knows how many tokens each image takes; None for a model of text alone
     """
 
     max_length: int | None
@@ -101,6 +103,7 @@ class LengthLimit:
     reading: Reading = "sft"
     model_limit: tuple[int, str] | None = None
     starts: frozenset[int] = frozenset()
+    images: ImageReader | None = None
 
     @property
     def most(self) -> int:
@@ -197,17 +200,29 @@ class LengthLimit:
         cut = length - self.most
         if isinstance(row, EncodedAnswers):
             start = self._start(row.prompt)
-            begin = whole_images(row.prompt, cut + len(start), len(row.prompt))[0]
+            begin = self._whole_images(row.prompt, cut + len(start), len(row.prompt))[0]
             rest = row.prompt[begin:]
             return [replace(row, prompt=start + rest)] if rest else []
         if self.rule == "truncate_right":
-            pieces = [_slice(row, 0, self.most)]
+            pieces = [self._slice(row, 0, self.most)]
         elif self.rule == "truncate_left":
             start = self._start(row.ids)
-            pieces = [_prepend(start, _slice(row, cut + len(start), length))]
+            pieces = [_prepend(start, self._slice(row, cut + len(start), length))]
         else:
-            pieces = [_slice(row, at, at + self.most) for at in range(0, length - 1, self.most - 1)]
+            pieces = [self._slice(row, at, at + self.most) for at in range(0, length - 1, self.most - 1)]
         return [piece for piece in pieces if any(piece.loss_mask)]
+
+    def _slice(self, row: EncodedExample, start: int, stop: int) -> EncodedExample:
+        """Tokens start … stop of a row, without parts of images; an answer without its prompt or end is none."""
+        start, stop = self._whole_images(row.ids, start, stop)
+        ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
+        loss_mask[:1] = [0]
+        first, last = row.answer
+        whole = start < first and last <= stop
+        return replace(row, ids=ids, loss_mask=loss_mask, answer=(first - start, last - start) if whole else (0, 0))
+
+    def _whole_images(self, ids: Sequence[int], start: int, stop: int) -> tuple[int, int]:
+        return whole_images(ids, start, stop, self.images.count) if self.images else (start, stop)
 
     def _start(self, ids: Sequence[int]) -> list[int]:
         """The ids that a sequence begins with and keeps."""
@@ -237,16 +252,6 @@ class LengthLimit:
 def _is_empty(row: EncodedExample | EncodedAnswers) -> bool:
     """Whether there is nothing to learn, or nothing to answer."""
     return not any(row.loss_mask) if isinstance(row, EncodedExample) else not row.prompt or not all(row.answers)
-
-
-def _slice(row: EncodedExample, start: int, stop: int) -> EncodedExample:
-    """Tokens start … stop of a row, without parts of images; an answer without its prompt or end is none."""
-    start, stop = whole_images(row.ids, start, stop)
-    ids, loss_mask = row.ids[start:stop], row.loss_mask[start:stop]
-    loss_mask[:1] = [0]
-    first, last = row.answer
-    whole = start < first and last <= stop
-    return replace(row, ids=ids, loss_mask=loss_mask, answer=(first - start, last - start) if whole else (0, 0))
 
 
 def _prepend(start: list[int], row: EncodedExample) -> EncodedExample:

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, Footprint, concat_batches, footprints, micro_batch_ranges, unit_spans
+from runner.core.batch import Batch, concat_batches, footprints, micro_batch_ranges, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
@@ -242,9 +242,8 @@ class BatchShard:
 def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bool) -> BatchShard:
     """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
     spans = unit_spans(batch)
-    sizes = [size for *_, size in spans]
-    taken = footprints(batch) if padded else [Footprint(size) for size in sizes]
-    owners = balance_by_cost(sizes, peers.size)
+    sizes, taken = [size for *_, size in spans], footprints(batch, padded)
+    owners = balance_by_cost([one.tokens + one.patches for one in taken], peers.size)
     hands = [[unit for unit, owner in enumerate(owners) if owner == rank] for rank in range(peers.size)]
     cut = [micro_batch_ranges([taken[unit] for unit in hand], budget, padded=padded) for hand in hands]
     mine = hands[peers.rank]

@@ -11,6 +11,7 @@ The front end holds the other ends of stdin and stdout. This process ends when t
 
 from __future__ import annotations
 
+import base64
 import logging
 import sys
 import traceback
@@ -25,12 +26,14 @@ from runner.core.errors import DataError, OutOfMemory, RunnerError
 from runner.core.subprocess import JsonLines
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
 from runner.inference.model_source import ModelSource, load_source, parse_source
+from runner.interfaces.media import images_of
 from runner.spec.base import Config
 
 if TYPE_CHECKING:
     from runner.interfaces import GenerativeModel
 
 IDLE_WAIT_S = 3600.0
+MAX_IMAGES_BYTES = 2**30  # of images kept beside those of unfinished requests
 Json = dict[str, Any]
 
 
@@ -57,7 +60,7 @@ class EngineInfo(Config):
     """What the front end has to know of a loaded model.
 
     adapters: names that a request may choose; length_limit: most tokens of prompt and answer; step: of a run's
-    checkpoint; chat_date: see `ChatConfig`
+    checkpoint; chat_date: see `ChatConfig`; image_token: placeholder and token id of an image, None = it reads none
     """
 
     name: str
@@ -67,6 +70,7 @@ class EngineInfo(Config):
     length_limit: int | None
     step: int | None
     chat_date: str | None
+    image_token: tuple[str, int] | None = None
 
 
 class EngineHost:
@@ -120,6 +124,7 @@ class EngineHost:
         if call := message.get("call"):
             verbs: dict[str, Callable[..., Any]] = {
                 "score": self._score,
+                "add_image": self._add_image,
                 "load_weights": self._load_weights,
                 "load_adapter": self._load_adapter,
                 "unload_adapter": self._unload_adapter,
@@ -131,6 +136,16 @@ class EngineHost:
 
     def _score(self, ids: Sequence[int], logprobs: int, adapter: str | None) -> list[tuple[float, Any]]:
         return [(score.logprob, score.top_logprobs) for score in self.engine.score(ids, logprobs, adapter)]
+
+    def _add_image(self, content: str, several: bool) -> tuple[int, str, int]:
+        """An image's id, its text in a rendered conversation, and its number of tokens.
+
+        content: of its file, in base64. Raises DataError for one that cannot be read
+        """
+        reader: Any = images_of(self._model.tokenizer)
+        reader.forget(self.engine.image_ids(), MAX_IMAGES_BYTES)
+        entry, made = reader.add(base64.b64decode(content), several=several)
+        return entry.id, made.text, made.count
 
     def _load_weights(self, folder: str) -> None:
         """Copy the weights of a model's folder; they count as the next version.
@@ -219,7 +234,7 @@ def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, Eng
     adapters = {} if list(loaded.adapters) == [loaded.name] else dict(loaded.adapters)
     host = EngineHost(loaded.model, settings, adapters)
     loaded.tokenizer.save_pretrained(folder)
-    limits = host.engine.limits
+    limits, reader = host.engine.limits, images_of(loaded.tokenizer)
     info = EngineInfo(
         name=loaded.name,
         adapters=tuple(adapters),
@@ -228,6 +243,7 @@ def load_engine(settings: EngineSettings, folder: Path) -> tuple[EngineHost, Eng
         length_limit=None if limits.length_limit is None else limits.length_limit[0],
         step=loaded.step,
         chat_date=loaded.chat.date,
+        image_token=(reader.placeholder, reader.token_id) if reader and reader.how else None,
     )
     return host, info
 

@@ -220,7 +220,9 @@ class ChatCompletions(_Answer):
         """Raises BadRequest for what does not fit."""
         super().__init__(served, body, [prompt], "chatcmpl")
         self.body = body
-        params = body.sampling_params(served.new_tokens(prompt, body.new_tokens), body.top_logprobs, adapter)
+        params = body.sampling_params(
+            served.new_tokens(served.vocabulary_ids(prompt), body.new_tokens), body.top_logprobs, adapter
+        )
         self.add_choices(body, prompt, params)
         tools = bool(body.tools) and body.tool_choice == "auto"
         self.answers = [ChatAnswer(tools, is_thinking) for _ in params]
@@ -234,7 +236,7 @@ class ChatCompletions(_Answer):
         choices = await self.served.in_thread(
             lambda: [self._choice_json(*one) for one in zip(self.choices, parts, strict=True)]
         )
-        extra = {"prompt_token_ids": list(self.prompts[0])} if self.body.return_token_ids else {}
+        extra = {"prompt_token_ids": self.served.vocabulary_ids(self.prompts[0])} if self.body.return_token_ids else {}
         return {**self.head, "object": "chat.completion", "choices": choices, "usage": self.usage(), **extra}
 
     async def chunks(self) -> AsyncGenerator[Json, None]:

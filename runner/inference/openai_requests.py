@@ -7,7 +7,9 @@ Sources: the API reference of OpenAI for completions and chat completions; vLLM'
 
 from __future__ import annotations
 
+import base64
 import json
+import re
 import secrets
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
@@ -143,11 +145,46 @@ class ResponseFormat(StrictBody):
     type: Literal["text"] = "text"
 
 
-class TextPart(StrictBody):
-    """A part of a message's content."""
+class ImageUrl(StrictBody):
+    """An image inside the request; the server fetches nothing."""
 
-    type: Literal["text"]
-    text: str
+    url: str
+    detail: Literal["auto"] = "auto"
+
+    @field_validator("url")
+    @classmethod
+    def _check_inline(cls, url: str) -> str:
+        if not re.match("data:image/[^,]*;base64,", url):
+            text = "expected a data URL; images are not fetched, so send the file itself"
+            raise ValueError(f'{text}: "data:image/png;base64,$(base64 -w0 FILE)"')
+        return url
+
+    def decode(self) -> bytes:
+        """The encoded file. Raises BadRequest."""
+        try:
+            return base64.b64decode(self.url.partition(",")[2], validate=True)
+        except ValueError as error:
+            raise BadRequest(f"image_url.url: not base64 ({error})", param="messages") from None
+
+
+class ContentPart(StrictBody):
+    """A part of a message's content: the field that its type names."""
+
+    type: Literal["text", "image_url"]
+    text: str | None = None
+    image_url: ImageUrl | None = None
+
+    @model_validator(mode="after")
+    def _has_its_field(self) -> ContentPart:
+        if self.model_fields_set != {"type", self.type}:
+            raise ValueError(f"a part of type {self.type} has the fields type and {self.type}")
+        return self
+
+    def plain(self) -> Json:
+        """As chat templates take it."""
+        if self.image_url is None:
+            return {"type": "text", "text": self.text}
+        return {"type": "image", "image": self.image_url.decode()}
 
 
 class FunctionCall(StrictBody):
@@ -170,7 +207,7 @@ class MessageBody(StrictBody):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] = ""
+    content: str | list[ContentPart] = ""
     name: str | None = None
     tool_calls: list[ToolCallBody] = []
     tool_call_id: str | None = None
@@ -199,8 +236,11 @@ class ConversationBody(StrictBody):
     chat_template_kwargs: dict[str, bool | int | float | str] = {}
 
     def conversation(self) -> tuple[list[Json], list[Json], Json]:
-        """Messages, tools and template variables as plain values."""
+        """Messages, tools and template variables as plain values. Raises BadRequest for images that are none."""
         messages = [{"content": "", **_fields_without_nulls(one)} for one in self.messages or ()]
+        for message, body in zip(messages, self.messages or (), strict=True):
+            if isinstance(body.content, list):
+                message["content"] = [part.plain() for part in body.content]
         return messages, list(map(_fields_without_nulls, self.tools)), self.chat_template_kwargs
 
 

@@ -114,7 +114,8 @@ def openai_routes(served: ServedModel) -> list[Route]:
             ids = (await served.in_thread(lambda: served.render(*body.conversation()))).ids
         else:
             ids = await served.in_thread(lambda: served.encode(body.prompt or "", body.add_special_tokens))
-        return JSONResponse({"tokens": list(ids), "count": len(ids), "max_model_len": served.info.length_limit})
+        tokens, limit = served.vocabulary_ids(ids), served.info.length_limit
+        return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": limit})
 
     async def health(request: Request) -> Response:
         if (failure := served.client.failure) is not None:

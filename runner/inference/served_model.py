@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from runner.core.media import without_media
+from runner.core.media import MEDIA_ID, without_media
 from runner.data.chat import Renderer
 from runner.data.chat_template import unread_fault
 from runner.data.config import ChatConfig
@@ -24,6 +25,7 @@ from runner.inference.engine import TokenEvent
 from runner.inference.engine_client import EngineClient
 from runner.inference.engine_process import EngineInfo
 from runner.inference.openai_requests import BadRequest, GenerationBody
+from runner.interfaces.media import ImageEntry, ProcessedImage
 
 LONGEST_ANSWER = 4096  # of a chat that names no max_tokens, by a model without a longest row
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # upper ends of the histograms' buckets
@@ -34,6 +36,28 @@ T = TypeVar("T")
 def unix_seconds() -> int:
     """Now, as OpenAI's `created` says it."""
     return int(datetime.now(UTC).timestamp())
+
+
+class EngineImages:
+    """The images of requests, which the engine's process keeps and processes; see `ImageTokenizer`.
+
+    For threads other than that of the event loop, in which it is made.
+    """
+
+    def __init__(self, client: EngineClient, placeholder: str, token_id: int) -> None:
+        self.placeholder, self.token_id = placeholder, token_id
+        self._client, self._loop = client, asyncio.get_running_loop()
+
+    def __deepcopy__(self, memo: object) -> EngineImages:
+        """Itself: copies of a tokenizer have the same images."""
+        return self
+
+    def add(self, source: str | bytes, *, several: bool) -> tuple[ImageEntry, ProcessedImage]:
+        """See `ImageTokenizer`; of contents alone, and without pixels. Raises DataError."""
+        assert isinstance(source, bytes)
+        call = self._client.call("add_image", base64.b64encode(source).decode(), several)
+        id, text, count = asyncio.run_coroutine_threadsafe(call, self._loop).result()
+        return ImageEntry(id, "", len(source), 0, several, count), ProcessedImage(text, count, {})
 
 
 @dataclass
@@ -60,6 +84,8 @@ class ServedModel:
         self.first_token_s = Histogram("run_time_to_first_token_seconds", "Until the first token", **more)
         self.duration_s = Histogram("run_request_duration_seconds", "Until the last token", **more)
         registry.register(self.client.tokens_generated)
+        if self.info.image_token is not None:
+            self.tokenizer.image_reader = EngineImages(self.client, *self.info.image_token)
         now = {
             "run_requests_in_flight": lambda: self.client.num_requests,
             "run_weight_version": lambda: self.client.weight_version,
@@ -132,6 +158,11 @@ class ServedModel:
     @cached_property
     def _begin(self) -> tuple[int, ...]:
         return tuple(bos_and_eos(self.tokenizer)[0])
+
+    def vocabulary_ids(self, ids: Sequence[int]) -> list[int]:
+        """A prompt's ids as clients get them: an image's token in the places of an image."""
+        token = self.info.image_token
+        return [token[1] if token and one >= MEDIA_ID else one for one in ids]
 
     # --- answers ---
 

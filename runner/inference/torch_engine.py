@@ -22,6 +22,7 @@ from runner.core.errors import DataError, TrainingDiverged
 from runner.core.media import MEDIA_ID
 from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
 from runner.interfaces import Decide, GenerativeModel, ModelLimits
+from runner.interfaces.media import images_of
 from runner.model.generation import DecodingBatch
 from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
 from runner.sampler.torch import copy_weights
@@ -95,6 +96,11 @@ class TorchEngine:
         """Requests that have none yet."""
         return sum(len(batch.waiting) for batch in self._batches.values())
 
+    def image_ids(self) -> set[int]:
+        """The images of unfinished requests."""
+        rows = [row for batch in self._batches.values() for row in (*batch.waiting, *batch.rows) if not row.is_finished]
+        return {one for row in rows for one in row.prompt_ids if one >= MEDIA_ID}
+
     @property
     def is_idle(self) -> bool:
         """Whether no request is waiting or running."""
@@ -166,7 +172,8 @@ class TorchEngine:
         if not ids:
             raise DataError("the prompt is empty; expected at least one token")
         vocabulary = self._limits.vocab_size
-        if wrong := next((i for i in ids if not (0 <= i < vocabulary or i >= MEDIA_ID)), None):
+        images = images_of(self._model.tokenizer) or ()
+        if wrong := next((i for i in ids if not (i in images if i >= MEDIA_ID else 0 <= i < vocabulary)), None):
             raise DataError(f"the prompt has the token id {wrong}; the model has the ids 0 to {vocabulary - 1}")
 
     def _check_adapter(self, adapter: str | None) -> None:
@@ -220,18 +227,23 @@ class TorchEngine:
 
     @torch.no_grad()
     def score(self, ids: Sequence[int], logprobs: int, adapter: str | None = None) -> list[TokenScore]:
-        """Log-probabilities of all tokens but the first. Raises DataError for ids outside the vocabulary."""
+        """Log-probabilities of all tokens but the first; in an image, those of its placeholder.
+
+        Raises DataError for ids outside the vocabulary.
+        """
         self._check_ids(ids)
         self._check_adapter(adapter)
         limit = self._limits.length_limit
         if limit is not None and len(ids) > limit[0]:
             raise DataError(f"{len(ids)} tokens exceed {limit[0]}: {limit[1]}")
+        reader = images_of(self._model.tokenizer)
+        targets = [reader.token_id if reader and one >= MEDIA_ID else one for one in ids]
         self.enter_generation_mode()
         found: list[TokenScore] = []
         with self._with_adapter(adapter):
             for first, logits in self._generator.prompt_logits(ids[:-1], SCORE_TOKENS):
                 raw = (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
-                next_ids = torch.tensor(ids[first + 1 : first + 1 + len(raw)], device=raw.device)
+                next_ids = torch.tensor(targets[first + 1 : first + 1 + len(raw)], device=raw.device)
                 values = raw.gather(1, next_ids[:, None])[:, 0].tolist()
                 tops = _top_logprobs(raw, logprobs)
                 found += [TokenScore(value, tuple(top)) for value, top in zip(values, tops, strict=True)]

@@ -16,7 +16,7 @@ class ImageEntry:
     """An image that occurs in rows.
 
     id: what stands for it in token ids (see `runner.core.media`); path: of its file; size, mtime_ns: of that file when
-    it was read; several: whether its row has others
+    it was read; several: whether its row has others; count: how many image tokens stand for it
     """
 
     id: int
@@ -24,6 +24,7 @@ class ImageEntry:
     size: int
     mtime_ns: int
     several: bool
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,21 @@ class ProcessedImage:
     values: Mapping[str, Tensor]
 
 
-class ImageReader(Protocol):
-    """The images of a job or a server, by their ids."""
+class ImageTokenizer(Protocol):
+    """Turns the images of conversations into token ids."""
 
     @property
     def placeholder(self) -> str: ...  # the placeholder that a chat template writes
 
     @property
     def token_id(self) -> int: ...  # which stands for the places of an image in `ProcessedImage.text`
+
+    # an image by its path or its encoded content, which is kept; raises DataError
+    def add(self, source: str | bytes, *, several: bool) -> tuple[ImageEntry, ProcessedImage]: ...
+
+
+class ImageReader(ImageTokenizer, Protocol):
+    """The images of a job or a server, by their ids."""
 
     @property
     def how(self) -> str: ...  # all that results depend on beside the images; empty without an image processor
@@ -56,16 +64,19 @@ class ImageReader(Protocol):
 
     def some_ids(self, most: int) -> list[int]: ...  # of any images that rows have
 
-    # an image by its path or its encoded content, which is kept in a file; raises DataError
-    def add(self, source: str | bytes, *, several: bool) -> tuple[ImageEntry, ProcessedImage]: ...
-
     def location(self, source: str | bytes) -> str: ...  # the path of an image, or a data URL of content without a file
+
+    def keep_in(self, folder: Path) -> None: ...  # contents from now on, which are in memory otherwise
 
     def register(self, entries: Iterable[ImageEntry]) -> None: ...  # that another process has added
 
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
 
+    def count(self, id: int) -> int: ...  # of the tokens that stand for an image
+
     def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
+
+    def __contains__(self, id: int) -> bool: ...  # whether the image can be read
 
     def read(self, id: int) -> ProcessedImage: ...  # raises DataError for a file that is not what it was
 

@@ -17,7 +17,7 @@ class ModelConfig(ComponentConfig):
 
     group: ClassVar[str] = "model"
     tokenizer_factory: ClassVar[str]  # "module:attribute" of config -> tokenizer, needed before the weights are
-    image_reader_factory: ClassVar[str | None] = None  # of config, tokenizer, folder → reader of images, or None
+    image_reader_factory: ClassVar[str | None] = None  # of config, tokenizer → reader of images, or None
     architecture_factory: ClassVar[str | None] = None  # the same of its transformers config; None = sets no limit
     dtype: Dtype | None = Field(
         default=None,

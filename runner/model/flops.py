@@ -5,12 +5,13 @@
     attention         2 · (d of keys + d of values) per head and pair of tokens of which one sees the other, forward;
                       twice as many backward
     LM head           as a matrix product, for the tokens with weight alone
+    vision part       as a matrix product, for the patches of images; frozen, forward alone
 
 Counted is what a model needs, whatever computes it: a shared prompt once, a pair that the causal mask or a window hides
 not at all, nothing for padding or for what is computed again (activation checkpointing). Left out are norms, activation
 functions, softmax and the optimizer (less than a hundredth of it in models of ordinary width), and the recurrence of
-layers that are no attention. The gradient of inputs is counted of every layer, though the first one's has no reader
-where the embedding is frozen. Of experts a token pays for those that it takes.
+layers that are no attention, and attention between patches. The gradient of inputs is counted of every layer, though
+the first one's has no reader where the embedding is frozen. Of experts a token pays for those that it takes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from runner.core.batch import Batch
+from runner.core.batch import Batch, footprints
+from runner.model.model_parts import part_finder
 
 NOT_ATTENTION = (
     "linear",
@@ -58,21 +60,25 @@ class ModelFlops:
     """The numbers that determine the operations of a model's passes.
 
     attention: for each window (None: every earlier token is visible) the sum over its layers of heads · (d of keys +
-    d of values)
+    d of values); vision: weights that a patch of an image is multiplied with, aligner included
     """
 
     weights: MatmulWeights = MatmulWeights()
     attention: tuple[tuple[int | None, int], ...] = ()
+    vision: MatmulWeights = MatmulWeights()
 
-    def update(self, tokens: float, predicted: float, pairs: Callable[[int | None], float]) -> float:
+    def update(
+        self, tokens: float, predicted: float, pairs: Callable[[int | None], float], patches: float = 0
+    ) -> float:
         """Operations of a forward and backward pass over `tokens` tokens with `predicted` predictions.
 
-        pairs: by window, how many pairs of tokens attend to each other
+        pairs: by window, how many pairs of tokens attend to each other; patches: of images
         """
         weights = self.weights
+        images = patches * (2 * self.vision.frozen + 6 * self.vision.trained)
         layers = tokens * (4 * weights.frozen + 6 * weights.trained)
         head = predicted * (4 * weights.head_frozen + 6 * weights.head_trained)
-        return layers + head + 3 * self.attention_flops(pairs)
+        return images + layers + head + 3 * self.attention_flops(pairs)
 
     def attention_flops(self, pairs: Callable[[int | None], float]) -> float:
         """Attention of a forward pass."""
@@ -85,7 +91,8 @@ class ModelFlops:
         def pairs(window: int | None) -> int:
             return int((seen if window is None else seen.clamp(max=window)).sum())
 
-        return self.update(batch.num_tokens, batch.totals["tokens"], pairs)
+        patches = sum(one.patches for one in footprints(batch, padded=False))
+        return self.update(batch.num_tokens, batch.totals["tokens"], pairs, patches)
 
 
 def attention_pairs(length: int, window: int | None) -> int:
@@ -96,15 +103,26 @@ def attention_pairs(length: int, window: int | None) -> int:
 
 def model_flops(module: nn.Module, inner: Any) -> ModelFlops:
     """The count for a whole model before it is sharded: transformers model `inner` inside `module`."""
-    return ModelFlops(matmul_weights(module, inner), attention_widths(inner.config))
+    return ModelFlops(matmul_weights(module, inner), attention_widths(inner.config), vision_weights(inner))
+
+
+def vision_weights(inner: Any) -> MatmulWeights:
+    """Those of the vision part and the aligner of `inner`."""
+    found, part_of = MatmulWeights(), part_finder(inner)
+    for name, p in inner.named_parameters():
+        if p.ndim >= 2 and part_of(name) != "language":
+            found += MatmulWeights(**{"trained" if p.requires_grad else "frozen": p.numel()})
+    return found
 
 
 def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
-    """Those of a part of `inner`: its matrices, without embeddings that are looked up alone."""
+    """Those of a part of `inner`: its matrices, without the vision part and embeddings that are looked up alone."""
     output = inner.get_output_embeddings()
     head = {id(p) for p in output.parameters()} if output is not None else set()
     embeddings = (m for m in part.modules() if isinstance(m, nn.Embedding))
     looked_up = {id(p) for m in embeddings for p in m.parameters(recurse=False)}
+    part_of = part_finder(inner)
+    looked_up |= {id(p) for name, p in inner.named_parameters() if part_of(name) != "language"}
     share = active_expert_fraction(inner.config.get_text_config())
     found = MatmulWeights()
     for name, p in part.named_parameters():

@@ -95,12 +95,9 @@ def tokenizer(config: HfConfig, key: str = "model.path") -> Any:
 
 
 def image_reader(
-    config: HfConfig, tokenizer: Any, folder: Path | None, min_pixels: int | None = None, max_pixels: int | None = None
+    config: HfConfig, tokenizer: Any, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> FileImageReader | None:
-    """The reader of images for the model; None for one of text alone. folder: see `FileImageReader`.
-
-    Raises what `architecture` raises.
-    """
+    """The reader of images for the model; None for one of text alone. Raises what `architecture` raises."""
     found = architecture(config, tokenizer)
     if not is_image_text(found):
         return None
@@ -111,7 +108,7 @@ def image_reader(
         min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
-    return FileImageReader(load, folder)
+    return FileImageReader(load)
 
 
 def build(
@@ -151,7 +148,7 @@ def build(
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
-        auto = _auto_class(architecture, head)
+        auto = auto_class(architecture, head)
         check_row_length(longest, max_row_length(architecture))
         if admit is not None:
             admit(architecture)
@@ -229,7 +226,7 @@ def _both_error(path: str, key: str) -> EnvironmentProblem:
     return EnvironmentProblem(f"{text}\n  move one of them into its own folder, and give the folder that you need")
 
 
-def _auto_class(architecture: Any, head: Head) -> Any:
+def auto_class(architecture: Any, head: Head) -> Any:
     """The transformers class that loads the whole model, with its vision part where it has one."""
     if head == "scalar":
         return AutoModelForSequenceClassification
@@ -273,7 +270,7 @@ def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:
 
 def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
     """Raise EnvironmentProblem where transformers has no language model, or classifier, for a config."""
-    auto = _auto_class(config, head)
+    auto = auto_class(config, head)
     # transformers has a head for each token of these too, which would see the tokens that it predicts
     encodes = type(config) in AutoModelForMaskedLM._model_mapping and not (
         config.is_encoder_decoder or getattr(config, "is_decoder", True)
@@ -286,7 +283,7 @@ def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
         (what for other, what in _OTHER_KINDS.items() if type(config) in other._model_mapping), "no language model"
     )
     text = f"{source} has model_type={config.model_type}, which is {what}"
-    if head == "scalar" and type(config) in AutoModelForCausalLM._model_mapping:
+    if head == "scalar" and (type(config) in AutoModelForCausalLM._model_mapping or is_image_text(config)):
         raise UnsupportedModelError(f"{text}; transformers {version('transformers')} has no sequence classifier for it")
     raise EnvironmentProblem(
         f"{text}, not a causal language model of transformers {version('transformers')}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,7 +24,7 @@ class FileImageReader:
     folder: where given contents are kept; None = in memory
     """
 
-    def __init__(self, load: Callable[[], ImageProcessor], folder: Path | None) -> None:
+    def __init__(self, load: Callable[[], ImageProcessor], folder: Path | None = None) -> None:
         self._load, self._folder = load, folder
         self._entries: dict[int, ImageEntry] = {}
         self._contents: dict[int, bytes] = {}
@@ -72,9 +72,9 @@ class FileImageReader:
         content = source if isinstance(source, bytes) else _read(source)
         made = self._processor.process(decode_image(content), several=several)
         one = media_id(content, self._processor.variant(several=several))
-        entry = ImageEntry(one, "", len(content), 0, several)
+        entry = ImageEntry(one, "", len(content), 0, several, made.count)
         if self._folder is None and isinstance(source, bytes):
-            self._contents[one] = content
+            self._contents[one] = self._contents.pop(one, content)  # the newest is last
         else:
             path = Path(source) if isinstance(source, str) else self._keep(content)
             entry = replace(entry, path=str(path), mtime_ns=path.stat().st_mtime_ns)
@@ -98,6 +98,10 @@ class FileImageReader:
             return str(self._keep(source))
         return f"data:image/*;base64,{base64.b64encode(source).decode()}"
 
+    def count(self, id: int) -> int:
+        """See `ImageReader`."""
+        return self._entries[id].count
+
     def save(self, folder: Path) -> None:
         """See `ImageReader`."""
         if "_processor" in self.__dict__:
@@ -110,6 +114,23 @@ class FileImageReader:
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]:
         """See `ImageReader`."""
         return [self._entries[one] for one in dict.fromkeys(ids) if one >= MEDIA_ID]
+
+    def __contains__(self, id: int) -> bool:
+        """See `ImageReader`."""
+        return id in self._entries
+
+    def keep_in(self, folder: Path) -> None:
+        """See `ImageReader`."""
+        self._folder = folder
+
+    def forget(self, used: Collection[int], most_bytes: int) -> None:
+        """Forget the oldest contents in memory above `most_bytes`, but for `used` images."""
+        held = sum(map(len, self._contents.values()))
+        for one in [one for one in self._contents if one not in used]:
+            if held <= most_bytes:
+                return
+            held -= len(self._contents.pop(one))
+            del self._entries[one]
 
     def read(self, id: int) -> ProcessedImage:
         """See `ImageReader`."""

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from runner.core.batch import Batch
 from runner.core.media import MEDIA_ID, media_runs
 from runner.interfaces.media import ImageReader, ProcessedImage, images_of
-from runner.model.model_parts import has_vision_part
+from runner.model.model_parts import has_vision_part, part_finder
 
 THREADS = 4
 STAND_IN = 0  # any id of the vocabulary
@@ -35,13 +35,15 @@ class MediaInputs:
     """Replaces media ids in the inputs of a transformers model, `inner`."""
 
     def __init__(self, inner: Any, reader: ImageReader) -> None:
-        self._backbone, self._reader = inner.base_model, reader
+        self._inner, self._backbone, self._reader = inner, inner.base_model, reader
         self._keywords = inspect.signature(inner.base_model.forward).parameters.keys()
         self._pool, self._lock = ThreadPoolExecutor(THREADS, "images"), Lock()
         self._found: OrderedDict[int, Future[ProcessedImage]] = OrderedDict()
         self._bytes = 0
         self.has_rotary_grid = hasattr(inner.base_model, "get_rope_index")
+        self._had_images = False
         inner.base_model.register_forward_pre_hook(self._replace_inputs, with_kwargs=True)
+        inner.base_model.register_forward_hook(self._add_unused_parameters)
 
     def __deepcopy__(self, memo: object) -> MediaInputs:
         """Itself: a copied model reads the same images."""
@@ -72,14 +74,10 @@ class MediaInputs:
                 self._bytes -= 0 if future.exception() else _num_bytes(future.result())
         return made
 
-    def count(self, one: int) -> int:
-        """The places that an image takes in token ids."""
-        return self._image(one).result().count
-
     def probe_rows(self) -> list[list[int]]:
         """Two rows of a few tokens with one of the images each; none where there are no images."""
         images = self._reader.some_ids(2) if self._reader.is_used else []
-        return [[3, 1, *[one] * self.count(one), 4, 1] for one in images]
+        return [[3, 1, *[one] * self._reader.count(one), 4, 1] for one in images]
 
     def start_reading(self, batch: Batch) -> None:
         """Start to read the images of a batch."""
@@ -110,7 +108,7 @@ class MediaInputs:
 
     def row_positions(self, ids: Sequence[int]) -> Tensor:
         """Rotary positions [L, 3] of one row from 0 on."""
-        images = self.images(one for one, _ in media_runs(ids, self.count))
+        images = self.images(one for one, _ in media_runs(ids, self._reader.count))
         if not images or not self.has_rotary_grid:
             return torch.arange(len(ids))[:, None].expand(-1, 3)
         row = torch.tensor([ids])
@@ -128,7 +126,7 @@ class MediaInputs:
 
     def _replace_inputs(self, module: nn.Module, args: Any, keywords: dict[str, Any]) -> Any:
         """The hook: pixels instead of media ids."""
-        ids = keywords.get("input_ids")
+        ids, self._had_images = keywords.get("input_ids"), False
         has_pixels = any(keywords.get(name) is not None for name in ("pixel_values", "mm_encoder_outputs"))
         if not self._reader.is_used or ids is None or has_pixels:  # of a caller that knows no media ids
             return None
@@ -136,9 +134,10 @@ class MediaInputs:
         ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
         keywords = {**keywords, "input_ids": ids}
         # one more token of each row is never an image
-        runs = [media_runs(row, self.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
+        runs = [media_runs(row, self._reader.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
         if not any(runs):
             return args, keywords
+        self._had_images = True
         images = self.images(one for row in runs for one, _ in row)
         more = collate([image.values for image in images], self._keywords)
         kinds = (ids >= MEDIA_ID).long()
@@ -156,6 +155,19 @@ class MediaInputs:
             **types,
             **moved,
         }
+
+    def _add_unused_parameters(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The hook: without images, trained parameters beside the language model have a gradient of zero, not none.
+
+        So every rank reduces the same gradients, and a step does not depend on how its rows are distributed.
+        """
+        if self._had_images or not self._reader.is_used or not torch.is_grad_enabled():
+            return None
+        part_of = part_finder(self._inner)
+        unused = [p.sum() for n, p in self._inner.named_parameters() if p.requires_grad and part_of(n) != "language"]
+        if unused:
+            output.last_hidden_state = output.last_hidden_state + 0.0 * torch.stack(unused).sum()
+        return output
 
     def _grid_positions(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Rotary positions [3, B, L] of whole rows, padded where the mask [B, L] is 0."""

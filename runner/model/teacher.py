@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
 
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces import Decide
+from runner.interfaces.media import ImageReader, images_of
 from runner.model import hf
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.initial_weights import CheckArchitecture, InstallFusedOps
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype
+
+SIZES = frozenset({"size", "min_pixels", "max_pixels"})  # of images, which the student decides
 
 
 def build(
@@ -39,7 +43,10 @@ def build(
     how |= {"gradient_checkpointing": False, "activation_offloading": False, "compile": False}
     how |= {"dtype": dtype or like.compute_dtype}
     config = HfConfig(path=path, revision=revision, **how)
-    refuse_other_vocabulary(path, key, hf.tokenizer(config, key), tokenizer)
+    own = hf.tokenizer(config, key)
+    refuse_other_vocabulary(path, key, own, tokenizer)
+    if (reader := images_of(tokenizer)) and reader.is_used:
+        refuse_other_images(path, key, hf.image_reader(config, own), reader)
     given = {"tokenizer": tokenizer, "device": device, "seed": seed, "decide": decide, "longest": longest}
     model = hf.build(config, key=key, fit=fit, admit=admit, **given)
     model.module.requires_grad_(False)
@@ -64,3 +71,15 @@ def refuse_other_vocabulary(path: str, key: str, teachers: Any, students: Any) -
         f"{key}={path}: its tokenizer is not the student's: {what}\n"
         "  the loss compares probabilities of the same ids: choose a teacher with the student's tokenizer"
     )
+
+
+def refuse_other_images(path: str, key: str, teachers: ImageReader | None, students: ImageReader) -> None:
+    """Raise EnvironmentProblem unless the teacher takes the same pixels of an image, its size aside."""
+    if teachers is None:
+        raise EnvironmentProblem(f"{key}={path} reads text alone, but the data has images; choose an image-text model")
+    theirs, ours = (json.loads(one.how or "[null, null, {}]")[2] for one in (teachers, students))
+    names = sorted(name for name in (theirs.keys() | ours.keys()) - SIZES if theirs.get(name) != ours.get(name))
+    if names:
+        what = f"{names[0]} is {theirs.get(names[0])} (teacher) and {ours.get(names[0])} (student)"
+        text = f"{key}={path}: its image processor is not the student's: {what}"
+        raise EnvironmentProblem(f"{text}\n  both read the same pixels: choose a teacher of the student's family")

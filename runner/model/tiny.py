@@ -118,14 +118,10 @@ def tokenizer(config: SmallConfig) -> PreTrainedTokenizerFast:
 
 
 def image_reader(
-    config: TinyVlConfig,
-    tokenizer: Any,
-    folder: Path | None,
-    min_pixels: int | None = None,
-    max_pixels: int | None = None,
+    config: TinyVlConfig, tokenizer: Any, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> FileImageReader:
     """The reader of images for the model."""
-    return FileImageReader(partial(_image_processor, config, tokenizer, min_pixels, max_pixels), folder)
+    return FileImageReader(partial(_image_processor, config, tokenizer, min_pixels, max_pixels))
 
 
 def _image_processor(config: TinyVlConfig, tokenizer: Any, least: int | None, most: int | None) -> ImageProcessor:

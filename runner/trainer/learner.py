@@ -238,8 +238,8 @@ class LocalLearner:
             return map_sharded(batch, run, self._budget, self._peers, padded=self.model.is_padded, stage=self._stage)
 
     def _oversized_tokens(self, micro: Batch) -> list[int]:
-        """The tokens that a micro-batch takes, if they are above the budget."""
-        taken = sum(footprints(micro), Footprint()).size(self.model.is_padded)
+        """The slots that a micro-batch takes, if they are above the budget."""
+        taken = sum(footprints(micro, self.model.is_padded), Footprint()).size(self.model.is_padded)
         return [taken] if taken > self._budget else []
 
     def _report_oversized(self, oversized: list[int]) -> None:
@@ -247,13 +247,14 @@ class LocalLearner:
             return
         self._said_oversized = True
         log.info(
-            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s); each of "
+            "step %d: %d items are longer than algorithm.micro_batch_tokens=%d (the longest: %d tokens%s%s); each of "
             "them is a separate micro-batch; this warning appears once",
             self._step + 1,
             len(oversized),
             self._budget,
             max(oversized),
             ", padding included" if self.model.is_padded else "",
+            ", patches of images included" if self.model.media else "",
         )
 
     def _report_few_micro_batches(self, micros: int) -> None:

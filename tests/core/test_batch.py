@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import Batch, micro_batches, pack, split_rows, unit_spans
+from runner.core.batch import PATCHES_PER_PLACE, Batch, micro_batches, pack, split_rows, unit_spans
+from runner.core.media import MEDIA_ID
 
 rows = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=12), min_size=1, max_size=10)
 
@@ -77,6 +78,19 @@ def test_padded_micro_batches_bound_rows_times_the_longest(ids: list[list[int]],
     assert all(len(piece) * max(piece) <= budget or len(piece) == 1 for piece in sizes)
     for left, right in pairwise(sizes):
         assert (len(left) + 1) * max([*left, right[0]]) > budget, "the next row would have fitted"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_patches_of_images_count_in_a_micro_batch(padded: bool) -> None:
+    image = [MEDIA_ID + 7] * 5
+    rows = [[1] * 10, [1, *image, 2, 3, 4, 5], [1] * 10, [1] * 10]
+    batch = pack(rows, [[1.0] * 10] * 4)
+    room = 20 + 5 * PATCHES_PER_PLACE
+
+    def sizes(budget: int) -> list[int]:
+        return [micro.num_rows for micro in micro_batches(batch, budget, padded=padded)]
+
+    assert sizes(20) == [1, 1, 2] and sizes(room - 1) == [1, 1, 2] and sizes(room) == [2, 2]
 
 
 def test_a_moved_batch_remembers_how_it_lies() -> None:

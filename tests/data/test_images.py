@@ -38,7 +38,8 @@ def reading(folder: Path, tmp_path: Path) -> Iterator[Any]:
     """The tokenizer of an image-text model."""
     config = HfConfig(path=str(folder))
     tokenizer = hf.tokenizer(config)
-    tokenizer.image_reader = hf.image_reader(config, tokenizer, tmp_path / "kept")
+    tokenizer.image_reader = hf.image_reader(config, tokenizer)
+    tokenizer.image_reader.keep_in(tmp_path / "kept")
     return tokenizer
 
 

@@ -17,8 +17,11 @@ from typing import Any
 
 import pytest
 
+from runner.data.demo_shapes import answer, draw
 from runner.tracker.text import MACHINE_METRICS
 from tests.command import Command
+from tests.data.conftest import chat
+from tests.data.test_images import url
 
 SMALL = (
     "checkpoint.every=3",
@@ -55,6 +58,15 @@ JOBS = {
     "distill": (*SFT, "algorithm=distill", TEACHER),
     "ppo, shared critic": ("+recipe=ppo_demo", *SAMPLED, "algorithm.critic=shared"),
 }
+IMAGES = (
+    "+recipe=vision_demo",
+    "data=file",
+    "data.path=../rows.jsonl",
+    "data.eval_path=../held_out.jsonl",
+    "schedule.warmup_steps=2",
+    *(word for word in SMALL if not word.startswith(("data.", "evaluation.max"))),
+    "evaluation.max_new_tokens=12",
+)
 SLOW = ("full, saved in the background", "grpo, lag 1", "opd, lag 1")
 RESUME = ("resume", "latest")
 DEADLINE_S = 180.0  # machines may be busy
@@ -63,9 +75,10 @@ DEADLINE_S = 180.0  # machines may be busy
 class Run:
     """One run in its own folder, as a series of processes."""
 
-    def __init__(self, cwd: Path, steps: int, job: str) -> None:
+    def __init__(self, cwd: Path, steps: int, job: str | tuple[str, ...]) -> None:
         cwd.mkdir(parents=True, exist_ok=True)
-        self.cwd, self.steps, self.job = cwd, steps, (*JOBS[job], *SMALL, f"steps={steps}")
+        words = (*JOBS[job], *SMALL) if isinstance(job, str) else job
+        self.cwd, self.steps, self.job = cwd, steps, (*words, f"steps={steps}")
         self.latest = cwd / "outputs" / "latest"
         self.printed = cwd / "printed.txt"
 
@@ -152,6 +165,39 @@ def test_killed_and_resumed_is_the_same_run(tmp_path: Path, job: str) -> None:
     assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
     killed_run(killed, kills=4, seed=0)
     assert_same(killed, peaceful)
+
+
+def write_rows_with_images(path: Path, numbers: range) -> None:
+    rows = [{"messages": chat("<image>which shapes?", answer(n)), "images": [url(draw(n))]} for n in numbers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.slow
+def test_images_killed_in_data_in_a_step_and_in_a_save_give_the_same_run(tmp_path: Path) -> None:
+    write_rows_with_images(tmp_path / "rows.jsonl", range(64))
+    write_rows_with_images(tmp_path / "held_out.jsonl", range(64, 72))
+    peaceful, killed = Run(tmp_path / "peaceful", 8, IMAGES), Run(tmp_path / "killed", 8, IMAGES)
+    assert peaceful.start(*peaceful.job).wait(timeout=DEADLINE_S) == 0, peaceful.printed.read_text()
+    cache, staging = killed.cwd / "cache" / "images", f"checkpoints/.staging-{6:08d}-*"
+    moments: dict[str, Callable[[], bool]] = {
+        "data": lambda: cache.is_dir() and any(cache.iterdir()),
+        "step": lambda: killed.steps_logged() >= 2,
+        "save": lambda: any(killed.latest.glob(staging)),
+    }
+    process = killed.start(*killed.job)
+    for name, happened in moments.items():
+        wait_until(happened, process)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL, f"it ended before a kill in {name}: {killed.printed.read_text()}"
+        process = killed.start(*RESUME)
+    assert process.wait(timeout=DEADLINE_S) == 0, killed.printed.read_text()
+    assert_same(killed, peaceful)
+    # the numbers of the last evaluation are those of run eval, which reads the images again
+    assert killed.start("eval", "latest").wait(timeout=DEADLINE_S) == 0, killed.printed.read_text()
+    [record] = killed.rows("evaluations.jsonl")
+    last = killed.rows("metrics.jsonl")[-1]
+    assert record["values"]["held_out/exact_match"] == last["eval/exact_match"]
+    assert record["values"]["held_out/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
 
 
 @pytest.mark.soak

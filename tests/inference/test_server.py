@@ -19,6 +19,7 @@ from tests.model.zoo import greedy
 
 KEY = "secret-of-this-test"
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 CALL = {"a": 1, "b": [2]}
 TOKENIZER = byte_tokenizer(512)
 
@@ -223,9 +224,15 @@ def test_messages_of_every_role_reach_the_model_as_the_template_writes_them(http
         ("chat/completions", {"messages": [{"role": "boss", "content": "a"}]}, "messages", "messages.0.role"),
         (
             "chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages",
-            "messages.0.content.0.type: Input should be 'text'",
+            "messages.0.content.0.type: Input should be 'text' or 'image_url'",
+        ),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [IMAGE]}]},
+            None,
+            "an image, but the model reads text alone; leave it out",
         ),
         (
             "chat/completions",

@@ -52,7 +52,7 @@ def built(folder: Path, pictures: Sequence[str], decide: Decisions | None = None
     """All parts of a model trained, and the ids of the conversations."""
     config = HfConfig(path=str(folder), freeze=())
     tokenizer = hf.tokenizer(config)
-    tokenizer.image_reader = hf.image_reader(config, tokenizer, folder / "images")
+    tokenizer.image_reader = hf.image_reader(config, tokenizer)
     render = Renderer(tokenizer)
     rows = [render.conversation_ids([message(parts, pictures)]) for parts in CONVERSATIONS]
     model = hf.build(config, tokenizer=tokenizer, device=CPU, seed=0, decide=decide or Decisions())
@@ -189,7 +189,7 @@ def test_a_folder_without_an_image_processor_reads_text(pictures: list[str], tmp
     (folder / "preprocessor_config.json").unlink()
     config = HfConfig(path=str(folder))
     tokenizer = hf.tokenizer(config)
-    reader = tokenizer.image_reader = hf.image_reader(config, tokenizer, folder / "images")
+    reader = tokenizer.image_reader = hf.image_reader(config, tokenizer)
     assert Renderer(tokenizer).conversation_ids([{"role": "user", "content": "text"}])
     with pytest.raises(EnvironmentProblem, match=r"its image processor .* cannot be loaded"):
         reader.add(pictures[0], several=False)
@@ -200,7 +200,7 @@ def test_limits_of_pixels(pictures: list[str], tmp_path: Path) -> None:
         folder = write_folder(kind, tmp_path / f"{kind}{limits}")
         config = HfConfig(path=str(folder))
         tokenizer = hf.tokenizer(config)
-        return hf.image_reader(config, tokenizer, folder / "images", **limits).add(pictures[1], several=False)[1].count
+        return hf.image_reader(config, tokenizer, **limits).add(pictures[1], several=False)[1].count
 
     assert count("qwen2_5_vl", max_pixels=256) < count("qwen2_5_vl") < count("qwen2_5_vl", min_pixels=1024)
     with pytest.raises(SpecError, match=r"data\.max_pixels: Gemma3ImageProcessorPil does not size images by"):
@@ -209,6 +209,10 @@ def test_limits_of_pixels(pictures: list[str], tmp_path: Path) -> None:
 
 def test_a_cut_goes_through_no_image() -> None:
     a, b = MEDIA_ID + 1, MEDIA_ID + 2
+    count = {a: 3, b: 2}.__getitem__
     ids = [1, a, a, 2, a, 3, b, b, 4]  # the first image has a token of the vocabulary inside
-    assert [whole_images(ids, at, len(ids))[0] for at in range(len(ids))] == [0, 1, 5, 5, 5, 5, 6, 8, 8]
-    assert [whole_images(ids, 0, at)[1] for at in range(1, 10)] == [1, 1, 1, 1, 5, 6, 6, 8, 9]
+    assert [whole_images(ids, at, len(ids), count)[0] for at in range(len(ids))] == [0, 1, 5, 5, 5, 5, 6, 8, 8]
+    assert [whole_images(ids, 0, at, count)[1] for at in range(1, 10)] == [1, 1, 1, 1, 5, 6, 6, 8, 9]
+    twice = [b, b, 3, 4, b, b, 5]  # what is between is no part of the image
+    assert [whole_images(twice, at, len(twice), count)[0] for at in range(len(twice))] == [0, 2, 2, 3, 4, 6, 6]
+    assert [whole_images(twice, 0, at, count)[1] for at in range(1, 8)] == [0, 2, 3, 4, 4, 6, 7]

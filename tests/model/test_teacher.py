@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ from transformers import AutoTokenizer
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SecurityError, SpecError
-from runner.model import teacher, tiny
-from runner.model.config import TinyConfig
+from runner.data.demo_shapes import draw
+from runner.model import hf, teacher, tiny
+from runner.model.config import HfConfig, TinyConfig
 from runner.model.tiny import byte_tokenizer
+from tests.model.vision_zoo import write_folder
 from tests.model.zoo import CPU, LOGPROBS, batch, causal
 
 LIKE = TinyConfig(lm_head_chunk_tokens=3, batch_layout="padded", dtype="float32")
@@ -124,3 +127,18 @@ def test_the_export_of_a_tiny_run_can_teach_a_tiny_one(tmp_path: Path) -> None:
     assert theirs.get_vocab() == own.get_vocab() and len(theirs) == 259
     assert theirs.special_tokens_map == own.special_tokens_map
     assert theirs.encode("Ünï <|im_end|>\n x") == own.encode("Ünï <|im_end|>\n x")
+
+
+def test_a_teacher_of_other_pixels_is_refused(tmp_path: Path) -> None:
+    folder = write_folder("qwen2_5_vl", tmp_path / "vl")
+    config = HfConfig(path=str(folder), dtype="float32")
+    students = hf.tokenizer(config)
+    reader = students.image_reader = hf.image_reader(config, students, max_pixels=512)
+    reader.add(draw(0), several=False)
+    assert build(folder, students, like=config).media is not None  # its limits of pixels are the student's
+    with pytest.raises(EnvironmentProblem, match="teacher=x reads text alone, but the data has images"):
+        teacher.refuse_other_images("x", "algorithm.teacher", None, reader)
+    settings = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings | {"image_mean": [0.0, 0.0, 0.0]}))
+    with pytest.raises(EnvironmentProblem, match=r"image_mean is \[0.0, 0.0, 0.0\] \(teacher\) and \[0.48"):
+        build(folder, students, like=config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from runner.core.device_kinds import find_kind
 from runner.core.errors import Problem, SpecError
@@ -47,13 +48,15 @@ class MemoryBand:
 class Estimate:
     """The plan of one rank; of pipeline stages, the one with the most memory.
 
-    models: role → all its weights; host: what the rank keeps in its host's memory; shelf: what is in /dev/shm of rank
-    0's machine; engine: the one that samples; samplers: the devices that only sample; sampling_s: seconds that
-    sampling takes at least; found: where the model's shape is from; left_out: what is part of the job and not counted
+    shape: the transformers config; models: role → all its weights; host: what the rank keeps in its host's memory;
+    shelf: what is in /dev/shm of rank 0's machine; engine: the one that samples; samplers: the devices that only
+    sample; sampling_s: seconds that sampling takes at least; found: where the model's shape is from; left_out: what is
+    part of the job and not counted
     """
 
     mesh: Mesh
     stage: StageLayout
+    shape: Any
     models: Mapping[str, ModelWeights]
     phases: Sequence[StepPhase]
     host: Sequence[MemoryTerm]
@@ -136,5 +139,5 @@ def estimate(spec: JobSpec, card: Card | None = None) -> Estimate:
         work = rank_work(spec, shape, whole, own, spread, stage)
         terms = MemoryBreakdown(spec, shape, spread, stage, whole, own, passes, frozen, work.micro_batches, beside)
         held = (terms.phases(), terms.host(), shelf)
-        plans.append(Estimate(mesh, stage, whole, *held, engine, samplers, least, work, found, left_out))
+        plans.append(Estimate(mesh, stage, shape, whole, *held, engine, samplers, least, work, found, left_out))
     return max(plans, key=lambda plan: plan.peak.bytes)

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig
 
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.device.npu_fused import install_fused_ops
 from runner.inference.model_source import resolve_model_path
+from runner.model import hf
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig
 from runner.model.initial_weights import DTYPES
@@ -94,25 +95,27 @@ def _read(path: str, revision: str | None, local: bool) -> Any:
         ) from error
 
 
-MODEL_CLASSES: dict[Head, tuple[Any, type[TransformersModel]]] = {
-    "lm": (AutoModelForCausalLM, CausalLM),
-    "scalar": (AutoModelForSequenceClassification, ScalarHeadModel),
-    "lm+value": (AutoModelForCausalLM, PolicyWithValueHead),
+MODEL_CLASSES: dict[Head, type[TransformersModel]] = {
+    "lm": CausalLM,
+    "scalar": ScalarHeadModel,
+    "lm+value": PolicyWithValueHead,
 }
 LEAST_DEPTH = 3  # layers from which all grows by the same with each; a deeper model is drawn through two such depths
 
 
 def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool = True) -> Any:
     """The model with the job's adapter; without `adapted`, a frozen copy."""
-    auto, kind = MODEL_CLASSES[head]
+    kind = MODEL_CLASSES[head]
     shape = deepcopy(architecture)
     if head == "scalar":
         shape.num_labels = 1
     with torch.device(META):
-        module = auto.from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
+        module = hf.auto_class(shape, head).from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
     if fused := spec.device.fused_operators:
         install_fused_ops(module, fused, MetaOperators(), quiet)
+        if any(hasattr(part, "_is_expert_parallel") for part in module.modules()):
+            module.set_experts_implementation("grouped_mm")  # one after the other they need numbers of tokens
     continued = next((path for path in (spec.init_from, spec.model.source) if path and is_adapter(path)), None)
     if adapted and continued is not None:
         module = attach_adapter(module, Path(continued), head=head)

@@ -13,7 +13,9 @@ from dataclasses import asdict
 from itertools import product
 from typing import Any
 
+from runner.core.batch import PATCHES_PER_PLACE
 from runner.device.cards import GIB, Card
+from runner.model.hf import is_image_text
 from runner.parallelism.mesh import Mesh
 from runner.spec.job import JobSpec
 from runner.tools.plan.estimate import FRAGMENTATION, Estimate, MemoryBand
@@ -41,6 +43,7 @@ def plan_lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice 
     yield ""
     if spec.data.max_length is None:
         yield f"rows     {ASSUMED_LENGTH} tokens assumed (data.max_length=null, and a plan reads no data)"
+    yield from image_lines(plan.shape)
     peak = plan.peak
     most = max(peak.terms, key=lambda term: term.bytes)
     share = 100 * most.bytes / peak.bytes
@@ -54,6 +57,20 @@ def plan_lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice 
     yield from _work(spec, plan, card)
     yield from _sampling(spec, plan, card)
     yield from _host_lines(spec, plan)
+
+
+def image_lines(shape: Any) -> Iterator[str]:
+    """What images cost, of the transformers config of a model that reads them."""
+    if not is_image_text(shape):
+        return
+    vision, size = shape.vision_config, "the number that its image processor writes"
+    if merge := getattr(vision, "spatial_merge_size", None):
+        side = vision.patch_size * merge
+        size = f"1 for {side} x {side} pixels, so that 1024 x 1024 are {round(1024 / side) ** 2}"
+    elif most := getattr(shape, "image_seq_length", None):
+        size = f"{most} for a tile of {vision.image_size[0]} x {vision.image_size[1]} pixels"
+    yield f"images   tokens of an image: {size}; each takes {1 + PATCHES_PER_PLACE} of algorithm.micro_batch_tokens"
+    yield "note     not counted: the vision part's activations and operations, as a plan reads no images"
 
 
 def _host_lines(spec: JobSpec, plan: Estimate) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from runner.core.errors import Problem, SpecError
-from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights
+from runner.model.flops import MatmulWeights, ModelFlops, attention_widths, is_expert, matmul_weights, vision_weights
 from runner.parallelism.config import ParallelismConfig
 from runner.parallelism.expert_parallel import refuse_adapters
 from runner.parallelism.mesh import Mesh, model_sizes
@@ -260,7 +260,7 @@ def model_weights(spec: JobSpec, head: Head, architecture: Any, trains: bool = T
         first=first,
         last=last,
         tied=first if shared else ParameterCount(),
-        flops=ModelFlops(_matmul_weights(model, places), attention_widths(architecture)),
+        flops=ModelFlops(_matmul_weights(model, places), attention_widths(architecture), vision_weights(model.inner)),
     )
 
 

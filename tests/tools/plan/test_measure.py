@@ -12,6 +12,7 @@ from runner.tools.plan import measure
 from runner.tools.plan.measure import Passes, micro_batch
 from runner.tools.plan.meta_memory_tracker import META, MetaMemoryTracker, keep_gradients
 from runner.tools.plan.model import architecture, published_config
+from runner.tools.plan.plan_text import image_lines
 from runner.tools.plan.rank_layout import RankLayout, model_weights
 
 SMALL = ("model.hidden_size=64", "model.intermediate_size=128", "model.vocab_size=512", "data.max_length=128")
@@ -37,11 +38,30 @@ def passes(spec: Any) -> Passes:
         ("Qwen/Qwen3-0.6B", 596_049_920),
         ("meta-llama/Llama-3.1-8B", 8_030_261_248),
         ("meta-llama/Llama-3.2-1B", 1_235_814_400),
+        ("Qwen/Qwen2.5-VL-3B-Instruct", 3_754_622_976),
+        ("Qwen/Qwen2.5-VL-7B-Instruct", 8_292_166_656),
+        ("Qwen/Qwen3-VL-30B-A3B-Instruct", 31_070_754_032),
+        ("OpenGVLab/InternVL3-8B-hf", 7_944_373_760),
     ],
 )
 def test_published_shapes_have_their_published_number_of_weights(compose: Any, path: str, numbers: int) -> None:
     spec = compose("+recipe=sft_full_npu", f"model.path={path}")
     assert model_weights(spec, "lm", published_config(path)[0]).total == numbers
+
+
+def test_a_vision_part_is_frozen_and_no_token_pays_for_it(compose: Any) -> None:
+    spec = compose("+recipe=sft_full_npu", "model.path=Qwen/Qwen2.5-VL-3B-Instruct")
+    shape = published_config("Qwen/Qwen2.5-VL-3B-Instruct")[0]
+    got = model_weights(spec, "lm", shape)
+    vision = 3_754_622_976 - 3_085_938_688  # without Qwen2.5-3B
+    assert (got.all.frozen, got.flops.weights.frozen) == (vision, 0)
+    assert vision * 0.99 < got.flops.vision.frozen < vision and got.flops.vision.trained == 0
+    assert got.flops.update(10, 0, lambda _: 0, patches=3) - got.flops.update(10, 0, lambda _: 0) == (
+        3 * 2 * got.flops.vision.frozen
+    )
+    text = " ".join(image_lines(shape))
+    assert "1 for 28 x 28 pixels, so that 1024 x 1024 are 1369; each takes 5 of algorithm.micro_batch_tokens" in text
+    assert not list(image_lines(published_config("Qwen/Qwen2.5-7B")[0]))
 
 
 def test_weights_are_counted_by_what_learns_and_by_layer(compose: Any) -> None:
