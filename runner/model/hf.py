@@ -144,7 +144,7 @@ def build(
             f"model.from_scratch=true and {key}={weights.adapter}, an adapter: leave one of them out"
         )
     with _translate_errors(path, key):
-        source = _weights_source(weights, f"from seed {seed}" if scratch else None)
+        source = weights_source(weights, f"from seed {seed}" if scratch else None)
         # one commit for config and weights
         config = config.model_copy(update={"revision": source.commit or weights.revision})
         architecture = _architecture(path, key, config, head)
@@ -211,7 +211,7 @@ def _find_adapter(path: str, key: str, revision: str | None) -> tuple[Path | Non
             return Path(snapshot_download(path, revision=revision, allow_patterns=files)), path
 
 
-def _weights_source(weights: WeightsLocation, drawn: str | None) -> WeightsSource:
+def weights_source(weights: WeightsLocation, drawn: str | None = None) -> WeightsSource:
     """The folder, or the commit that `revision` means now. Raises EnvironmentProblem if it is an adapter."""
     if Path(weights.path).exists():
         folder = Path(weights.path)

@@ -305,6 +305,7 @@ def check_model_unchanged(origin: Mapping[str, str], saved: Mapping[str, Any], r
     before = saved["model"]
     if changed := [name for name in sorted({*before, *origin}) if before.get(name) != origin.get(name)]:
         source = {"model": "model.path", "teacher": "algorithm.teacher"}.get(role, "algorithm.reference_path")
+        source = f"{role}.path" if role.startswith("reward") else source
         names = {
             "commit": f"commit of {source}",
             "config": f"config.json of {source}",
@@ -333,7 +334,8 @@ def check_compatible(now: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
     check_model_unchanged(now["model"], saved)
     for role, origin in now.get("frozen", {}).items():
-        check_model_unchanged(origin, {"model": saved["frozen"][role]}, role)
+        before = saved["frozen"].get(role, origin)  # a version of before compared no reward models
+        check_model_unchanged(origin, {"model": before}, role)
     compared = now.keys() - {KEY, "spec", "data", "model", "frozen"}
     differing = [f"{k} was {saved.get(k)}, now {v}" for k, v in now.items() if k in compared and saved.get(k) != v]
     if differing:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import peft
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
+from runner.build.rewards import reward_model_origins
 from runner.cli.job_builder import compose_job
-from runner.core.errors import EnvironmentProblem, SpecError
+from runner.core.errors import CheckpointError, EnvironmentProblem, SpecError
 from runner.launch.local import check_spec
 from runner.model.tiny import byte_tokenizer
 from runner.reward.config import ModelRewardConfig
+from runner.run_dir.manifest import check_compatible
+from runner.spec.saved_spec import KEY, SCHEMA
+from tests.command import run
 from tests.reward.samples import made
 from tests.reward.test_model import POSITIONS, completion, qwen
+from tests.reward.test_trial import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft's
 
@@ -71,3 +78,32 @@ def test_what_is_no_reward_model_is_refused_before_torch(folders: Path, tmp_path
 
 def _sum(path: Path) -> tuple[str, str]:
     return "reward=sum", f"reward.parts=[{{name:model,path:'{path}'}},{{name:length,target:4}}]"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_has_the_reward_model_that_it_began_with(folders: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(folders / "adapter", tmp_path / "adapter") / "adapter_model.safetensors"
+    run(*SMALL, *_sum(path.parent), "steps=1", "checkpoint.every=1", cwd=tmp_path)
+    before, tensors = path.read_bytes(), load_file(path)
+    save_file({name: tensor * 2 for name, tensor in tensors.items()}, path, {"format": "pt"})
+    said = run("resume", "latest", "steps=2", cwd=tmp_path, code=4)
+    assert "another reward.parts[0]: adapter of reward.parts[0].path: was" in said
+    path.write_bytes(before)
+    run("resume", "latest", "steps=2", cwd=tmp_path)
+
+
+def test_the_base_of_an_adapter_and_a_whole_model_are_compared_too(folders: Path) -> None:
+    spec = compose_job([*JOB, *_sum(folders / "adapter")]).spec
+    assert reward_model_origins(spec)["reward.parts[0]"].keys() == {"adapter", "config", "weights"}
+    frozen = reward_model_origins(spec)
+    same = {KEY: SCHEMA, "data": "d", "model": {}, "frozen": frozen}
+    check_compatible(same, same)
+    check_compatible(same, same | {"frozen": {}})  # of a version that compared no reward models
+    changed = {"reward.parts[0]": frozen["reward.parts[0]"] | {"weights": "0"}}
+    with pytest.raises(
+        CheckpointError, match=r"another reward\.parts\[0\]: weights of reward\.parts\[0\]\.path: was 0"
+    ):
+        check_compatible(same, same | {"frozen": changed})
+    spec = compose_job([*JOB, "reward=model", f"reward.path={folders / 'base'}"]).spec
+    assert reward_model_origins(spec)["reward"].keys() == {"config", "weights"}
+    assert reward_model_origins(compose_job([*JOB, "reward=exact"]).spec) == {}
