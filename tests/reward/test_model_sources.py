@@ -100,9 +100,7 @@ def test_the_base_of_an_adapter_and_a_whole_model_are_compared_too(folders: Path
     check_compatible(same, same)
     check_compatible(same, same | {"frozen": {}})  # of a version that compared no reward models
     changed = {"reward.parts[0]": frozen["reward.parts[0]"] | {"weights": "0"}}
-    with pytest.raises(
-        CheckpointError, match=r"another reward\.parts\[0\]: weights of reward\.parts\[0\]\.path: was 0"
-    ):
+    with pytest.raises(CheckpointError, match=r"weights of reward\.parts\[0\]\.path: was 0"):
         check_compatible(same, same | {"frozen": changed})
     spec = compose_job([*JOB, "reward=model", f"reward.path={folders / 'base'}"]).spec
     assert reward_model_origins(spec)["reward"].keys() == {"config", "weights"}
