@@ -22,6 +22,7 @@ from runner.core.errors import EnvironmentProblem, Interrupted, Problem, RunnerE
 from runner.core.rank_info import RankInfo, is_launched_rank, without_rank_variables
 from runner.data.config import today
 from runner.launch.preflight import mask_secrets, preflights, refuse_other_launcher, refuse_unready
+from runner.launch.run_messages import longer_schedule_note
 from runner.launch.run_records import (
     TRUST_REMOTE_CODE,
     archive_attempt,
@@ -161,7 +162,8 @@ def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[st
         return _begin_queued(folder, spec, typed_job)
     if spec.launch.here:
         refuse_unready([spec.device.preflight])
-    _note_longer_schedule(before, spec)
+    if note := longer_schedule_note(before, spec):
+        print_text(note, file=sys.stderr)
     with hold_lock(folder):
         attempt = next_attempt(folder)
         archive_attempt(folder, attempt, typed)
@@ -176,13 +178,6 @@ def _begin_queued(folder: RunFolder, spec: JobSpec, typed: Mapping[str, Any]) ->
         spec = prepare_spec(spec)
         write_spec(folder, spec)
         return begin_attempt(spec, folder, 1, typed)
-
-
-def _note_longer_schedule(before: JobSpec, spec: JobSpec) -> None:
-    """Print that more steps change a decaying schedule: the curve differs from that of one longer run."""
-    if spec.steps != before.steps and spec.schedule.falls:
-        moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"
-        print_text(f"note: {moved}: the learning rate rises again, unlike in one run of that length", file=sys.stderr)
 
 
 def refuse_other_job(before: JobSpec, spec: JobSpec) -> None:

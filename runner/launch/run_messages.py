@@ -32,6 +32,14 @@ LOGGER = "runner"
 RETRIES = "huggingface_hub.utils._http"
 
 
+def longer_schedule_note(before: JobSpec, spec: JobSpec) -> str | None:
+    """That other steps change a decaying schedule, whose learning rate is a function of step and steps alone."""
+    if spec.steps == before.steps or not spec.schedule.falls:
+        return None
+    moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"
+    return f"note: {moved}: the learning rate is that of a run of {spec.steps} steps, and jumps if it had begun to fall"
+
+
 def run_facts(spec: JobSpec, model: TrainableModel) -> dict[str, str]:
     """The facts of a run's first line: model, adapter, parameters, device, seed."""
     everything = sum(_numbers(p) for p in model.module.parameters())

@@ -31,6 +31,7 @@ from runner.launch.run_messages import (
     console_logging,
     data_text,
     example_prompt,
+    longer_schedule_note,
     plain_sample,
     ranks_text,
     run_facts,
@@ -146,7 +147,7 @@ class Session:
         outlets = self._sinks(build.OutputSinks, records, console)
         built = build.build(self.spec, self.folder, store, records.decide, self.stop, outlets, self.place)
         build.refuse_different_steps(first, built.world.world_peers)
-        self._keep_resolved_steps(built.spec, first, records)
+        self._keep_resolved_steps(built.spec, first, records, console)
         if loaded is not None:
             built.restore(loaded.state)
             self.values = loaded.metrics
@@ -154,13 +155,15 @@ class Session:
             self.markers = ChatMarkers.from_tokenizer(built.model.tokenizer, self.spec.chat)
         return built, first
 
-    def _keep_resolved_steps(self, spec: JobSpec, first: int, records: RunRecords) -> None:
+    def _keep_resolved_steps(self, spec: JobSpec, first: int, records: RunRecords, console: Console) -> None:
         """Write the steps that `epochs` came to into spec.yaml, so that the run resumes with them."""
         if self.spec.epochs is None:
             return
         if spec.steps < first:
             text = f"{self.spec.epochs:g} epochs are {spec.steps} steps, but {first} are done; steps can only increase"
             raise SpecError([Problem("epochs", text)])
+        if first and (note := longer_schedule_note(self.spec, spec)):
+            console.message(note)
         self.spec = records.spec = spec
         if self.place.is_rank0:
             write_spec(self.folder, spec)

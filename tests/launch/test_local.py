@@ -9,10 +9,14 @@ import pytest
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import SpecError
-from runner.launch.local import _note_longer_schedule, next_attempt, read_status, refuse_other_job, resume, write_spec
+from runner.launch.local import next_attempt, read_status, refuse_other_job, resume, write_spec
+from runner.launch.run_messages import longer_schedule_note
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import check_spec_unchanged, immutable_fields
+from runner.schedule.config import CosineConfig, cosine
 from runner.spec.job import JobSpec
+from tests import command
+from tests.small import TINY
 
 
 def spec(*words: str, steps: int = 10) -> JobSpec:
@@ -67,13 +71,28 @@ def test_an_override_that_no_step_of_a_finished_run_would_see_is_refused(
 
 
 @pytest.mark.parametrize(("schedule", "said"), [("cosine", True), ("linear", True), ("constant", False)])
-def test_a_stretched_schedule_is_said(schedule: str, said: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stretched_schedule_is_said(schedule: str, said: bool) -> None:
     words = [f"schedule={schedule}"]
-    _note_longer_schedule(spec(*words), spec(*words, steps=20))
-    expected = f"note: schedule={schedule} now ends at step 20, not 10: the learning rate rises again"
-    assert (expected in capsys.readouterr().err) == said
-    _note_longer_schedule(spec(*words), spec(*words, "seed=1"))
-    assert not capsys.readouterr().err
+    expected = f"note: schedule={schedule} now ends at step 20, not 10: the learning rate is that of a run of 20 steps"
+    assert (expected in (longer_schedule_note(spec(*words), spec(*words, steps=20)) or "")) == said
+    assert longer_schedule_note(spec(*words), spec(*words, "seed=1")) is None
+
+
+@pytest.mark.parametrize(
+    ("done", "longer", "total"), [pytest.param(3, "steps=12", 12, marks=pytest.mark.slow), (8, "epochs=2", 16)]
+)
+def test_a_resumed_run_has_the_learning_rates_of_its_new_length(
+    done: int, longer: str, total: int, tmp_path: Path
+) -> None:
+    """From within the warm-up of 5 steps, and from the fall: step by step those of a run of that length."""
+    schedule = ("schedule=cosine", "schedule.warmup_steps=5", "optimizer.lr=0.5")
+    command.run(*TINY, *schedule, "evaluation.every=0", "checkpoint.every=1", f"steps={done}", cwd=tmp_path)
+    said = command.run("resume", "latest", longer, cwd=tmp_path)
+    assert f"schedule=cosine now ends at step {total}, not {done}: the learning rate is that of" in said
+    lines = (tmp_path / "outputs/latest/metrics.jsonl").read_text().splitlines()
+    found = {one["step"]: one["train/lr"] for one in map(json.loads, lines)}
+    factors = [cosine(CosineConfig(warmup_steps=5), steps=done if at < done else total)(at) for at in range(total)]
+    assert list(found.values()) == pytest.approx([0.5 * factor for factor in factors], rel=1e-12)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\xff", '{"attempt": "two"}'])
