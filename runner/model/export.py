@@ -116,6 +116,13 @@ def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None)
         index.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
+def unmergeable_layers(module: nn.Module) -> list[str]:
+    """The adapted layers whose adapter has a bias (lora_bias) that the layer itself does not have, by name."""
+    parts: dict[str, Any] = dict(module.named_modules())
+    biased = [name for name, part in parts.items() if any(getattr(part, "lora_bias", {}).values())]
+    return [name for name in biased if getattr(parts[name].get_base_layer(), "bias", None) is None]
+
+
 MERGEABLE_TYPES = (torch.float32, torch.float64)  # in bfloat16 a small adapter would be lost in the rounding of the sum
 
 
@@ -124,12 +131,16 @@ def merge_temporarily(module: nn.Module) -> Iterator[None]:
     """Merge adapters into `module` inside the block; it computes the same, up to rounding.
 
     The adapted weights exist twice meanwhile, and the first ones come back bit for bit. Nothing happens to a module
-    without adapters, or where folding is not the same: coarse weights, or weights that another layer shares.
+    without adapters, or where folding is not the same: coarse weights, weights that another layer shares, or a bias.
     """
     layers = _adapted_layers(module)
     bases = [p for layer in layers for p in layer.get_base_layer().parameters()]
     shares = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    if not layers or any(p.dtype not in MERGEABLE_TYPES or shares[id(p)] > 1 for p in bases):
+    if (
+        not layers
+        or unmergeable_layers(module)
+        or any(p.dtype not in MERGEABLE_TYPES or shares[id(p)] > 1 for p in bases)
+    ):
         yield
         return
     kept: list[Tensor] = [p.data for p in bases]

@@ -160,14 +160,17 @@ class TransformersModel(SharedByAdapters):
         if self.module is self.inner:
             raise SpecError([Problem("adapter", "there is none to merge; leave --merge out")])
         self.merges = True
-        self._refuse_tied_ends()
+        self._refuse_unmergeable()
 
-    def _refuse_tied_ends(self) -> None:
+    def _refuse_unmergeable(self) -> None:
         """Raise SpecError for an adapter that cannot be merged."""
         ends = [end for end in (self.inner.get_input_embeddings(), self.inner.get_output_embeddings()) if end]
         if self.inner.config.tie_word_embeddings and any(p.requires_grad for end in ends for p in end.parameters()):
             text = "the embedding and the LM head are tied, so an adapter on them cannot be merged"
             raise SpecError([Problem("adapter", f"{text}; remove them from adapter.targets and modules_to_save")])
+        if layers := export.unmergeable_layers(self.module):
+            text = f"the adapter has a bias (lora_bias) on {layers[0]}, which has none itself, so it cannot be merged"
+            raise SpecError([Problem("adapter", f"{text}; continue it as an adapter, or train one without lora_bias")])
 
     def with_peft_module(self, module: nn.Module, *, decide: Decide) -> Self:
         """The same model inside `module`, a peft model around it, probed again; use it instead of this one."""
@@ -180,7 +183,7 @@ class TransformersModel(SharedByAdapters):
 
     def merge_adapter(self, *, decide: Decide) -> Self:
         """The same model with its adapter merged into its weights, in float32; use it instead of this one."""
-        self._refuse_tied_ends()
+        self._refuse_unmergeable()
         read_as_stored(self.module)
         from runner.model.peft_adapter import merge_into_base
 
@@ -302,7 +305,7 @@ class TransformersModel(SharedByAdapters):
         that of the base. Raises SpecError, at the first tensor, for an adapter that cannot be merged.
         """
         if subset not in ("base", "adapter") and self.module is not self.inner:
-            self._refuse_tied_ends()
+            self._refuse_unmergeable()
         with nullcontext() if self.whole.is_sharded else self.summon_full_params():  # see `save`
             yield from self._hf_state_dict.tensors(subset, keep=keep, dtype=dtype)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from runner.core.errors import CheckpointError, SpecError
 from runner.inference.model_source import load_source, parse_source
 from runner.model import hf
 from runner.model.config import HfConfig
+from runner.model.export import merge_temporarily
 from runner.model.model_folder import weights_digest
 from tests import command
 from tests.inference.model_folders import write_adapter, write_base
@@ -60,6 +62,26 @@ def test_full_fine_tuning_of_an_adapter_begins_with_it_in_the_weights(folders: P
     torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"].detach(), wanted)
     plain = built(folders / "base", decide)
     assert merged.trainable().keys() == plain.module.state_dict().keys() - {"lm_head.weight"} | {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(("kind", "merges"), [("qwen3", False), ("qwen2", True)])
+def test_an_adapter_with_biases_is_merged_where_the_layers_have_one(kind: str, merges: bool, tmp_path: Path) -> None:
+    """peft only warns when such an adapter is made, and fails when it is merged: so do rollouts, exports and syncs."""
+    with warnings.catch_warnings(action="ignore"):
+        write_adapter(tmp_path / "a", write_base(tmp_path / "base", kind), kind=kind, lora_bias=True)
+        adapted = built(tmp_path / "a", Decisions())
+    wanted = adapted.outputs(batch(), LOGPROBS)["logprobs"].detach()
+    with merge_temporarily(adapted.module):
+        torch.testing.assert_close(adapted.outputs(batch(), LOGPROBS)["logprobs"].detach(), wanted)
+    if merges:
+        merged = lora.train_all(NoAdapterConfig(), adapted, decide=Decisions())
+        torch.testing.assert_close(merged.outputs(batch(), LOGPROBS)["logprobs"].detach(), wanted)
+        return
+    for merge in (lambda: lora.train_all(NoAdapterConfig(), adapted, decide=Decisions()), adapted.merge_on_save):
+        with pytest.raises(SpecError, match=r"a bias \(lora_bias\) on .*q_proj, which has none itself"):
+            merge()
+    with pytest.raises(SpecError, match="lora_bias"):
+        next(adapted.hf_tensors("all"))
 
 
 def test_an_adapter_is_continued_with_its_own_settings(folders: Path) -> None:
