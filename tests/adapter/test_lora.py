@@ -265,6 +265,24 @@ def test_an_adapter_on_experts_is_merged_on_export_since_older_releases_ignore_i
     assert not plain.merges
 
 
+def test_targets_name_fused_experts_by_the_published_weights() -> None:
+    """Where every layer has experts, no module has these names: peft knows them."""
+    experts = ("gate_proj", "up_proj", "down_proj")
+
+    def attached(*targets: str) -> CausalLM:
+        model = causal("qwen3_moe", mlp_only_layers=[])
+        return lora.attach(LoraConfig(rank=2, targets=targets), model, decide=Decisions())
+
+    made = attached(*experts, "q_proj")
+    torch.autograd.backward(made.outputs(batch(), LOGPROBS)["logprobs"].sum())
+    learning = [name for name, p in made.trainable().items() if p.grad is not None]
+    assert sum(".experts." in name for name in learning) == 2 * 2 * 2 and any("q_proj" in name for name in learning)
+    with pytest.raises(SpecError, match="no module named 'down_prj'"):
+        attached(*experts, "down_prj")
+    with pytest.raises(SpecError, match="gate_proj without also targeting up_proj"):
+        attached("gate_proj")
+
+
 def test_a_module_to_save_that_peft_has_wrapped_already_is_refused() -> None:
     with pytest.raises(SpecError, match=r"adapter\.modules_to_save: peft cannot add the adapter.*ParamWrapper"):
         lora.attach(LoraConfig(modules_to_save=("gate",)), causal("qwen3_moe"), decide=Decisions())
