@@ -35,8 +35,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, ListConfig
 
 from runner.cli.user_yaml import load_yaml
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
 from runner.core.package import conf_dir, load_plugins, recipes_dir
+from runner.data.readers import read_whole_text
 from runner.run_dir.folder import display_path
 from runner.spec import suggest
 from runner.spec.registry import Registry
@@ -111,11 +112,10 @@ class FolderSource(ConfigSource):
         place = self.path_of(self._normalize_file_name(name))
         assert place is not None  # is_config was asked
         try:
-            with place.open(encoding="utf-8") as file:
-                text = file.read()
-                header, config = self._get_header_dict(text), load_yaml(text, str(place))
-        except UnicodeDecodeError as error:
-            raise ConfigLoadError(f"{place}: not UTF-8 (byte {error.start})") from error
+            text = read_whole_text(place, "file")
+            header, config = self._get_header_dict(text), load_yaml(text, str(place))
+        except DataError as error:
+            raise ConfigLoadError(str(error)) from error
         except (OSError, ValueError) as error:
             raise ConfigLoadError(f"{place}: {error}") from error
         if PurePosixPath(name).parts[0] == GROUP:

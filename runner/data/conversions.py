@@ -179,7 +179,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
-    turns = value.get("conversation")
+    turns: Any = value.get("conversation")
     if not is_messages(turns) or not all({*turn} == {"human", "assistant"} for turn in turns):
         raise RowError("column conversation: expected a list of objects with the keys human and assistant")
     pairs = [(role, turn[key]) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]

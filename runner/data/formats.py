@@ -238,7 +238,8 @@ class FormatCheck:
         if not form.chat or not (variables := template_variables(row.value)):
             return example
         self.unread |= {f"{VARIABLES}{name}" for name in variables}
-        return _with_variables(example, variables)
+        found: Example = _with_variables(example, variables)
+        return found
 
 
 VARIABLES = "variable of the chat template: "  # before the name of one in `FormatCheck.unread`
@@ -258,11 +259,11 @@ def template_variables(value: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, **of_column}
 
 
-def _with_variables(example: Example, variables: Mapping[str, Any]) -> Example:
+def _with_variables(example: Any, variables: Mapping[str, Any]) -> Any:
+    """An example made of conversations, each with the variables."""
     if isinstance(example, AnswersExample):
-        answers: Any = tuple(replace(answer, variables=variables) for answer in example.answers)  # type: ignore[call-arg]
-        return replace(example, answers=answers)
-    return replace(example, variables=variables)  # type: ignore[call-arg]  # of a conversation
+        return replace(example, answers=tuple(_with_variables(answer, variables) for answer in example.answers))
+    return replace(example, variables=variables)
 
 
 def detect_format(value: Mapping[str, Any], reading: Reading) -> Format | None:

@@ -14,7 +14,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from runner.core.errors import EnvironmentProblem
+from runner.core.errors import DataError, EnvironmentProblem
+from runner.data.readers import read_whole_text
 from runner.inference.engine_process import EngineSettings
 from runner.inference.model_source import ModelSource, source_spec
 from runner.spec.base import Config
@@ -95,9 +96,9 @@ def _read_api_key(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        key = path.read_text(encoding="utf-8").strip()
+        key = read_whole_text(path, "--api-key-file").strip()
         others = path.stat().st_mode & 0o077
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, DataError) as error:
         raise EnvironmentProblem(f"--api-key-file {path}: cannot be read: {error}") from error
     if not key or not key.isascii() or not key.isprintable() or " " in key:
         raise EnvironmentProblem(f"--api-key-file {path}: expected one line of ASCII text without spaces")

@@ -27,6 +27,7 @@ from runner.build.components import build_device, build_model, build_tokenizer
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.core.rank_info import RankInfo
+from runner.data.readers import read_whole_text
 from runner.inference.engine import TokenEvent
 from runner.inference.http import HttpLimits, http_url, listen, serve_in_thread
 from runner.interfaces import GenerativeModel
@@ -181,11 +182,10 @@ def read_keys(path: str | None) -> frozenset[str] | None:
     if path is None:
         return None
     try:
-        keys = frozenset(Path(path).expanduser().read_text(encoding="utf-8").split())
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"tinker.key_file={path}: {error.strerror}; set a file with one key per line"
-        ) from error
+        keys = frozenset(read_whole_text(Path(path).expanduser(), "tinker.key_file").split())
+    except (OSError, DataError) as error:
+        text = f"tinker.key_file={path}: {getattr(error, 'strerror', error)}; set a file with one key per line"
+        raise EnvironmentProblem(text) from error
     if not keys or not all(key.startswith("tml-") for key in keys):
         raise EnvironmentProblem(f"tinker.key_file={path}: expected one key per line, each starting with tml-")
     return keys

@@ -113,7 +113,7 @@ def test_a_copy_overrides_nothing(workdir: Path) -> None:
     ("files", "said"),
     [
         ({"adamw": b"lr: [1"}, "conf/optimizer/adamw.yaml"),
-        ({"adamw": b'x: "\xff"'}, "conf/optimizer/adamw.yaml: not UTF-8 (byte 4)"),
+        ({"adamw": b'x: "\xff"'}, "conf/optimizer/adamw.yaml:1: not UTF-8 at byte offset 4 (0xff)"),
         ({"adamw": b"lr: 1"}, "start it with a line such as 'defaults: [adamw, _self_]'"),
         ({"adamw": b"defaults: [a]", "a": b"defaults: [adamw]"}, "optimizer/adamw ─▶ optimizer/a ─▶ optimizer/adamw"),
     ],
@@ -122,6 +122,13 @@ def test_what_is_wrong_with_a_file_in_conf_names_it(files: dict[str, bytes], sai
     for name, content in files.items():
         write(workdir / f"conf/optimizer/{name}.yaml", content)
     assert said in problem("data=demo")
+
+
+def test_a_byte_order_mark_hides_no_header(workdir: Path) -> None:
+    write(
+        workdir / "conf/optimizer/own.yaml", b"\xef\xbb\xbf# @package _global_\noptimizer:\n  lr: 0.5\n  name: adamw\n"
+    )
+    assert compose_job(["data=demo", "optimizer=own"]).spec.optimizer.lr == 0.5
 
 
 def test_a_folder_where_a_file_should_be_is_said(workdir: Path) -> None:

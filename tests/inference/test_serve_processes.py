@@ -18,6 +18,8 @@ import httpx
 import psutil
 import pytest
 
+from runner.core.errors import EnvironmentProblem
+from runner.inference.serve import _read_api_key
 from tests.inference.scripted import Server, serve, write_model
 
 LONG = {"model": "scripted", "prompt": "a", "max_tokens": 500, "ignore_eos": True, "n": 4}
@@ -206,3 +208,13 @@ def test_a_wrong_command_is_refused_before_anything_is_loaded(
 
     assert main(["serve", str(folder), "device=cpu", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_byte_order_mark_is_no_part_of_the_key(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"\xef\xbb\xbfsecret\n")
+    key.chmod(0o600)
+    assert _read_api_key(key) == "secret"
+    key.write_bytes(b"\xff")
+    with pytest.raises(EnvironmentProblem, match="not UTF-8"):
+        _read_api_key(key)

@@ -300,7 +300,11 @@ def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:
     file.write_text("secret\n")
     with pytest.raises(EnvironmentProblem, match="each starting with tml-"):
         read_keys(str(file))
-    file.write_text("tml-one\ntml-two\n")
+    file.write_bytes(b"\xff")
+    with pytest.raises(EnvironmentProblem, match="not UTF-8"):
+        read_keys(str(file))
+    file.write_bytes(b"\xef\xbb\xbftml-one\ntml-two\n")  # a byte-order mark is no part of a key
+    assert read_keys(str(file)) == {"tml-one", "tml-two"}
     with running(tmp_path / "run", f"tinker.key_file={file}") as (url, _, _):
         assert Client(url, "tml-one").session() and Client(url, "tml-two").session()
         for client in (Client(url, "tml-three"), Client(url, "")):
