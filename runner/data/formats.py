@@ -235,11 +235,10 @@ class FormatCheck:
             if form.chat:
                 self.unread |= {f"{name}[].{key}" for key in unused_keys(value)}
         example = FORMATS[self.reading][form.columns](row, form.chat)
-        if not form.chat or not (variables := template_variables(row.value)):
-            return example
-        self.unread |= {f"{VARIABLES}{name}" for name in variables}
-        found: Example = _with_variables(example, variables)
-        return found
+        if form.chat and (variables := template_variables(row.value)):
+            self.unread |= {f"{VARIABLES}{name}" for name in variables}
+            example = _with_variables(example, variables)
+        return example
 
 
 VARIABLES = "variable of the chat template: "  # before the name of one in `FormatCheck.unread`
