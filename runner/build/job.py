@@ -27,13 +27,7 @@ from runner.build.components import (
 )
 from runner.build.data import build_data, build_environments, build_extend, check_images, resolve_max_length
 from runner.build.plug_ins import plug_in_digests
-from runner.build.rewards import (
-    EvaluationRewards,
-    MakeReward,
-    RewardBuilder,
-    refuse_missing_columns,
-    reward_model_origins,
-)
+from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns, reward_origins
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
@@ -347,15 +341,13 @@ def _experience_queue(
 def _identity(spec: JobSpec, data: Data, models: Models, world: ParallelContext) -> dict[str, Any]:
     """What a checkpoint says of the job that wrote it."""
 
-    def origins() -> dict[str, dict[str, str]]:
+    def origins() -> tuple[dict[str, str], dict[str, dict[str, str]]]:
         frozen = {role: dict(one.base_fingerprint) for role, one in models.frozen.items()}
-        return {"": dict(models.model.base_fingerprint), **frozen, **reward_model_origins(spec)}
+        return dict(models.model.base_fingerprint), frozen | reward_origins(spec)
 
-    frozen = run_on_rank0(world.world_peers, origins)  # which has read the weights
-    own = run_identity(spec, data.fingerprint, data.prompt_style, frozen.pop(""), world.device.describe())
-    own["frozen"] = frozen
-    own["mesh"] = world.layout
-    return own | plug_in_digests(spec)
+    origin, frozen = run_on_rank0(world.world_peers, origins)  # which has read the weights
+    own = run_identity(spec, data.fingerprint, data.prompt_style, origin, world.device.describe())
+    return own | {"frozen": frozen, "mesh": world.layout} | plug_in_digests(spec)
 
 
 def _plugin_callbacks(

@@ -1,4 +1,4 @@
-"""What a plug-in's component returns, checked before it is used: type, shape, data type and whether it is finite.
+"""Checks what a plug-in's component returns: type, shape, data type and whether it is finite.
 
     factory ──▶ the adapter's model, data, environments, optimizer, sampler ──first items, turns, step, answers──▶ fault
 
@@ -50,7 +50,7 @@ def build_component(config: ComponentConfig, *given: Any, **options: Any) -> Any
 
 
 def check_result(config: ComponentConfig, made: Any, *given: Any, **options: Any) -> Any:
-    """What a factory returned for these arguments, to be used instead of it: some checks come with the first use.
+    """What a factory returned for these arguments, with the checks that come with its first use.
 
     Raises SpecError, which names file and function, for something else than the component has to return.
     """

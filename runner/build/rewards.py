@@ -13,7 +13,6 @@ from runner.core.errors import Problem, SpecError
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import Data, Device, Prompt, RankCollectives, Reward
 from runner.parallelism.parallel_context import ParallelContext
-from runner.reward.config import ModelRewardConfig
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
@@ -47,13 +46,13 @@ def _column_advice(spec: JobSpec, key: str, name: str, meant: str) -> str:
     return f"rename the argument{renaming}"
 
 
-def reward_model_origins(spec: JobSpec) -> dict[str, dict[str, str]]:
+def reward_origins(spec: JobSpec) -> dict[str, dict[str, str]]:
     """The option of each reward model of training → what identifies its weights (see `WeightsSource`)."""
     from runner.model import hf
     from runner.model.config import HfConfig
 
     parts = {f"reward.parts[{at - 1}]" if at else "reward": one for at, one in enumerate(spec.reward.components())}
-    paths = {key: one.path for key, one in parts.items() if isinstance(one, ModelRewardConfig)}
+    paths = {key: str(path) for key, one in parts.items() if one.runs_model and (path := getattr(one, "path", None))}
     weights = {key: hf.find_weights(HfConfig(path=path), f"{key}.path") for key, path in paths.items()}
     return {key: hf.weights_source(one).identity(weights=True) for key, one in weights.items()}
 

@@ -106,14 +106,8 @@ class SourcePreparation:
     def limit(self, reading: Reading) -> LengthLimit:
         """How long an item may be."""
         starts = frozenset(bos_and_eos(self.tokenizer)[0]) | {self.tokenizer.bos_token_id} - {None}
-        return LengthLimit(
-            self.config.max_length,
-            self.config.truncation,
-            reading,
-            self.length_limit,
-            starts,
-            images_of(self.tokenizer),
-        )
+        limits = (self.config.max_length, self.config.truncation, reading, self.length_limit)
+        return LengthLimit(*limits, starts, images_of(self.tokenizer))
 
     def options(self, portion: DataSplit) -> TokenizerOptions:
         """What tokenizes the portion's examples."""

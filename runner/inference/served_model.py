@@ -121,7 +121,7 @@ class ServedModel:
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], kwargs: Mapping[str, Any]
     ) -> ChatPrompt:
-        """The prompt of a conversation; see `render_chat`. kwargs: variables of the template, which it has to read."""
+        """The prompt of a conversation; see `render_chat`. kwargs: variables that the template reads."""
         if not self.tokenizer.chat_template:
             raise BadRequest("this model's tokenizer has no chat template; use /v1/completions with a plain prompt")
         if fault := unread_fault(self.tokenizer, kwargs):

@@ -33,7 +33,7 @@ RETRIES = "huggingface_hub.utils._http"
 
 
 def longer_schedule_note(before: JobSpec, spec: JobSpec) -> str | None:
-    """That other steps change a decaying schedule, whose learning rate is a function of step and steps alone."""
+    """That other steps change a decaying schedule, a function of step and steps alone."""
     if spec.steps == before.steps or not spec.schedule.falls:
         return None
     moved = f"schedule={spec.schedule.name} now ends at step {spec.steps}, not {before.steps}"

@@ -117,7 +117,7 @@ def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None)
 
 
 def unmergeable_layers(module: nn.Module) -> list[str]:
-    """The adapted layers whose adapter has a bias (lora_bias) that the layer itself does not have, by name."""
+    """The adapted layers whose adapter has a bias (lora_bias) that the layer itself lacks."""
     parts: dict[str, Any] = dict(module.named_modules())
     biased = [name for name, part in parts.items() if any(getattr(part, "lora_bias", {}).values())]
     return [name for name in biased if getattr(parts[name].get_base_layer(), "bias", None) is None]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from runner.build.rewards import reward_model_origins
+from runner.build.rewards import reward_origins
 from runner.cli.job_builder import compose_job
 from runner.core.errors import CheckpointError, EnvironmentProblem, SpecError
 from runner.launch.local import check_spec
@@ -94,8 +94,8 @@ def test_a_resumed_run_has_the_reward_model_that_it_began_with(folders: Path, tm
 
 def test_the_base_of_an_adapter_and_a_whole_model_are_compared_too(folders: Path) -> None:
     spec = compose_job([*JOB, *_sum(folders / "adapter")]).spec
-    assert reward_model_origins(spec)["reward.parts[0]"].keys() == {"adapter", "config", "weights"}
-    frozen = reward_model_origins(spec)
+    assert reward_origins(spec)["reward.parts[0]"].keys() == {"adapter", "config", "weights"}
+    frozen = reward_origins(spec)
     same = {KEY: SCHEMA, "data": "d", "model": {}, "frozen": frozen}
     check_compatible(same, same)
     check_compatible(same, same | {"frozen": {}})  # of a version that compared no reward models
@@ -103,5 +103,5 @@ def test_the_base_of_an_adapter_and_a_whole_model_are_compared_too(folders: Path
     with pytest.raises(CheckpointError, match=r"weights of reward\.parts\[0\]\.path: was 0"):
         check_compatible(same, same | {"frozen": changed})
     spec = compose_job([*JOB, "reward=model", f"reward.path={folders / 'base'}"]).spec
-    assert reward_model_origins(spec)["reward"].keys() == {"config", "weights"}
-    assert reward_model_origins(compose_job([*JOB, "reward=exact"]).spec) == {}
+    assert reward_origins(spec)["reward"].keys() == {"config", "weights"}
+    assert reward_origins(compose_job([*JOB, "reward=exact"]).spec) == {}
