@@ -243,6 +243,8 @@ def quote_word(word: str) -> str:
     """A word in quotes where a shell, or Hydra's grammar, would read it otherwise."""
     key, equals, value = word.partition("=")
     plain = PLAIN.fullmatch(value) or value == UNKNOWN
+    if value.startswith("{"):  # a section, not a text
+        return f"'{word}'"
     return word if plain or not equals else f"'{key}=\"{value}\"'"
 
 
