@@ -245,6 +245,9 @@ def quote_word(word: str) -> str:
     plain = PLAIN.fullmatch(value) or value == UNKNOWN
     if value.startswith("{"):  # a section, not a text
         return f"'{word}'"
+    if value.startswith("[") and not plain:
+        items = (item if PLAIN.fullmatch(item) else f'"{item}"' for item in value[1:-1].split(","))
+        return f"'{key}=[{','.join(items)}]'"
     return word if plain or not equals else f"'{key}=\"{value}\"'"
 
 
