@@ -120,7 +120,7 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
 
 
 def _pair(messages: list[dict[str, Any]], rest: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns of a conversation that ends with the chosen answer; `rest` has the other answer, or conversation."""
+    """The columns of a chosen conversation; `rest` has the rejected answer or conversation."""
     if "rejected_messages" not in rest:
         rejected = _answer(rest["rejected_response"], "rejected_response")
         return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
@@ -235,7 +235,7 @@ def _read_messages(value: Mapping[str, Any]) -> Dialogue:
 
 
 def _has_messages(value: Mapping[str, Any], reading: Reading) -> bool:
-    """Whether messages are to be converted: for sft ms-swift's roles; answers that are no whole conversations."""
+    """Whether messages have ms-swift's roles, or answers beside them that are no conversations."""
     turns = value.get("messages")
     if not is_messages(turns) or (reading == "pairs" and is_messages(value.get("chosen"))):
         return False

@@ -299,7 +299,7 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
 
 
 def _has_question(value: Mapping[str, Any]) -> bool:
-    """Whether the question of two texts is in a column that is not read, so their common first words are no prompt."""
+    """Whether two texts have a question in a column that is not read, and not as their start."""
     asked = [value[name] for name in USUAL_NAMES["prompt"] if isinstance(value.get(name), str)]
     return any(text.strip() not in value["chosen"] for text in asked if isinstance(value["chosen"], str))
 

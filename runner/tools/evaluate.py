@@ -290,7 +290,7 @@ def write_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet]) -> 
 
 
 def append_evaluation(source: ModelSource, record: Mapping[str, Any]) -> None:
-    """Add a line to evaluations.jsonl of a run; in a run that cannot be written to, print where the results are."""
+    """Add a line to evaluations.jsonl of a run, or print that it cannot be written to."""
     path = RunFolder(Path(source.path)).evaluations
     try:
         with path.open("a", encoding="utf-8") as file:
