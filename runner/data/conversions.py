@@ -215,7 +215,7 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
-    turns = value.get("conversation")
+    turns = value.get("conversation", ())
     if not is_messages(turns) or not all({*turn} == {"human", "assistant"} for turn in turns):
         raise RowError("column conversation: expected a list of objects with the keys human and assistant")
     pairs = [(role, turn[key]) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
@@ -224,7 +224,7 @@ def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
 
 
 def _has_exchanges(value: Mapping[str, Any], reading: Reading) -> bool:
-    turns = value.get("conversation")
+    turns = value.get("conversation", ())
     return "conversation" in value and not (is_messages(turns) and any("role" in turn for turn in turns))
 
 
@@ -236,7 +236,7 @@ def _read_messages(value: Mapping[str, Any]) -> Dialogue:
 
 def _has_messages(value: Mapping[str, Any], reading: Reading) -> bool:
     """Whether messages have ms-swift's roles, or answers beside them that are no conversations."""
-    turns = value.get("messages")
+    turns = value.get("messages", ())
     if not is_messages(turns) or (reading == "pairs" and is_messages(value.get("chosen"))):
         return False
     return reading != "sft" or any(turn.get("role") in SWIFT_ROLES for turn in turns)

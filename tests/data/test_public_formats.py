@@ -185,7 +185,7 @@ def conversations(example: Example) -> list[list[Mapping[str, Any]]]:
     if isinstance(example, AnswersExample):
         return [list(answer.messages) for answer in example.answers if isinstance(answer, ChatExample)]
     assert isinstance(example, ChatExample | PromptExample)
-    return [[*(example.messages if isinstance(example, ChatExample) else example.prompt)]]  # type: ignore[list-item]
+    return [[*(example.messages if isinstance(example, ChatExample) else example.prompt)]]
 
 
 @pytest.mark.parametrize(("project", "reading", "row", "expected", "unread"), READ)
