@@ -40,7 +40,10 @@ def run(args: Namespace) -> int:
     for word in words:
         key = word.lstrip("+")
         if re.split("[.=]", key)[0] not in SECTIONS and not key.startswith(("model.dtype=", TRUST)):
-            raise UsageError(f"run eval: {word}: there are +evaluation=[…], evaluation.…, device=, seed=, model.dtype=")
+            raise UsageError(
+                f"run eval: {word} is not an option of it; there are +evaluation=[…], evaluation.…, device=, seed=, "
+                "model.dtype=; rows of your own: 'evaluation.sets.NAME={data: {name: file, path: FILE}}'"
+            )
     from runner.inference.model_source import parse_source, resolve_model_path
 
     sources = [parse_source(text, checkpoint=args.checkpoint, base=args.base) for text in texts]

@@ -115,7 +115,8 @@ def _classify(override: Override, word: str, groups: Collection[str]) -> TypedOv
         return problem(key, f"{several}; type a list as {written}; {SWEEP_ALONE}")
     choice = key in (*groups, *SEVERAL) and not isinstance(value, dict)
     if choice and isinstance(value, list) and key not in SEVERAL:
-        return problem(key, "takes one choice, not a list")
+        several = "; for a weighted sum type reward=sum reward.parts=[…]" if key == "reward" else ""
+        return problem(key, f"takes one choice, not a list{several}")
     return TypedOverride(word, key, "null" if choice and value is None else value, choice)
 
 

@@ -28,6 +28,7 @@ from pathlib import Path
 from runner.core.errors import StorageError
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
+TOO_LARGE = {errno.EFBIG: "the file is larger than this shell (ulimit -f) or the file system allows"}
 STAGED = ".staging-"
 STALE = timedelta(hours=1)  # a younger file may be in use by another process
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # the form of an errno in safetensors' errors
@@ -94,7 +95,7 @@ def error_reason(error: Exception) -> str:
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (match := OS_ERROR.search(str(error))):
         number = int(match[1])
-    return str(error) if number is None else FULL.get(number) or os.strerror(number)
+    return str(error) if number is None else (FULL | TOO_LARGE).get(number) or os.strerror(number)
 
 
 def full_disk_error(error: Exception) -> StorageError | None:

@@ -2,13 +2,13 @@
 
     ShareGPT        conversations [{from, value}] or messages with these keys          → messages
     Alpaca          instruction, input, output; system, history [[query, response]]    → messages
-    query/response  query, response; system, history                                   → messages
+    query/response  query, response; system, history; question of pairs, OpenOrca      → messages
     ms-swift        conversation [{human, assistant}]; system                          → messages
-    ms-swift        messages (or a format above) with rejected_response, or with label → prompt, chosen and rejected …
+    ms-swift        messages (or a format above) with tool_call, rejected_… or label   → prompt, chosen and rejected …
     axolotl         messages, chosen and rejected of one message each                  → prompt, chosen, rejected
     MMLU-Pro        question, options or choices, answer_index or answer               → prompt, answer: a letter
     IFEval          prompt, instruction_id_list, kwargs                                → prompt, no answer
-    verl            prompt, reward_model: {ground_truth, style}, data_source, …        → prompt, answer: ground_truth
+    verl, SkyRL     prompt, reward_model or reward_spec: {ground_truth, …}             → prompt, answer: ground_truth
 
 What the algorithm learns from decides the columns: sft gets `messages`; a pair (with `chosen` and `rejected`) and a
 labeled completion (with `label` or `kto_tag`) get `prompt` and their answers as messages; a prompt gets `prompt`, and
@@ -22,6 +22,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, get_args
 
 from runner.core.columns import column_value, json_type_name
@@ -38,10 +39,16 @@ SHAREGPT_ROLES = {
     "assistant": "assistant",
     "chatgpt": "assistant",
     "bot": "assistant",
+    "model": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "observation": "tool",
+    "tool_response": "tool",
     "tool": "tool",
 }
+CALLS = ("function_call", "tool_call")  # speakers whose text is JSON: the calls of an assistant turn
+SWIFT_ROLES = ("tool_call", "tool_response")  # of ms-swift's messages
+SYSTEM = ("system", "system_prompt")  # columns with a system prompt
 
 
 @dataclass(slots=True)
@@ -79,10 +86,11 @@ def _dialogue(read: Callable[[Mapping[str, Any]], Dialogue]) -> Callable[[Mappin
 
 def find_conversion(value: Mapping[str, Any], reading: Reading) -> Conversion | None:
     """The format of another project that a row has, with what the reading needs; or None."""
-    if not (_has_answers(value, reading) or any(name in value for name in INSTEAD[reading])):
+    instead = any(name in value for name in INSTEAD[reading]) and "chosen_response" not in value
+    if not (_has_answers(value, reading) or instead):
         return None
-    if "messages" in value and _turns_column(value) is None and reading not in BESIDE:  # messages as they are to be
-        return None
+    if "messages" in value and _turns_column(value) is None and not _has_messages(value, reading):
+        return None  # messages as they are to be
     return next((conversion for conversion in CONVERSIONS if conversion.matches(value, reading)), None)
 
 
@@ -91,9 +99,8 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
     messages = dialogue.messages
     if reading == "sft":
         return {"messages": messages}
-    if reading == "pairs" and "rejected_response" in rest and not _has_answers(rest, reading):
-        rejected = _answer(rest["rejected_response"], "rejected_response")
-        return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+    if reading == "pairs" and not _has_answers(rest, reading):
+        return _pair(messages, rest)
     if reading == "pairs":
         return {
             "prompt": messages,
@@ -110,6 +117,19 @@ def _columns(dialogue: Dialogue, rest: Mapping[str, Any], reading: Reading) -> d
         what = "is a tool call" if "tool_calls" in last else "and the column answer are two completions"
         raise RowError(f"the last turn {what}; use a column `prompt` and further columns for rewards")
     return {"prompt": prompt, "answer": last["content"]}
+
+
+def _pair(messages: list[dict[str, Any]], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns of a chosen conversation; `rest` has the rejected answer or conversation."""
+    if "rejected_messages" not in rest:
+        rejected = _answer(rest["rejected_response"], "rejected_response")
+        return {"prompt": messages[:-1], "chosen": messages[-1:], "rejected": rejected}
+    if not is_messages(rest["rejected_messages"]):
+        raise RowError("column rejected_messages: expected a list of messages")
+    other = _joined_turns(rest["rejected_messages"], "rejected_messages")
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(messages[:-1], other[:-1], strict=False))
+    start = sum(1 for _ in alike)
+    return {"prompt": messages[:start], "chosen": messages[start:], "rejected": other[start:]}
 
 
 def _answer(value: Any, column: str) -> Any:
@@ -136,30 +156,43 @@ def _read_sharegpt(value: Mapping[str, Any]) -> Dialogue:
     if column is None:
         found = json_type_name(value["conversations"]) if "conversations" in value else "no column conversations"
         raise RowError(f"column conversations: expected a list of turns with the keys from and value, found {found}")
-    turns = [_message(turn, f"{column}[{i}]") for i, turn in enumerate(value[column])]
-    system = _system(value)
-    if system and turns and turns[0]["role"] == "system":
+    turns = _joined_turns(value[column], column)
+    if (system := _system(value)) and turns and turns[0]["role"] == "system":
         raise RowError(f"a column system and a system turn in {column}; expected one of them")
-    return Dialogue([*system, *turns], (column, *_columns_in(value, "system")))
+    return Dialogue([*system, *turns], (column, *_columns_in(value, *SYSTEM)))
+
+
+def _joined_turns(turns: list[Message], column: str) -> list[dict[str, Any]]:
+    """The turns as messages; calls that are turns of their own join the assistant's turn before them."""
+    messages: list[dict[str, Any]] = []
+    for number, turn in enumerate(turns):
+        message = _message(turn, f"{column}[{number}]")
+        last = messages[-1] if messages else {}
+        if turn.get("from", turn.get("role")) in CALLS and len(message) == 3 and last.get("role") == "assistant":
+            messages[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
+        else:
+            messages.append(message)
+    return messages
 
 
 def _message(turn: Message, where: str) -> dict[str, Any]:
     """A turn with the keys role and content, and its other keys; one that has them already stays as it is."""
-    if "from" not in turn:
+    if "from" not in turn and turn.get("role") not in SWIFT_ROLES:
         return dict(turn)
-    role = SHAREGPT_ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None
+    speaker, text = ("from", "value") if "from" in turn else ("role", "content")
+    role = SHAREGPT_ROLES.get(turn[speaker]) if isinstance(turn[speaker], str) else None
     if role is None:
         raise RowError(f"{where}.from: unknown speaker {turn['from']!r}; expected one of {', '.join(SHAREGPT_ROLES)}")
-    if "value" not in turn:
-        raise RowError(f"{where}: no value; expected the keys from and value, found {', '.join(turn)}")
-    if twice := [key for key in ("role", "content") if key in turn]:
+    if text not in turn:
+        raise RowError(f"{where}: no {text}; expected the keys {speaker} and {text}, found {', '.join(turn)}")
+    if speaker == "from" and (twice := [key for key in ("role", "content") if key in turn]):
         raise RowError(
             f"{where}: the keys from, value and {', '.join(twice)}; expected from and value, or role, content"
         )
-    others = {key: value for key, value in turn.items() if key not in ("from", "value")}
-    if turn["from"] == "function_call":
-        return {**others, "role": role, "content": "", "tool_calls": _tool_calls(turn["value"], f"{where}.value")}
-    return {**others, "role": role, "content": turn["value"]}
+    others = {key: value for key, value in turn.items() if key not in (speaker, text)}
+    if turn[speaker] in CALLS:
+        return {**others, "role": role, "content": "", "tool_calls": _tool_calls(turn[text], f"{where}.{text}")}
+    return {**others, "role": role, "content": turn[text]}
 
 
 def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
@@ -175,7 +208,10 @@ def _tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     for call in calls:
         if not isinstance(call, dict) or "name" not in call or not call.keys() <= {"name", "arguments"}:
             raise RowError(f"{where}: expected objects with the keys name and arguments, found {json.dumps(call)}")
-    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
+    return [
+        {"type": "function", "function": {"name": call["name"], "arguments": call.get("arguments", {})}}
+        for call in calls
+    ]
 
 
 def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
@@ -184,19 +220,26 @@ def _read_exchanges(value: Mapping[str, Any]) -> Dialogue:
         raise RowError("column conversation: expected a list of objects with the keys human and assistant")
     pairs = [(role, turn[key]) for turn in turns for role, key in (("user", "human"), ("assistant", "assistant"))]
     messages = [*_system(value), *({"role": role, "content": content} for role, content in pairs)]
-    return Dialogue(messages, _columns_in(value, "conversation", "system"))
+    return Dialogue(messages, _columns_in(value, "conversation", *SYSTEM))
+
+
+def _has_exchanges(value: Mapping[str, Any], reading: Reading) -> bool:
+    turns = value.get("conversation", ())
+    return "conversation" in value and not (is_messages(turns) and any("role" in turn for turn in turns))
 
 
 def _read_messages(value: Mapping[str, Any]) -> Dialogue:
     if not is_messages(value.get("messages")):
         raise RowError(f"column messages: expected a list of messages, found {json_type_name(value.get('messages'))}")
-    return Dialogue([dict(message) for message in value["messages"]], ("messages",))
+    return Dialogue(_joined_turns(value["messages"], "messages"), ("messages",))
 
 
 def _has_messages(value: Mapping[str, Any], reading: Reading) -> bool:
-    """Whether answers stand beside messages, and are not whole conversations that begin with them."""
-    whole = is_messages(value.get("chosen")) and reading == "pairs"
-    return reading in BESIDE and is_messages(value.get("messages")) and not whole
+    """Whether messages have ms-swift's roles, or answers beside them that are no conversations."""
+    turns = value.get("messages", ())
+    if not is_messages(turns) or (reading == "pairs" and is_messages(value.get("chosen"))):
+        return False
+    return reading != "sft" or any(turn.get("role") in SWIFT_ROLES for turn in turns)
 
 
 def _read_alpaca(value: Mapping[str, Any]) -> Dialogue:
@@ -206,7 +249,14 @@ def _read_alpaca(value: Mapping[str, Any]) -> Dialogue:
 
 
 def _read_query(value: Mapping[str, Any]) -> Dialogue:
-    return _exchange(value, _text(value, "query"), "response", ("query",))
+    column = "query" if "query" in value else "question"
+    return _exchange(value, _text(value, column), "response", (column,))
+
+
+def _is_query(value: Mapping[str, Any], reading: Reading) -> bool:
+    """Whether a row has a query; a `question` counts beside what answers it, which prompts leave open."""
+    column = "query" if "query" in value or reading in ("prompts", "questions") else "question"
+    return _asks(column, "response")(value, reading)
 
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
@@ -245,19 +295,23 @@ def _is_ifeval(value: Mapping[str, Any], reading: Reading) -> bool:
     return reading in ("prompts", "questions") and wanted <= value.keys() and "answer" not in value
 
 
-TRUTH = "reward_model.ground_truth"
+TRUTHS = ("reward_model.ground_truth", "reward_spec.ground_truth")  # of verl, of SkyRL
+
+
+def _truth(value: Mapping[str, Any]) -> str | None:
+    return next((path for path in TRUTHS if column_value(value, path) is not None), None)
 
 
 def _is_verl(value: Mapping[str, Any], reading: Reading) -> bool:
-    return reading in ("prompts", "questions") and "prompt" in value and column_value(value, TRUTH) is not None
+    return reading in ("prompts", "questions") and "prompt" in value and _truth(value) is not None
 
 
 def _read_verl(value: Mapping[str, Any], reading: Reading) -> Converted:
     """The row with what it is scored by as its answer; its own columns stay for rewards."""
-    truth = column_value(value, TRUTH)
-    if truth is None:
-        raise RowError(f"no column {TRUTH}; found {', '.join(value)}")
-    return {**value, "answer": truth}, (TRUTH,)
+    path = _truth(value)
+    if path is None:
+        raise RowError(f"no column {' or '.join(TRUTHS)}; found {', '.join(value)}")
+    return {**value, "answer": column_value(value, path)}, (path,)
 
 
 def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple[str, ...]) -> Dialogue:
@@ -265,7 +319,7 @@ def _exchange(value: Mapping[str, Any], question: str, answer: str, asked: tuple
     messages = [*_system(value), *_history(value), {"role": "user", "content": question}]
     if answer in value:
         messages.append({"role": "assistant", "content": value[answer]})
-    return Dialogue(messages, _columns_in(value, *asked, answer, "system", "history"))
+    return Dialogue(messages, _columns_in(value, *asked, answer, *SYSTEM, "history"))
 
 
 def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -281,8 +335,10 @@ def _history(value: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _system(value: Mapping[str, Any]) -> list[dict[str, Any]]:
-    text = _optional_text(value, "system")
-    return [{"role": "system", "content": text}] if text else []
+    texts = [text for column in SYSTEM if (text := _optional_text(value, column))]
+    if len(texts) > 1:
+        raise RowError(f"the columns {' and '.join(SYSTEM)} both hold a system prompt; expected one of them")
+    return [{"role": "system", "content": text} for text in texts]
 
 
 def _optional_text(value: Mapping[str, Any], column: str) -> str:
@@ -320,7 +376,7 @@ def segments_example(row: Row, chat: bool) -> TextExample:
 BESIDE: Mapping[Reading, tuple[str, ...]] = {"pairs": ("chosen", "rejected"), "judged": ("label",)}
 INSTEAD: Mapping[Reading, tuple[str, ...]] = {
     **dict.fromkeys(get_args(Reading), ()),
-    "pairs": ("rejected_response",),  # ms-swift; the conversation ends with the chosen answer
+    "pairs": ("rejected_response", "rejected_messages"),  # ms-swift; the conversation ends with the chosen answer
     "judged": ("kto_tag",),  # LLaMA-Factory
 }
 
@@ -333,10 +389,10 @@ VERL = Conversion("verl", _is_verl, _read_verl)
 CONVERSIONS = (
     VERL,
     Conversion("ShareGPT", lambda value, reading: _turns_column(value) is not None, _dialogue(_read_sharegpt)),
-    Conversion("conversation", lambda value, reading: "conversation" in value, _dialogue(_read_exchanges)),
+    Conversion("conversation", _has_exchanges, _dialogue(_read_exchanges)),
     Conversion("messages and answers", _has_messages, _dialogue(_read_messages)),
     Conversion("Alpaca", _asks("instruction", "output"), _dialogue(_read_alpaca)),
-    Conversion("query/response", _asks("query", "response"), _dialogue(_read_query)),
+    Conversion("query/response", _is_query, _dialogue(_read_query)),
     Conversion("multiple choice", _has_choices, _dialogue(_read_choices)),
     Conversion("IFEval", _is_ifeval, _dialogue(_read_ifeval)),
 )

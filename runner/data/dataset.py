@@ -122,7 +122,8 @@ def load_or_build(
         summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
     except OSError as error:
         raise StorageError(
-            f"cannot write the token cache {folder}: {error.strerror or error}; free space, or set data.cache=false"
+            f"cannot write the token cache {folder}: {error.strerror or error}; free space, set the variable "
+            f"RUNNER_CACHE to another folder, or set data.cache=false"
         ) from error
     return TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))), summary
 

@@ -118,7 +118,10 @@ LIKELY_KINDS: dict[Reading, str] = {  # what the data is, in order of likelihood
 OTHER_TYPES = ("label", "answer", "segments")  # columns that are neither text nor messages
 OPTIONAL: dict[Reading, Columns] = {"pairs": ("margin",)}
 USUAL_NAMES = {
-    "prompt": ("question", "query", "problem", "instruction", "input"),
+    "chosen": ("chosen_response", "preferred_output"),
+    "rejected": ("rejected_response", "non_preferred_output"),
+    "messages": ("conversation", "dialog", "dialogue"),
+    "prompt": ("question", "query", "problem", "instruction", "input", "context_messages"),
     "completion": ("answer", "response", "output", "solution"),
 }
 
@@ -288,9 +291,17 @@ def _detect_own_format(value: Mapping[str, Any], reading: Reading) -> Format | N
         if all(name in value for name in columns):
             if columns[1:2] == ("chosen",) and is_messages(value["chosen"]) and isinstance(value["prompt"], str):
                 continue
+            if columns == ("chosen", "rejected") and _has_question(value):
+                continue
             is_chat = is_messages(value[columns[0]]) or any(name in value for name in IMAGE_COLUMNS)
             return Format(columns, columns == ("messages",) or (columns[0] not in ("text", "segments") and is_chat))
     return None
+
+
+def _has_question(value: Mapping[str, Any]) -> bool:
+    """Whether two texts have a question in a column that is not read, and not as their start."""
+    asked = [value[name] for name in USUAL_NAMES["prompt"] if isinstance(value.get(name), str)]
+    return any(text.strip() not in value["chosen"] for text in asked if isinstance(value["chosen"], str))
 
 
 def _columns(value: Mapping[str, Any]) -> str:
@@ -307,11 +318,10 @@ def _hint(value: Mapping[str, Any], reading: Reading) -> str:
         next((n for n in names if n in value), ""): new for new, names in USUAL_NAMES.items() if new not in value
     }
     renamed = {old: new for old, new in renamed.items() if old and any(new in c for c in FORMATS[reading])}
-    if renamed and detect_format({**value, **{new: "" for new in renamed.values()}}, reading):
-        pairs = ", ".join(f"{old}: {new}" for old, new in renamed.items())
-        return f"; type 'data.rename_columns={{{pairs}}}' if these columns mean the same"
-    if reading == "prompts" and "messages" in value:
-        return "; use the messages before the completion as `prompt`"
+    for items in [*([item] for item in renamed.items()), list(renamed.items())]:
+        if items and detect_format({**value, **{new: "" for _, new in items}}, reading):
+            pairs = ", ".join(f"{old}: {new}" for old, new in items)
+            return f"; type 'data.rename_columns={{{pairs}}}' if these columns mean the same"
     other = next((known for known in LIKELY_KINDS if known != reading and detect_format(value, known)), None)
     if other:
         return f"; {LIKELY_KINDS[other]}"

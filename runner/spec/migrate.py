@@ -243,6 +243,11 @@ def quote_word(word: str) -> str:
     """A word in quotes where a shell, or Hydra's grammar, would read it otherwise."""
     key, equals, value = word.partition("=")
     plain = PLAIN.fullmatch(value) or value == UNKNOWN
+    if value.startswith("{"):  # a section, not a text
+        return f"'{word}'"
+    if value.startswith("[") and not plain:
+        items = (item if PLAIN.fullmatch(item) else f'"{item}"' for item in value[1:-1].split(","))
+        return f"'{key}=[{','.join(items)}]'"
     return word if plain or not equals else f"'{key}=\"{value}\"'"
 
 

@@ -63,6 +63,13 @@ def absence_reason(group: str, wrong: str) -> str | None:
         return migrate.answer("device.id", None, NO_JOB, {})
     if group == "launch" and (number := re.fullmatch(r"local_?(\d+)", wrong.lower())):
         return f"type launch.devices={number[1]}"
+    if re.search(r"\.py\b", wrong):
+        own = (
+            f"type reward=function reward.path={wrong}"
+            if group == "reward"
+            else "docs/extend.md has a package of yours"
+        )
+        return f"a choice is a component, not a file; {own}"
     return migrate.table().absent.get(wrong.lower())
 
 

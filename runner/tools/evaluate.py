@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from runner.core.auto_choices import Decisions
-from runner.core.errors import Problem, SpecError, StorageError
+from runner.core.errors import Problem, SpecError
 from runner.core.rank_info import RankInfo
 from runner.inference.model_source import LoadedModel, ModelSource, load_source, source_spec
 from runner.interfaces import TokenizedExample
@@ -290,13 +290,15 @@ def write_results(found: Sequence[Evaluated], sets: Sequence[EvaluationSet]) -> 
 
 
 def append_evaluation(source: ModelSource, record: Mapping[str, Any]) -> None:
-    """Add a line to evaluations.jsonl of a run. Raises StorageError."""
+    """Add a line to evaluations.jsonl of a run, or print that it cannot be written to."""
     path = RunFolder(Path(source.path)).evaluations
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}") from error
+        print(
+            f"warning: cannot write {path}: {error.strerror}; the results are in {record['results']}", file=sys.stderr
+        )
 
 
 def _set_record(one: EvaluationSet, found: Sequence[Evaluated], names: Sequence[str]) -> dict[str, Any]:

@@ -82,9 +82,9 @@ class ZeroVarianceWarning(BaseCallback):
         self._silent = 0
 
     def on_step(self, end: StepResult) -> None:
-        """Count steps in which all rewards of a group are equal, unless zero_variance=keep trains on them."""
+        """Count steps with rewards that train on nothing: all equal, none valid, or all completions left out."""
         no_reward = "reward/mean" not in end.values and end.values.get("reward/num_failed", 0) > 0
-        if not no_reward and (end.values.get("reward/zero_variance") != 1.0 or end.values["train/tokens"]):
+        if not no_reward and ("reward/mean" not in end.values or end.values["train/tokens"]):
             return
         self._silent += 1
         if self._silent % WARN_EVERY != 1:
@@ -93,9 +93,12 @@ class ZeroVarianceWarning(BaseCallback):
         if no_reward:
             what = f"no group had a valid reward ({end.values['reward/num_failed']:.0f} samples)"
             check = "see reward.log and samples.jsonl"
-        else:
+        elif end.values.get("reward/zero_variance") == 1.0:
             what = f"in every group all rewards were equal (mean {end.values['reward/mean']:.4g})"
             check = "check samples.jsonl, reward and sampler.temperature"
+        else:
+            what = f"{end.values.get('rollout/truncated_frac', 1):.0%} of the completions were truncated and left out"
+            check = "raise sampler.max_new_tokens, or set algorithm.mask_truncated=false"
         log.warning("step %d: %s, so nothing was trained%s; %s", end.step, what, so_far, check)
 
 

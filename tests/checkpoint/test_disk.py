@@ -38,7 +38,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, obj
         ("bytes_short_in_the_background", "not enough space; needed 4194"),
         ("filled_meanwhile", "the disk is full"),
         ("inodes_short", "the disk has no inodes for more files"),
-        ("file_size_limit", "File too large"),
+        ("file_size_limit", "larger than this shell (ulimit -f)"),
         ("read_only", "Read-only file system"),
     ],
 )

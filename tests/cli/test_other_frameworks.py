@@ -56,6 +56,22 @@ def test_an_old_name_of_ours_is_one_line_of_the_table() -> None:
             "actor_rollout_ref.rollout.n=8 actor_rollout_ref.x.y=1",
             ["algorithm.group_size=8", "actor_rollout_ref.x.y: not an"],
         ),
+        (
+            "--enable_thinking false --split_dataset_ratio 0.01 --kl_in_reward true --freeze_vit true",
+            [
+                "type 'chat.kwargs={enable_thinking:false}'\n",
+                "type data=file data.holdout=0.01\n",
+                "algorithm.kl_in=reward",
+                "'model.freeze=[vision,aligner,language]'",
+            ],
+        ),
+        (
+            "data.prompt_key=question algorithm=grpo algorithm.rollout_correction.rollout_is=sequence",
+            ["'data.rename_columns={question:prompt}'", "algorithm.correction=tis algorithm.correction_level=sequence"],
+        ),
+        ("reward=my.py:score", ["type reward=function reward.path=my.py:score"]),
+        ("reward=[exact,length]", ["takes one choice, not a list; for a weighted sum type reward=sum"]),
+        ("environment=my.py:Env", ["a choice is a component, not a file"]),
         ("checkpoint.best=eval_loss", ["type checkpoint.best=eval/loss"]),
         ("-m seed=1,2 sweep.metric=eval_loss", ["type sweep.metric=eval/loss"]),
     ],

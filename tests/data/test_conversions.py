@@ -252,7 +252,8 @@ def test_what_verl_rows_are_scored_by_is_the_answer() -> None:
     [prompt], found, _ = check("prompts", {**VERL, "prompt": "2+2?", "answer": "Answer: 2"})
     assert (prompt.prompt, prompt.columns["answer"]) == ("2+2?", "4")
     assert found.unread == {"answer (replaced by reward_model.ground_truth)"}
-    assert "no column reward_model.ground_truth; found " in check("prompts", VERL, {"prompt": VERL["prompt"]})[2]
+    later = check("prompts", VERL, {"prompt": VERL["prompt"]})[2]
+    assert "no column reward_model.ground_truth or reward_spec.ground_truth; found " in later
     other = {**VERL, "reward_model": {"ground_truth": {"target": ["4"]}}}
     assert (
         "column answer: expected text or a number, found an object with the keys target" in check("questions", other)[2]

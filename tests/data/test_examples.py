@@ -130,7 +130,7 @@ UNKNOWN: list[tuple[Reading, dict[str, Any], str]] = [
     ("judged", {"prompt": "a", "completion": "b"}, "expected the columns `prompt`, `completion` and `label`"),
     ("judged", {"prompt": "a", "chosen": "b", "rejected": "c"}, "are preference pairs (algorithm=dpo, rm)"),
     ("sft", {"chosen": "a b", "rejected": "a c"}, "are preference pairs (algorithm=dpo, rm)"),
-    ("sft", {"question": "a", "response": "b"}, "type 'data.rename_columns={question: prompt, response: completion}'"),
+    ("sft", {"problem": "a", "response": "b"}, "type 'data.rename_columns={problem: prompt, response: completion}'"),
     ("sft", {"question": "a", "completion": "b"}, "type 'data.rename_columns={question: prompt}'"),
     ("prompts", {"question": "a", "answer": "b"}, "expected a column `prompt` (others are for rewards)"),
     (
@@ -138,7 +138,6 @@ UNKNOWN: list[tuple[Reading, dict[str, Any], str]] = [
         {"question": "a", "answer": "b"},
         "found question, answer; type 'data.rename_columns={question: prompt}'",
     ),
-    ("prompts", {"messages": TALK}, "use the messages before the completion as `prompt`"),
     ("questions", {"question": "a", "answer": "b"}, "type 'data.rename_columns={question: prompt}'"),
     (
         "questions",

@@ -160,6 +160,7 @@ NEEDS = {
     "model=hf": ["model.path=path"],
     "data=": ["data.path=path"],
     "data.mixture_weights=": ["data.path=[a,b]"],
+    "data.max_eval_examples=": ["data.path=path"],
     "data.truncation=split": ["data=file", "data.path=path", "algorithm=cpt"],
     "data.streaming=": ["data=file", "data.path=path"],
     "data.truncation=": ["data=file", "data.path=path"],

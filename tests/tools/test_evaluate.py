@@ -18,12 +18,12 @@ from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, SpecError
 from runner.inference.answer_journal import AnswerJournal, JournaledSampler
-from runner.inference.model_source import resolve_model_path
+from runner.inference.model_source import ModelSource, resolve_model_path
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import Request, Rollout
 from runner.spec.evaluation import EvaluationConfig
 from runner.spec.registry import default_registry
-from runner.tools.evaluate import _tensors, paired_difference, question_scores, unique_keys
+from runner.tools.evaluate import _tensors, append_evaluation, paired_difference, question_scores, unique_keys
 from runner.trainer.evaluation_metrics import t_quantile
 from runner.weight_sync.weight_checksum import weights_digest
 from tests import command
@@ -87,7 +87,7 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
     ("words", "message"),
     [
         (["latest", "latest"], "latest is listed twice"),
-        (["latest", "optimizer.lr=1"], "run eval: optimizer.lr=1: there are +evaluation=[…]"),
+        (["latest", "optimizer.lr=1"], "run eval: optimizer.lr=1 is not an option of it; there are +evaluation=[…]"),
         (["latest", "+evaluation=gsm"], "no evaluation named 'gsm'; did you mean 'gsm8k'?"),
         (["outputs/latest/export"], "no model is a run"),
         (["nowhere"], "nowhere: no such folder"),
@@ -99,6 +99,14 @@ def test_models_are_compared_and_run_report_and_run_diff_show_it(work: Path) -> 
 )
 def test_mistakes_are_answered_before_a_model_is_loaded(work: Path, words: list[str], message: str) -> None:
     assert message in command.run("eval", *words, cwd=work, code=2)
+
+
+def test_a_run_that_cannot_be_written_to_is_evaluated_with_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "evaluations.jsonl").mkdir()
+    append_evaluation(ModelSource("latest", "run", "run", str(tmp_path)), {"results": "outputs/eval/x"})
+    assert "evaluations.jsonl: Is a directory; the results are in outputs/eval/x" in capsys.readouterr().err
 
 
 class Enough(Exception):

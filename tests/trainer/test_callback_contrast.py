@@ -33,7 +33,12 @@ def test_the_first_step_without_contrast_is_warned_of_and_each_20th_after_it(cap
     assert f"nothing was trained, as in {WARN_EVERY} steps before;" in said[1]
 
 
-@pytest.mark.parametrize("change", [{"train/tokens": 9.0}, {"reward/zero_variance": 0.875}], ids=str)
+def test_a_step_whose_completions_are_all_left_out_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    [said] = warned([NOTHING | {"reward/zero_variance": 0.25, "rollout/truncated_frac": 1.0}], caplog)
+    assert "100% of the completions were truncated and left out, so nothing was trained; raise sampler.max" in said
+
+
+@pytest.mark.parametrize("change", [{"train/tokens": 9.0}, {"train/tokens": 9.0, "reward/zero_variance": 0.8}], ids=str)
 def test_a_step_that_learnt_is_not_warned_of(change: dict[str, float], caplog: pytest.LogCaptureFixture) -> None:
     assert warned([NOTHING | change, {"train/tokens": 0.0}], caplog) == []
 
