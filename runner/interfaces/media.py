@@ -72,6 +72,8 @@ class ImageReader(ImageTokenizer, Protocol):
 
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
 
+    def locations(self, ids: Iterable[int]) -> list[str]: ...  # of the images in token ids, each once
+
     def count(self, id: int) -> int: ...  # of the tokens that stand for an image
 
     def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
@@ -85,6 +87,13 @@ def images_of(tokenizer: Any) -> ImageReader | None:
     """The image reader that belongs to a tokenizer; None for a model of text alone."""
     found: ImageReader | None = getattr(tokenizer, "image_reader", None)
     return found
+
+
+def sample_images(tokenizer: Any, prompt: Sequence[int]) -> dict[str, list[str]]:
+    """The images of a prompt as a record of samples has them: paths and data URLs, none where there are none."""
+    reader = images_of(tokenizer)
+    found = reader.locations(prompt) if reader else []
+    return {"images": found} if found else {}
 
 
 def fill_in_images(ids: Sequence[int], images: Sequence[tuple[int, int]], token_id: int) -> list[int]:

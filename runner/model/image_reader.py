@@ -98,6 +98,10 @@ class FileImageReader:
             return str(self._keep(source))
         return f"data:image/*;base64,{base64.b64encode(source).decode()}"
 
+    def locations(self, ids: Iterable[int]) -> list[str]:
+        """See `ImageReader`."""
+        return [entry.path or self.location(self._contents[entry.id]) for entry in self.entries(ids)]
+
     def count(self, id: int) -> int:
         """See `ImageReader`."""
         return self._entries[id].count
