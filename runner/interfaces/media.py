@@ -90,7 +90,7 @@ def images_of(tokenizer: Any) -> ImageReader | None:
 
 
 def sample_images(tokenizer: Any, prompt: Sequence[int]) -> dict[str, list[str]]:
-    """The images of a prompt as a record of samples has them: paths and data URLs, none where there are none."""
+    """The images of a prompt for a record of samples: paths and data URLs; empty where there are none."""
     reader = images_of(tokenizer)
     found = reader.locations(prompt) if reader else []
     return {"images": found} if found else {}
