@@ -108,7 +108,7 @@ class FileImageReader:
 
     def save(self, folder: Path) -> None:
         """See `ImageReader`."""
-        if "_processor" in self.__dict__:
+        if self.how:
             self._processor.save(folder)
 
     def register(self, entries: Iterable[ImageEntry]) -> None:
