@@ -73,14 +73,16 @@ def check_export(
     if (
         reader is None or not has_processor or "merge_size" not in reader.how
     ):  # others count tokens by code of their own
-        return _compare(model, folder, [(prompt, None) for prompt in prompts], style, other)
+        return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other)
     with tempfile.TemporaryDirectory() as temporary:
         image = Path(temporary, "image.png")
-        image.write_bytes(_gradient())
-        return _compare(model, folder, [*((prompt, None) for prompt in prompts), (IMAGE_PROMPT, image)], style, other)
+        image.write_bytes(_draw_image())
+        return _compare_answers(
+            model, folder, [*((prompt, None) for prompt in prompts), (IMAGE_PROMPT, image)], style, other
+        )
 
 
-def _gradient() -> bytes:
+def _draw_image() -> bytes:
     """A PNG that no two places of have the same color."""
     from PIL import Image
 
@@ -91,7 +93,7 @@ def _gradient() -> bytes:
     return content.getvalue()
 
 
-def _compare(
+def _compare_answers(
     model: GenerativeModel,
     folder: Path,
     asked: Sequence[tuple[str, Path | None]],

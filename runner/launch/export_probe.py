@@ -55,7 +55,7 @@ def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
 
 
 def image_inputs(model: Any, tokenizer: Any, folder: Path, text: str, image: str) -> tuple[list[int], dict[str, Any]]:
-    """The ids of a message with an image, and the image's values, by the folder's own processor and template."""
+    """The ids of a message with an image and its values, by the folder's processor and template."""
     from PIL import Image
     from transformers import AutoImageProcessor
 
