@@ -35,6 +35,7 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
         "rollout.py --quick --only sync",
         "rollout.py --quick --only overlap",
         "parallel.py --only ddp --steps 3",
+        "images.py --group 2 --pixels 32 --rounds 1",
         "saving.py --quick --rounds 1",
         "tokenizing.py --rows 60 --rounds 1",
         "start.py --only typo --rounds 1",

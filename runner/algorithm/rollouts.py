@@ -30,6 +30,7 @@ from runner.interfaces import (
     Rollout,
     State,
 )
+from runner.interfaces.media import sample_images
 
 RewardComponents = Mapping[str, float | None]  # name → score of one part of a reward
 
@@ -234,7 +235,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[str, Any]]:
+def sample_records(experience: Experience, rewarded: bool, tokenizer: Any) -> Iterator[Mapping[str, Any]]:
     """Every sample as a line for samples.jsonl, the first of each group first."""
     for turn in range(max(len(group.samples) for group in experience.groups)):
         for group in experience.groups:
@@ -242,6 +243,7 @@ def sample_records(experience: Experience, rewarded: bool) -> Iterator[Mapping[s
                 one = group.samples[turn]
                 yield {
                     "prompt": group.prompt.text,
+                    **sample_images(tokenizer, group.prompt.ids),
                     **({"turns": list(one.history)} if one.history else {}),
                     "answer": one.text,
                     **({"reward": one.reward} if rewarded else {}),

@@ -89,6 +89,8 @@ def check_images(spec: JobSpec, tokenizer: Any) -> None:
         found.append(Problem("parallelism", f"{text}; type parallelism=ddp or fsdp"))
     if spec.algorithm.needs_sampler and not spec.sampler.shares_model:
         found.append(Problem("sampler", f"{spec.sampler.name} gets no images; type sampler=torch"))
+    if spec.algorithm.needs_reward and spec.reward.runs_model:
+        found.append(Problem("reward", "a reward model is given no images; type another reward, such as reward=exact"))
     if found:
         raise SpecError(found)
 

@@ -228,7 +228,7 @@ def _num_patches(batch: Batch) -> list[int]:
     spans, is_image = unit_spans(batch), batch.structure.tokens["ids"] >= MEDIA_ID
     if not bool(is_image.any()):
         return [0] * len(spans)
-    units = is_image.split([size for *_, size in spans])
+    units = torch.split(is_image, [size for *_, size in spans])
     return [PATCHES_PER_PLACE * int(unit.sum()) for unit in units]
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from runner.core.media import MEDIA_ID, without_media
+from runner.core.media import without_media
 from runner.data.chat import Renderer
 from runner.data.chat_template import unread_fault
 from runner.data.config import ChatConfig
@@ -25,7 +25,7 @@ from runner.inference.engine import TokenEvent
 from runner.inference.engine_client import EngineClient
 from runner.inference.engine_process import EngineInfo
 from runner.inference.openai_requests import BadRequest, GenerationBody
-from runner.interfaces.media import ImageEntry, ProcessedImage
+from runner.interfaces.media import ImageEntry, ProcessedImage, images_of, vocabulary_ids
 
 LONGEST_ANSWER = 4096  # of a chat that names no max_tokens, by a model without a longest row
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # upper ends of the histograms' buckets
@@ -161,8 +161,7 @@ class ServedModel:
 
     def vocabulary_ids(self, ids: Sequence[int]) -> list[int]:
         """A prompt's ids as clients get them: an image's token in the places of an image."""
-        token = self.info.image_token
-        return [token[1] if token and one >= MEDIA_ID else one for one in ids]
+        return vocabulary_ids(ids, images_of(self.tokenizer))
 
     # --- answers ---
 

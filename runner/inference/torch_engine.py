@@ -22,7 +22,7 @@ from runner.core.errors import DataError, TrainingDiverged
 from runner.core.media import MEDIA_ID
 from runner.inference.engine import FinishReason, GenerationRequest, PauseMode, SamplingParams, TokenEvent, TokenScore
 from runner.interfaces import Decide, GenerativeModel, ModelLimits
-from runner.interfaces.media import images_of
+from runner.interfaces.media import images_of, vocabulary_ids
 from runner.model.generation import DecodingBatch
 from runner.sampler.sampling import SamplingRule, StopCriteria, sample_tokens, uniform_stream
 from runner.sampler.torch import copy_weights
@@ -236,8 +236,7 @@ class TorchEngine:
         limit = self._limits.length_limit
         if limit is not None and len(ids) > limit[0]:
             raise DataError(f"{len(ids)} tokens exceed {limit[0]}: {limit[1]}")
-        reader = images_of(self._model.tokenizer)
-        targets = [reader.token_id if reader and one >= MEDIA_ID else one for one in ids]
+        targets = vocabulary_ids(ids, images_of(self._model.tokenizer))
         self.enter_generation_mode()
         found: list[TokenScore] = []
         with self._with_adapter(adapter):

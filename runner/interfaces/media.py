@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from runner.core.media import MEDIA_ID
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -72,9 +74,11 @@ class ImageReader(ImageTokenizer, Protocol):
 
     def entries(self, ids: Iterable[int]) -> list[ImageEntry]: ...  # of the images in token ids, each once
 
+    def locations(self, ids: Iterable[int]) -> list[str]: ...  # of the images in token ids, each once
+
     def count(self, id: int) -> int: ...  # of the tokens that stand for an image
 
-    def save(self, folder: Path) -> None: ...  # the settings of the image processor, if any image came
+    def save(self, folder: Path) -> None: ...  # the settings of the image processor, if there is one
 
     def __contains__(self, id: int) -> bool: ...  # whether the image can be read
 
@@ -85,6 +89,18 @@ def images_of(tokenizer: Any) -> ImageReader | None:
     """The image reader that belongs to a tokenizer; None for a model of text alone."""
     found: ImageReader | None = getattr(tokenizer, "image_reader", None)
     return found
+
+
+def vocabulary_ids(ids: Iterable[int], reader: ImageTokenizer | None) -> list[int]:
+    """`ids` with an image's token in the places of images."""
+    return [reader.token_id if reader and one >= MEDIA_ID else one for one in ids]
+
+
+def sample_images(tokenizer: Any, prompt: Sequence[int]) -> dict[str, list[str]]:
+    """The images of a prompt for a record of samples: paths and data URLs; empty where there are none."""
+    reader = images_of(tokenizer)
+    found = reader.locations(prompt) if reader else []
+    return {"images": found} if found else {}
 
 
 def fill_in_images(ids: Sequence[int], images: Sequence[tuple[int, int]], token_id: int) -> list[int]:

@@ -9,9 +9,11 @@ folder ─export_probe.py─▶ the same ─────────────
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ from runner.core.tolerance import tolerance_of
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens
 from runner.interfaces import GenerativeModel, Request
-from runner.interfaces.media import images_of
+from runner.interfaces.media import images_of, vocabulary_ids
 from runner.launch.infer_export import prompt_ids
 from runner.launch.run_messages import ChatMarkers
 from runner.run_dir.folder import RunFolder
@@ -39,6 +41,7 @@ PROBE = Path(__file__).with_name("export_probe.py")
 NUM_PROMPTS = 8
 MAX_NEW_TOKENS = 24
 LARGEST_CHECKED = 2_000_000_000  # bytes of weights; above, only with --check
+IMAGE_PROMPT = "What is in the picture?"  # asked about a drawn one, where the model reads images
 FALLBACK = ("Hello", "What is 2 + 2?", "Write one sentence about the sea.")  # for a run without samples
 
 
@@ -65,21 +68,57 @@ def check_export(
     loaded, tokenizes a prompt otherwise, generates other tokens, or has log-probabilities that differ by more than the
     data type's rounding.
     """
-    ids = [prompt_ids(model.tokenizer, prompt, style) for prompt in prompts]
+    reader = images_of(model.tokenizer)
+    has_processor = style == "chat" and (folder / "preprocessor_config.json").is_file()
+    if (
+        reader is None or not has_processor or "merge_size" not in reader.how
+    ):  # others count tokens by code of their own
+        return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other)
+    with tempfile.TemporaryDirectory() as temporary:
+        image = Path(temporary, "image.png")
+        image.write_bytes(_draw_image())
+        return _compare_answers(
+            model, folder, [*((prompt, None) for prompt in prompts), (IMAGE_PROMPT, image)], style, other
+        )
+
+
+def _draw_image() -> bytes:
+    """A PNG that no two places of have the same color."""
+    from PIL import Image
+
+    content, ramp = io.BytesIO(), Image.linear_gradient("L").resize((96, 64))
+    Image.merge(
+        "RGB", (ramp, ramp.transpose(Image.Transpose.ROTATE_180), Image.radial_gradient("L").resize((96, 64)))
+    ).save(content, "PNG")
+    return content.getvalue()
+
+
+def _compare_answers(
+    model: GenerativeModel,
+    folder: Path,
+    asked: Sequence[tuple[str, Path | None]],
+    style: PromptStyle,
+    other: Path | None,
+) -> ExportCheck:
+    """See `check_export`; each prompt with its image or None."""
+    prompts = [prompt for prompt, _ in asked]
+    ids = [prompt_ids(model.tokenizer, prompt, style, images=[image] if image else []) for prompt, image in asked]
     config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
     sampler = ShorteningSampler(TorchSampler(config, model, decide=Decisions()))
-    asked = [Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)]
+    requests = [
+        Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)
+    ]
     ends = model.limits().stop_token_ids
-    answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(asked)]
+    answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(requests)]
     logprobs = _logprobs(model, ids, answers)
     expected = list(zip(prompts, ids, answers, logprobs, strict=True))
     dtype = str(model.compute_dtype).removeprefix("torch.")
     stacks, largest = list[str](), 0.0
     for python in (sys.executable, *([str(other)] if other else [])):
-        stack, found = _generate_from_folder(python, model, folder, prompts, ids, answers, style)
+        stack, found = _generate_from_folder(python, model, folder, asked, ids, answers, style)
         stacks.append(stack)
         for (prompt, own, answer, wanted), theirs in zip(expected, found, strict=True):
-            if theirs["prompt_ids"] != own:
+            if theirs["prompt_ids"] != vocabulary_ids(own, images_of(model.tokenizer)):
                 raise _unlike(stack, f"its tokenizer or chat template gives other tokens for {prompt!r}")
             diff = max((abs(a - b) for a, b in zip(wanted, theirs["logprobs"], strict=True)), default=0.0)
             largest = max(largest, diff)
@@ -115,7 +154,7 @@ def _generate_from_folder(
     python: str,
     model: GenerativeModel,
     folder: Path,
-    prompts: Sequence[str],
+    prompts: Sequence[tuple[str, Path | None]],
     ids: Sequence[list[int]],
     answers: Sequence[list[int]],
     style: PromptStyle,
@@ -128,8 +167,9 @@ def _generate_from_folder(
             "begin": _begin(model.tokenizer, prompt, own, style),
             "answer": answer,
             "max_new_tokens": MAX_NEW_TOKENS,
+            "image": image and str(image),
         }
-        for prompt, own, answer in zip(prompts, ids, answers, strict=True)
+        for (prompt, image), own, answer in zip(prompts, ids, answers, strict=True)
     ]
     dtype = str(model.compute_dtype).removeprefix("torch.")
     asked = {"folder": str(folder), "dtype": dtype, "threads": torch.get_num_threads(), "questions": questions}

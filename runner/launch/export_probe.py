@@ -2,12 +2,13 @@
 
 This program imports nothing of this project, so it sees what any other user of the folder sees.
 
-python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer"}]}
+python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer", "image": its path}]}
                        > {"stack": versions, "answers": [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]}
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -53,10 +54,38 @@ def prompt_ids(tokenizer: Any, text: str, style: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def image_inputs(model: Any, tokenizer: Any, folder: Path, text: str, image: str) -> tuple[list[int], dict[str, Any]]:
+    """The ids of a message with an image and its values, by the folder's processor and template."""
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    choice = {"backend": "pil"} if version("transformers") >= "5" else {"use_fast": False}  # without torchvision
+    processor = AutoImageProcessor.from_pretrained(folder, **choice)
+    values = dict(processor(images=[Image.open(image)], return_tensors="pt"))
+    content = [{"type": "image"}, {"type": "text", "text": text}]
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+    )
+    count = int(values["image_grid_thw"].prod()) // processor.merge_size**2
+    ids = tokenizer(rendered, add_special_tokens=False)["input_ids"]
+    return [one for i in ids for one in [i] * (count if i == model.config.image_token_id else 1)], values
+
+
+def with_kinds(model: Any, ids: torch.Tensor, values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward; newer models are told which ids are of images."""
+    known = inspect.signature(model.forward).parameters
+    kinds = {"mm_token_type_ids": (ids == model.config.image_token_id).long()} if "mm_token_type_ids" in known else {}
+    return {"input_ids": ids, **values, **(kinds if values else {})}
+
+
 @torch.no_grad()
-def answer(model: Any, tokenizer: Any, question: dict[str, Any]) -> dict[str, Any]:
+def answer(model: Any, tokenizer: Any, folder: Path, question: dict[str, Any]) -> dict[str, Any]:
     """The greedy completion, and log p of each id of the question's completion."""
-    prompt, given = prompt_ids(tokenizer, question["text"], question["style"]), question["answer"]
+    given, values = question["answer"], dict[str, Any]()
+    if question["image"] is None:
+        prompt = prompt_ids(tokenizer, question["text"], question["style"])
+    else:
+        prompt, values = image_inputs(model, tokenizer, folder, question["text"], question["image"])
     own = model.generation_config
     ends = own.eos_token_id if own.eos_token_id is not None else tokenizer.eos_token_id
     settings = GenerationConfig(do_sample=False, max_new_tokens=question["max_new_tokens"], eos_token_id=ends)
@@ -64,9 +93,10 @@ def answer(model: Any, tokenizer: Any, question: dict[str, Any]) -> dict[str, An
     model.generation_config = settings  # without the folder's sampling options
     start = question["begin"] + prompt
     ids = torch.tensor([start])
-    greedy = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))[0, len(start) :].tolist()
+    inputs = with_kinds(model, ids, values)
+    greedy = model.generate(**inputs, attention_mask=torch.ones_like(ids))[0, len(start) :].tolist()
     model.generation_config = own
-    logits = model(input_ids=torch.tensor([start + given])).logits[0, len(start) - 1 : -1].float()
+    logits = model(**with_kinds(model, torch.tensor([start + given]), values)).logits[0, len(start) - 1 : -1].float()
     logprobs = torch.log_softmax(logits, -1)[range(len(given)), given].tolist() if given else []
     return {"prompt_ids": start, "greedy_ids": greedy, "logprobs": logprobs}
 
@@ -79,7 +109,7 @@ def main() -> None:
     folder = Path(asked["folder"])
     tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, asked["dtype"])
     libraries = ["transformers", *(["peft"] if hasattr(model, "peft_config") else [])]
-    answers = [answer(model, tokenizer, question) for question in asked["questions"]]
+    answers = [answer(model, tokenizer, folder, question) for question in asked["questions"]]
     json.dump({"stack": ", ".join(f"{name} {version(name)}" for name in libraries), "answers": answers}, sys.stdout)
 
 

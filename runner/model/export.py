@@ -94,8 +94,8 @@ UNREAD_FILE = "model-unread.safetensors"
 def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
     """Copy what an export needs of the folder that the model came from, and that the model does not have.
 
-    These are the files of its image processor, with the settings of `images` if they were used, and tensors that the
-    architecture does not have, byte for byte.
+    These are the files of its image processor, with the settings of `images`, and tensors that the architecture does
+    not have, byte for byte.
     """
     for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
         if file.is_file():

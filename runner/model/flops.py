@@ -116,7 +116,7 @@ def vision_weights(inner: Any) -> MatmulWeights:
 
 
 def matmul_weights(part: nn.Module, inner: Any) -> MatmulWeights:
-    """Those of a part of `inner`: its matrices, without the vision part and embeddings that are looked up alone."""
+    """Those of a part of `inner`: its matrices, without the vision part and looked-up embeddings."""
     output = inner.get_output_embeddings()
     head = {id(p) for p in output.parameters()} if output is not None else set()
     embeddings = (m for m in part.modules() if isinstance(m, nn.Embedding))

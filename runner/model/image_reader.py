@@ -98,13 +98,17 @@ class FileImageReader:
             return str(self._keep(source))
         return f"data:image/*;base64,{base64.b64encode(source).decode()}"
 
+    def locations(self, ids: Iterable[int]) -> list[str]:
+        """See `ImageReader`."""
+        return [entry.path or self.location(self._contents[entry.id]) for entry in self.entries(ids)]
+
     def count(self, id: int) -> int:
         """See `ImageReader`."""
         return self._entries[id].count
 
     def save(self, folder: Path) -> None:
         """See `ImageReader`."""
-        if "_processor" in self.__dict__:
+        if self.how:
             self._processor.save(folder)
 
     def register(self, entries: Iterable[ImageEntry]) -> None:

@@ -157,7 +157,7 @@ class MediaInputs:
         }
 
     def _add_unused_parameters(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook: without images, trained parameters beside the language model have a gradient of zero, not none.
+        """The hook: without images, trained vision parameters have a gradient of zero, not none.
 
         So every rank reduces the same gradients, and a step does not depend on how its rows are distributed.
         """

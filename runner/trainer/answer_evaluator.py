@@ -19,6 +19,7 @@ import torch
 from runner.algorithm.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
 from runner.core.errors import OutOfMemory
 from runner.interfaces import Decide, EvalQuestion, Prompt, Request, Rollout
+from runner.interfaces.media import sample_images
 from runner.trainer.evaluation_metrics import pass_metrics, score_metrics, with_interval
 from runner.trainer.evaluator import Report
 
@@ -153,6 +154,7 @@ class AnswerEvaluator:
                 **({"set": name} if name else {}),
                 **({"sample": number} if self.collector.group_size > 1 else {}),
                 "prompt": question.prompt,
+                **sample_images(self.collector.tokenizer, question.prompt_ids),
                 **({"turns": list(group.samples[number].history)} if group.samples[number].history else {}),
                 "answer": group.samples[number].text,
                 **_score_record(question, group.samples[number], id(question) in comparable, rewarded),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,27 @@ def test_each_faulty_image_is_an_error_of_its_row(
         with pytest.raises(DataError) as error:
             data(reading, tmp_path, path=path)
         assert f"1 problem\n  {path}:{number + 2}: " in str(error.value) and text in str(error.value)
+
+
+def test_all_faulty_images_are_said_at_once_each_with_its_line(
+    reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
+) -> None:
+    wanted = write_bad_files(tmp_path, pictures["a.png"])
+    path = jsonl([{"messages": chat("<image>", "a"), "images": [name]} for name in wanted])
+    with pytest.raises(DataError) as error:
+        data(reading, tmp_path, path=path)
+    assert error.value.exit_code == 3 and f"{len(wanted)} problems" in str(error.value)
+    for number, text in enumerate(wanted.values(), 1):
+        assert re.search(f"{re.escape(str(path))}:{number}: .*{re.escape(text)}", str(error.value)), text
+
+
+def test_one_pixel_and_another_ending_are_images(
+    reading: Any, pictures: dict[str, bytes], tmp_path: Path, jsonl: Any
+) -> None:
+    Image.new("RGB", (1, 1), "red").save(tmp_path / "dot.png")
+    (tmp_path / "photo.txt").write_bytes(pictures["b.jpg"])
+    row = {"messages": chat("<image><image>", "a"), "images": ["dot.png", "photo.txt"]}
+    assert len({one for one in ids(reading, tmp_path, jsonl([row])) if one >= MEDIA_ID}) == 2
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "I;16", "RGBA", "P", "1"])

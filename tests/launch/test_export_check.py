@@ -18,12 +18,14 @@ from runner.cli.main import main
 from runner.core.auto_choices import Decisions
 from runner.core.errors import ParityError
 from runner.data.config import ChatConfig
+from runner.inference.model_source import load_source, parse_source
 from runner.launch.export_check import check_export, run_prompts
 from runner.model import hf
 from runner.model.config import HfConfig
 from runner.model.tiny import byte_tokenizer
 from runner.run_dir.folder import RunFolder
 from tests.inference.model_folders import write_adapter, write_base
+from tests.model.vision_zoo import write_folder
 from tests.model.zoo import CPU
 
 PROMPTS = ["sort 31", "hello"]
@@ -136,3 +138,13 @@ def test_a_hub_that_cannot_be_reached_leaves_the_export(
         f"complete in {tmp_path / 'merged'}" in capsys.readouterr().err
         and (tmp_path / "merged" / "config.json").exists()
     )
+
+
+def test_an_image_is_asked_about_and_another_image_processor_is_noticed(tmp_path: Path) -> None:
+    folder = write_folder("qwen2_5_vl", tmp_path)
+    model = load_source(parse_source(str(folder)), device="cpu").model
+    assert check_export(model, folder, ["hello"], "chat").num_prompts == 2
+    file = folder / "preprocessor_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"image_mean": [0.1, 0.1, 0.1]}))
+    with pytest.raises(ParityError, match=r"completion of 'What is in the picture\?' differ by"):
+        check_export(model, folder, [], "chat")

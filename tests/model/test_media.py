@@ -11,12 +11,14 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor
-from torch.nn.functional import log_softmax
+from torch.nn.functional import cross_entropy, log_softmax
+from transformers import AutoModelForImageTextToText
 
 from runner.adapter import lora
 from runner.adapter.config import NoAdapterConfig
+from runner.algorithm.sft import CrossEntropy
 from runner.core.auto_choices import Decisions
-from runner.core.batch import Batch, micro_batches, pack
+from runner.core.batch import Batch, micro_batches, pack, with_totals
 from runner.core.errors import DataError, EnvironmentProblem, SpecError
 from runner.core.media import MEDIA_ID, whole_images
 from runner.core.prefix_tree import Branch, Tree, pack_trees
@@ -25,6 +27,7 @@ from runner.model import hf
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig
 from runner.model.model_parts import part_finder
+from runner.trainer.learner import LocalLearner
 from tests.model.vision_zoo import CONFIGS, write_folder
 from tests.model.zoo import CPU, LOGPROBS, greedy, relative
 
@@ -216,3 +219,40 @@ def test_a_cut_goes_through_no_image() -> None:
     twice = [b, b, 3, 4, b, b, 5]  # what is between is no part of the image
     assert [whole_images(twice, at, len(twice), count)[0] for at in range(len(twice))] == [0, 2, 2, 3, 4, 6, 6]
     assert [whole_images(twice, 0, at, count)[1] for at in range(1, 8)] == [0, 2, 3, 4, 4, 6, 7]
+
+
+def bare_losses(folder: Path, rows: Sequence[Sequence[int]], pictures: list[str], steps: int) -> list[float]:
+    """A loop over transformers' own model and processor, a row at a time: mean cross-entropy, AdamW."""
+    model, _ = built(folder, pictures)  # for its processor
+    given = [own_inputs(model, row, parts, pictures) for row, parts in zip(rows, CONVERSATIONS, strict=True)]
+    bare = AutoModelForImageTextToText.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(bare.parameters(), lr=1e-3, eps=1e-6)
+    trained = [torch.tensor([one < MEDIA_ID for one in row])[1:] for row in rows]
+    count, losses = sum(int(mask.sum()) for mask in trained), []
+    for _ in range(steps):
+        total = torch.zeros(())
+        for inputs, mask in zip(given, trained, strict=True):
+            logits = bare(**inputs, use_cache=False).logits[0, :-1]
+            total = total + cross_entropy(logits[mask], inputs["input_ids"][0, 1:][mask], reduction="sum") / count
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
+def test_ten_steps_are_those_of_a_bare_transformers_loop(kind: str, pictures: list[str], tmp_path: Path) -> None:
+    folder = write_folder(kind, tmp_path)
+    model, rows = built(folder, pictures)
+    optimizer = torch.optim.AdamW(model.trainable().values(), lr=1e-3, eps=1e-6)
+    learner = LocalLearner(
+        model, optimizer, lr=1e-3, clip_norm=None, factor=lambda step: 1.0, budget=200, seed=0, device=CPU
+    )
+    batch, losses = weighted(rows), []
+    batch = with_totals(batch, batch.count())
+    for step in range(10):
+        learner.begin_step(step)
+        losses.append(learner.forward_backward(batch, CrossEntropy())[0].result()["train/loss"])
+        learner.optim_step()
+    assert losses == pytest.approx(bare_losses(folder, rows, pictures, 10), rel=1e-5) and losses[-1] < 0.7 * losses[0]

@@ -190,7 +190,7 @@ def test_a_sample_says_how_many_tokens_each_version_drew() -> None:
     episode.append_action(Rollout((5, 6, 7), (-1.0,) * 3, (-1.0,) * 3, 3, "stop", (3, 3, 4)), "x")
     sample = rollouts.to_sample(episode, 1.0, {})
     experience = rollouts.Experience(4, (rollouts.Group(episode.prompt, (sample,)),), 1)
-    [line] = rollouts.sample_records(experience, rewarded=True)
+    [line] = rollouts.sample_records(experience, rewarded=True, tokenizer=None)
     assert json.loads(json.dumps(line))["versions"] == [[3, 2], [4, 1]] and line["version"] == 3
     found = rollouts.rollout_metrics(experience)
     assert found["rollout/staleness"] == 1.0 and found["rollout/staleness_mean"] == pytest.approx(2 / 3)

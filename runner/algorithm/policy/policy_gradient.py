@@ -96,7 +96,10 @@ class PolicyOptimization:
         if self.config.has_kl:
             found["policy/kl_coef"] = self.kl.coefficient
         return found, list(
-            islice(rollouts.sample_records(experience, self.config.needs_reward), len(experience.groups))
+            islice(
+                rollouts.sample_records(experience, self.config.needs_reward, self.collector.tokenizer),
+                len(experience.groups),
+            )
         )
 
     def observe(self, step: int, values: Mapping[str, float]) -> None:

@@ -286,7 +286,7 @@ def _samples(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
     if not rows:
         return
     page.head("Newest samples")
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = list(dict.fromkeys(name for row in rows for name in row if name != "images"))
     names.sort(key=lambda name: name in ("prompt", "answer"))
     cells = [TableRow([_text(row.get(name)) for name in names]) for row in rows]
     page.table(names, cells, wrap=True)

@@ -5,16 +5,24 @@ samples.jsonl ─▶ the first answer to each question at each evaluation ─▶
 
 from __future__ import annotations
 
+import base64
 import html
+import io
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from runner.core.errors import DataError
+from runner.core.images import decode_image
 from runner.run_dir.manifest import redact
 from runner.tracker.text import escape_html, format_number
 
 MOST_STEPS = 6  # columns: first and last evaluation, and others between
 MOST_QUESTIONS = 8  # rows of a set
 MOST_CHARACTERS = 400  # of an answer or prompt
+MOST_IMAGES = 4  # of a prompt
+THUMBNAIL = 96  # pixels of the longer side
 Row = Mapping[str, Any]
 
 
@@ -35,10 +43,11 @@ def samples_grid(rows: Sequence[Row]) -> list[str]:
 def _set_grid(name: str, rows: Sequence[Row]) -> list[str]:
     by_step: dict[int, dict[str, Row]] = {}
     for row in rows:
-        by_step.setdefault(int(row["step"]), {}).setdefault(str(row["prompt"]), row)
+        by_step.setdefault(int(row["step"]), {}).setdefault(_question_key(row), row)
     steps = spread(sorted(by_step), MOST_STEPS)
-    questions = list(dict.fromkeys(str(row["prompt"]) for row in rows))
-    shown = [(one, [by_step[step].get(one) for step in steps]) for one in questions[:MOST_QUESTIONS]]
+    questions = {_question_key(row): str(row["prompt"]) for row in rows}
+    first = list(questions.items())[:MOST_QUESTIONS]
+    shown = [(prompt, [by_step[step].get(key) for step in steps]) for key, prompt in first]
     title = f"Held-out completions: {name}" if name else "Held-out completions"
     left_out = [
         f"{len(found) - most} of {len(found)} {what} are in samples.jsonl only"
@@ -47,6 +56,11 @@ def _set_grid(name: str, rows: Sequence[Row]) -> list[str]:
     ]
     notes = [f'<p class="faint">{html.escape("; ".join(left_out))}</p>'] if left_out else []
     return [f"<h2>{html.escape(title)}</h2>", answers_table([f"step {step}" for step in steps], shown), *notes]
+
+
+def _question_key(row: Row) -> str:
+    """What tells a question from others: its prompt and its images."""
+    return json.dumps([row["prompt"], row.get("images")])
 
 
 def answers_table(columns: Sequence[str], questions: Sequence[tuple[str, Sequence[Row | None]]]) -> str:
@@ -66,7 +80,10 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
 
 def _question(prompt: str, answers: Sequence[Row | None]) -> str:
     expected = next((str(row["expected"]) for row in answers if row is not None and row.get("expected")), "")
-    first = f"{_escape(prompt)}" + (f'<div class="faint">expected {_escape(expected)}</div>' if expected else "")
+    images = next((row["images"] for row in answers if row is not None and row.get("images")), ())
+    first = f"{_thumbnails(images)}{_escape(prompt)}" + (
+        f'<div class="faint">expected {_escape(expected)}</div>' if expected else ""
+    )
     return f'<tr><td class="wrap">{first}</td>{"".join(map(_answer, answers))}</tr>'
 
 
@@ -84,3 +101,24 @@ def _answer(row: Row | None) -> str:
 def _escape(text: str) -> str:
     """Redacted, shortened with a mark, and escaped."""
     return escape_html(redact(text), MOST_CHARACTERS)
+
+
+def _thumbnails(locations: Sequence[str]) -> str:
+    """HTML of a question's first images, small; each a path or a data URL, as `sample_images` writes them."""
+    shown = "".join(map(_thumbnail, locations[:MOST_IMAGES]))
+    more = len(locations) - MOST_IMAGES
+    return f'{shown}<div class="faint">{f"and {more} more images" if more > 0 else ""}</div>' if locations else ""
+
+
+def _thumbnail(location: str) -> str:
+    is_inline = location.startswith("data:")
+    name = "image" if is_inline else Path(location).name
+    try:
+        content = base64.b64decode(location.partition(",")[2]) if is_inline else Path(location).read_bytes()
+        image = decode_image(content)
+    except (OSError, ValueError, DataError) as error:
+        return f'<div class="faint">{_escape(f"{name} cannot be shown: {error}")}</div>'
+    image.thumbnail((THUMBNAIL, THUMBNAIL))
+    small = io.BytesIO()
+    image.save(small, "JPEG", quality=75)
+    return f'<img alt="{_escape(name)}" src="data:image/jpeg;base64,{base64.b64encode(small.getvalue()).decode()}"> '

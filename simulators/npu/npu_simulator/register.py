@@ -42,10 +42,11 @@ def _install(built: Path) -> int:
     replaced: int = library.npu_sim_install()
     with _without(PADDING), translate_startup_errors("npu_sim"):
         torch.empty(1, device="npu")
-    own = torch.library.Library("npu", "IMPL")
-    _LIBRARIES.append(own)
-    for name, function in {**OPERATORS, **_attention()}.items():
-        own.impl(name, _kernel(name, function), "PrivateUse1", allow_override=True)
+    for namespace, functions in {"npu": {**OPERATORS, **_attention()}, "aten": CONVOLUTIONS}.items():
+        own = torch.library.Library(namespace, "IMPL")
+        _LIBRARIES.append(own)
+        for name, function in functions.items():
+            own.impl(name, _kernel(namespace, name, function), "PrivateUse1", allow_override=True)
     _install_collectives(built)
     return replaced
 
@@ -105,10 +106,24 @@ def _drawn(keep: float) -> tuple[int, int]:
     return generator.initial_seed(), offset
 
 
-def _kernel(name: str, function: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
+def _convolution_backward(given: Mapping[str, Any]) -> Any:
+    sizes = [given["grad_output"].shape[1]]  # of the bias
+    named = {key: value for key, value in given.items() if key not in ("grad_output", "input", "weight")}
+    tensors = (given["grad_output"], given["input"], given["weight"])
+    return torch.ops.aten.convolution_backward(*tensors, sizes, *named.values())
+
+
+# what torch calls for other devices than its own; the CPU's kernel of that name is none
+CONVOLUTIONS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "convolution_overrideable": lambda given: torch.ops.aten.convolution(*given.values()),
+    "convolution_backward_overrideable": _convolution_backward,
+}
+
+
+def _kernel(namespace: str, name: str, function: Callable[[Mapping[str, Any]], Any]) -> Callable[..., Any]:
     """The function as a kernel: arguments by the schema's names, on the host; results on the card."""
     base, _, overload = name.partition(".")
-    schema = getattr(getattr(torch.ops.npu, base), overload or "default")._schema
+    schema = getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")._schema
 
     @torch.no_grad()
     def kernel(*args: Any, **options: Any) -> Any:

@@ -88,6 +88,20 @@ def test_sft_gives_the_processors_curve_and_resumes_to_the_bit(child: Any, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["vision_demo", "vision_grpo_demo"])
+def test_images_give_the_processors_curve(child: Any, tmp_path: Path, recipe: str) -> None:
+    keep = [word for word in SMALL if word.startswith(("model.", "data.", "evaluation", "checkpoint", "tracker"))]
+    words = (f"+recipe={recipe}", *keep, "algorithm.batch_size=4", "steps=2", "init_from=null")
+    words += ("sampler.max_new_tokens=8",) if "grpo" in recipe else ("schedule.warmup_steps=1",)
+    card = ("device=npu_sim", "device.memory_gib=8", "name=sim")
+    cpu, sim = jobs(child, tmp_path, (*words, *card), (*words, "device=cpu", "name=cpu"))
+    assert_close(sim, cpu)
+    decided = json.loads((sim / "manifest.json").read_text())["decisions"]
+    [reason] = [one["reason"] for one in decided if one["feature"] == "device.fused_ops"]
+    assert "is none of qwen2, qwen3" in reason, "the tower and rotary positions of images use plain operators"
+
+
+@pytest.mark.slow
 def test_grpo_npu_can_be_rehearsed(child: Any, tmp_path: Path) -> None:
     grpo = ("+recipe=grpo_npu", *SMALL, *SAMPLED, *ONE, "steps=2", "optimizer.lr=0.01")
     cpu, sim = jobs(child, tmp_path, (*grpo, "device=npu_sim", "name=sim"), (*grpo, "device=cpu", "name=cpu"))

@@ -207,9 +207,11 @@ def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() 
         json.loads(json.dumps(rollouts.encode_experience(experience), default=list_of), object_hook=tensor_of)
     )
     assert again == experience
-    [row] = rollouts.sample_records(experience, rewarded=True)
+    [row] = rollouts.sample_records(experience, rewarded=True, tokenizer=None)
     assert (row["turns"], row["answer"]) == (list(sample.history), "46")
-    [alone] = rollouts.sample_records(Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True)
+    [alone] = rollouts.sample_records(
+        Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True, tokenizer=None
+    )
     assert "turns" not in alone and alone["answer"] == "46"
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
+from runner.data.demo_shapes import draw
 from runner.tools.report import diff
 from runner.tools.report.page import write_page
 from runner.tools.report.run_facts import read_rows
@@ -94,3 +98,18 @@ def test_an_interval_is_an_area_around_its_curve_and_no_curve_of_its_own(tmp_pat
     heights = [float(one.partition(",")[2]) for one in points.split()]
     assert len(heights) == 2 * steps and min(heights) < max(heights)
     assert "Held-out completions" in page
+
+
+def test_questions_with_other_images_are_other_questions_and_show_them_small(tmp_path: Path) -> None:
+    large = tmp_path / "large.png"
+    Image.effect_noise((900, 700), 90).convert("RGB").save(large)
+    inline = f"data:image/*;base64,{base64.b64encode(draw(0)).decode()}"
+    images = {"1": [str(large)], "2": [inline], "3": [f"{tmp_path}/<script>.png"], "4": [str(large)] * 6}
+    rows = [json.loads(line(0, "what?", answer, images=some)) for answer, some in images.items()]
+    [_, table] = samples_grid(rows)
+    assert [row[1] for row in cells(table)[1:]] == [f"{answer}||" for answer in images]
+    sources = re.findall('src="data:image/jpeg;base64,([^"]*)"', table)
+    sizes = [Image.open(io.BytesIO(base64.b64decode(one))).size for one in sources]
+    assert sizes == [(96, 75), (24, 24), *[(96, 75)] * 4] and max(map(len, sources)) < 16000
+    assert "&lt;script&gt;.png cannot be shown" in table and "<script>" not in table
+    assert "and 2 more images" in table
