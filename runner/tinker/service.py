@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -43,8 +43,8 @@ class Tenant:
 
     learner: LocalLearner
     peft_name: str
+    parameters: Mapping[str, torch.nn.Parameter]
     steps: int = 0
-    parameters: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
 
     def file_name(self, parameter: str) -> str:
         """A parameter's name in a PEFT folder."""
@@ -117,8 +117,13 @@ class TrainingService:
 
     # --- training ---
 
-    def create(self, model_id: str, lora: LoraSettings) -> None:
-        """Add a training client with a fresh adapter. Raises DataError if the base has none of its layers."""
+    def create(
+        self, model_id: str, lora: LoraSettings, source: CheckpointPath | None = None, with_optimizer: bool = False
+    ) -> None:
+        """Add a training client with a fresh adapter, or one that continues a checkpoint.
+
+        Raises DataError if the base has none of its layers, and what `load` raises.
+        """
         self._engine.leave_generation_mode()
         wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
         parts: list[Part] = [part for part, is_on in wanted.items() if is_on]  # type: ignore[misc]
@@ -142,13 +147,10 @@ class TrainingService:
             drawing=self._world.replica_peers,
             during=during,
         )
-        self._tenants[model_id] = Tenant(learner, name, parameters=parameters)
-
-    def create_from(self, model_id: str, lora: LoraSettings, source: CheckpointPath, optimizer: bool) -> None:
-        """Add a training client that continues a checkpoint. Raises what `create` and `load` raise."""
-        self.create(model_id, lora)
+        self._tenants[model_id] = Tenant(learner, name, parameters)
         try:
-            self.load(model_id, source, optimizer)
+            if source is not None:
+                self.load(model_id, source, with_optimizer)
         except RunnerError:
             self.remove(model_id)
             raise
@@ -203,41 +205,32 @@ class TrainingService:
         return {"grad_norm:mean": metrics["train/grad_norm"], "lr:mean": metrics["train/lr"]}
 
     def save(
-        self,
-        model_id: str,
-        target: CheckpointPath,
-        overwrite: bool,
-        ttl_s: int | None,
-        user_metadata: Mapping[str, str] | None,
+        self, target: CheckpointPath, overwrite: bool, expires: str | None, user_metadata: Mapping[str, str] | None
     ) -> None:
         """Write the adapter and, for `weights`, the optimizer's state. Raises DataError, StorageError."""
-        tenant = self._tenant(model_id)
+        tenant = self._tenant(target.model_id)
         adapter = {tenant.file_name(name): parameter for name, parameter in tenant.parameters.items()}
-        state = tenant.learner.state_dict() if target.kind == "weights" else None
+        groups = tensors = None
+        if target.kind == "weights":
+            state = tenant.learner.state_dict()
+            groups, named = state["optimizer"]["groups"], state["tensors"].items()
+            tensors = {tenant.file_name(name): value for name, value in named if name.startswith("optim/")}
 
         def write() -> None:
-            record = CheckpointRecord(
-                step=tenant.steps,
-                digest=weights_digest(adapter),
-                created=now_text(),
-                expires=None if ttl_s is None else now_text(ttl_s),
-                user_metadata=user_metadata,
-                optimizer=None if state is None else state["optimizer"]["groups"],
-            )
             module: Any = self._model.module
-            config = module.peft_config[tenant.peft_name]
-            tensors = None if state is None else _optimizer_tensors(state, tenant)
+            config, digest = module.peft_config[tenant.peft_name], weights_digest(adapter)
+            record = CheckpointRecord(tenant.steps, digest, now_text(), 0, expires, user_metadata, groups)
             self._store.write(target, record, adapter, config, tensors, overwrite=overwrite)
 
         run_on_rank0(self._world.world_peers, write)
 
-    def load(self, model_id: str, source: CheckpointPath, optimizer: bool) -> None:
+    def load(self, model_id: str, source: CheckpointPath, with_optimizer: bool) -> None:
         """Load an adapter and, if requested, the optimizer's state; without it the optimizer starts again.
 
         Gradients are cleared. Raises DataError, CheckpointError.
         """
         tenant = self._tenant(model_id)
-        read = partial(self._store.read, source, optimizer=optimizer)
+        read = partial(self._store.read, source, optimizer=with_optimizer)
         record, adapter, state = run_on_rank0(self._world.world_peers, read)
         names = {name: tenant.file_name(name) for name in tenant.parameters}
         fits = {name: tuple(p.shape) for name, p in tenant.parameters.items()} == {
@@ -246,7 +239,7 @@ class TrainingService:
         if not fits or len(adapter) != len(names):
             raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
         tensors = {f"param/{name}": adapter[file] for name, file in names.items()}
-        if optimizer:
+        if with_optimizer:
             kept = {key: value for name, file in names.items() for key, value in _entries(state, name, file)}
             groups: dict[str, Any] = {"groups": record.optimizer, "values": {}}
             restored: State = {"tensors": tensors | kept, "optimizer": groups}
@@ -257,11 +250,9 @@ class TrainingService:
         tenant.learner.optimizer.zero_grad(set_to_none=True)
         tenant.steps = record.step
 
-    def publish(
-        self, model_id: str, target: CheckpointPath, key: str, ttl_s: int | None, metadata: Mapping[str, str] | None
-    ) -> None:
-        """Write an adapter for the sampler `key`, which continues with it from its next token on."""
-        self.save(model_id, target, False, ttl_s, metadata)
+    def publish(self, key: str, target: CheckpointPath, *more: Any) -> None:
+        """Save an adapter for the sampler `key`, which continues with it from its next token on. more: as of `save`."""
+        self.save(target, *more)
         self.load_sampler(key, target)
 
     def _tenant(self, model_id: str) -> Tenant:
@@ -276,10 +267,12 @@ class TrainingService:
 
         Raises DataError for what cannot be answered, and what `load_sampler` raises.
         """
-        if key is not None and source is not None and key not in self._samplers:
-            self.load_sampler(key, source)
-        if key is not None:
+        if key is not None and source is not None:
+            if key not in self._samplers:
+                self.load_sampler(key, source)
             self._samplers.move_to_end(key)
+        params = replace(request.params, adapter=key)
+        self._engine.check_request(GenerationRequest(request.id, request.prompt_ids, params))
         self._num_requests += 1
         is_here = self._num_requests % self._world.world_peers.size == self._world.world_peers.rank
         if is_here and request.prompt_logprobs is not None:
@@ -288,8 +281,8 @@ class TrainingService:
             own = f"{request.id}#{number}"
             self._keys[own] = key
             if is_here:
-                params = replace(request.params, adapter=key, seed=derive_seed(request.params.seed, "sample", number))
-                self._engine.submit(GenerationRequest(own, request.prompt_ids, params))
+                seeded = replace(params, seed=derive_seed(params.seed, "sample", number))
+                self._engine.submit(GenerationRequest(own, request.prompt_ids, seeded))
 
     def load_sampler(self, key: str, source: CheckpointPath) -> None:
         """Put a checkpoint's adapter on the device under the name `key`, in place of one that has this name.
@@ -309,9 +302,7 @@ class TrainingService:
     def advance(self, tokens: int) -> list[SampleEvent]:
         """Score waiting prompts and make up to `tokens` steps of this rank's engine; events of all ranks."""
         self._engine.enter_generation_mode()
-        events: list[SampleEvent] = []
-        for request, key in self._scores:
-            events.append(self._score(request, key))
+        events: list[SampleEvent] = [self._score(request, key) for request, key in self._scores]
         self._scores.clear()
         for _ in range(tokens):
             events += self._engine.step()
@@ -372,10 +363,6 @@ class TrainingService:
         """An adapter's parameters by their names in a PEFT folder."""
         named = self._model.module.named_parameters()
         return {name.replace(f".{peft_name}.", "."): p for name, p in named if f".{peft_name}." in name}
-
-
-def _optimizer_tensors(state: State, tenant: Tenant) -> dict[str, Tensor]:
-    return {tenant.file_name(n): t for n, t in state["tensors"].items() if n.startswith("optim/")}
 
 
 def _entries(state: Mapping[str, Tensor], name: str, file: str) -> list[tuple[str, Tensor]]:
