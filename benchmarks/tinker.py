@@ -7,8 +7,9 @@ service   the verbs of the server: checks, packing, log-probabilities of every d
 http      the same by HTTP, four requests of bytes that are made already, with http.client
 sdk       the same with the SDK of Tinker; --sdk: the Python of an environment that has it (make test-tinker makes one)
 
-The tiny model, a LoRA of rank 8, one thread of torch, one server in this process. The arms take turns; a ratio is of
-its round. Exits with 1 if the arms do not compute the same losses; speed never fails it.
+The tiny model, a LoRA of rank 8, one thread of torch, one server in this process. The arms take turns; seconds are
+those of an arm's fastest step in a round, so that other work on the machine counts little; a ratio is of its round.
+Exits with 1 if the arms do not compute the same losses; speed never fails it.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class HttpClient:
 
     def step(self) -> float:
         """A pass and a step."""
+        self._connection.close()  # an idle one may have been closed by the server
         self._request.seq_id, self._seq_id = self._seq_id + 1, self._seq_id + 2
         passed = json.loads(self.send("forward_backward", self._request.SerializeToString(), "application/x-protobuf"))
         adam = {"learning_rate": 1e-4}
@@ -130,7 +132,7 @@ class HttpClient:
 
 @contextmanager
 def sdk_client(python: str, url: str, asked: argparse.Namespace) -> Iterator[Callable[[], float]]:
-    """Steps in a process of the SDK's environment; each call returns the seconds of a step."""
+    """Steps in a process of the SDK's environment; each call returns the seconds of the fastest step."""
     own = {"TINKER_BASE_URL": url, "TINKER_API_KEY": "tml-local", "TINKER_TELEMETRY": "0", "PYTHONPATH": ""}
     script = str(Path(__file__).parent / "arms" / "tinker_sdk.py")
     numbers = [str(n) for n in (asked.rows, asked.tokens, asked.steps)]
@@ -168,10 +170,13 @@ def served(built: BuiltServer, spec: Any) -> Iterator[str]:
 
 
 def timed(step: Arm, steps: int, losses: list[float]) -> float:
-    """The seconds of a step."""
-    begin = time.perf_counter()
-    losses += [step() for _ in range(steps)]
-    return (time.perf_counter() - begin) / steps
+    """The seconds of the fastest step."""
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        losses.append(step())
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
 
 
 def measure(asked: argparse.Namespace, folder: Path) -> tuple[list[dict[str, float]], dict[str, list[float]]]:
@@ -187,9 +192,8 @@ def measure(asked: argparse.Namespace, folder: Path) -> tuple[list[dict[str, flo
         arms["http"] = HttpClient(url, data).step
         with sdk_client(asked.sdk, url, asked) if asked.sdk else nothing() as sdk:
             for _ in range(asked.rounds + 1):
-                rounds.append({name: timed(step, asked.steps, losses[name]) for name, step in arms.items()})
-                if sdk is not None:
-                    rounds[-1]["sdk"] = sdk()
+                rounds.append({} if sdk is None else {"sdk": sdk()})  # first: it creates its client in the first round
+                rounds[-1] |= {name: timed(step, asked.steps, losses[name]) for name, step in arms.items()}
     return rounds[1:], losses  # the first round warms up
 
 
@@ -209,7 +213,7 @@ def main() -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         rounds, losses = measure(asked, Path(folder))
-    for name in rounds[0]:
+    for name in reversed(rounds[0]):
         seconds, ratios = [one[name] for one in rounds], [one[name] / one["learner"] for one in rounds]
         each = " · ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"{name:8} {1000 * statistics.median(seconds):6.1f} ms   {statistics.median(ratios):.2f} ({each})")

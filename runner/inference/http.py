@@ -48,10 +48,14 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 = any free one. Raises EnvironmentProblem if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         text = f"cannot listen at {http_url(host, port)}: {error.strerror or error}"
         raise EnvironmentProblem(f"{text}; set an address of this machine and a free port") from error
+    # Connections inherit it. uvicorn writes headers and body apart, so the body would wait 40 ms for the client's ACK;
+    # asyncio sets it only where a socket says that its protocol is TCP.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def http_url(host: str, port: int) -> str:
