@@ -9,15 +9,18 @@ The thread that has the model computes: an operation, then a few tokens for each
 from __future__ import annotations
 
 import logging
+import os
+import shlex
+import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -26,9 +29,10 @@ from runner.build.components import build_device, build_model, build_tokenizer
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.core.rank_info import RankInfo
+from runner.core.subprocess import ChildProcess
 from runner.inference.engine import TokenEvent
 from runner.inference.http import HttpLimits, http_url, listen, serve_in_thread
-from runner.interfaces import GenerativeModel
+from runner.interfaces import Device, GenerativeModel
 from runner.parallelism.parallel_context import ParallelContext
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
@@ -40,13 +44,17 @@ from runner.tinker.rest_routes import rest_routes
 from runner.tinker.routes import make_app
 from runner.tinker.sampling_routes import sampling_routes
 from runner.tinker.service import PromptScores, RequestFailure, SampleEvent, SampleRequest, TrainingService
-from runner.tinker.state import BaseModel, ClientRecords, ServerState
+from runner.tinker.state import BaseModel, ServerState
 from runner.tinker.training_routes import training_routes
+
+if TYPE_CHECKING:
+    from runner.launch.run_records import TrainingClientRecords
 
 log = logging.getLogger("runner")
 TOKENS_AT_ONCE = 16  # steps of the engine between two operations
 BEAT_S = 5.0  # the other ranks, which wait in a collective, hear from rank 0 at least as often
 POLL_S = 0.2  # between two looks whether to stop
+CLIENT_GRACE_S = 10.0  # from SIGTERM to SIGKILL of the client program
 CLEAN_UP_S = 15  # between two looks at what has ended
 SWITCH_INTERVAL_S = 1e-4  # the event loop gets the interpreter from the thread that computes
 STOP, BEAT = "stop", "beat"
@@ -73,8 +81,9 @@ class PendingSample:
             return
         result = SampleResult(self.answers, bool(self.request.params.logprobs))
         if self.scores is not None:
-            top = [(), *self.scores.top] if self.request.prompt_logprobs else None
-            result = replace(result, prompt_logprobs=[None, *self.scores.logprobs], prompt_top=top)
+            logprobs = [None, *(one.logprob for one in self.scores.scores)]
+            top = [(), *(one.top_logprobs for one in self.scores.scores)] if self.request.prompt_logprobs else None
+            result = replace(result, prompt_logprobs=logprobs, prompt_top=top)
         self.future.set_result(result)
 
 
@@ -178,11 +187,7 @@ class BuiltServer:
     model: GenerativeModel
     base: BaseModel
     store: ClientStore
-    device: Any
-
-    def describe(self) -> dict[str, Any]:
-        """The manifest's record of the device."""
-        return {"name": self.device.name, **self.device.describe()}
+    device: Device
 
 
 def build_server(spec: JobSpec, folder: RunFolder, decide: Decisions, place: RankInfo) -> BuiltServer:
@@ -193,16 +198,7 @@ def build_server(spec: JobSpec, folder: RunFolder, decide: Decisions, place: Ran
     model = build_model(shared, build_tokenizer(spec, decide), device, decide, world=world, trains=False)
     name = _base_name(spec, model, folder, place)
     store = ClientStore(folder.root / "clients")
-    service = TrainingService(
-        model,
-        world,
-        store,
-        decide=decide,
-        budget=spec.algorithm.micro_batch_tokens,
-        max_num_seqs=spec.sampler.max_concurrent or 1,
-        max_samplers=spec.tinker.max_samplers,
-        base=name,
-    )
+    service = TrainingService(spec, model, world, store, decide, name)
     aliases = (spec.model.name,) if model.weights_source.drawn else ()
     about = BaseModel(name, aliases, type(model.inner).__name__, service.limits, cast(LoraConfig, spec.adapter).alpha)
     return BuiltServer(service, world, model, about, store, device)
@@ -222,7 +218,7 @@ def _base_name(spec: JobSpec, model: GenerativeModel, folder: RunFolder, place: 
 def lead(
     spec: JobSpec,
     built: BuiltServer,
-    records: ClientRecords,
+    records: TrainingClientRecords,
     say: Callable[[str], None],
     is_stopping: Callable[[], bool],
 ) -> None:
@@ -244,20 +240,29 @@ def lead(
     built.store.remove_leftovers()
     with ExitStack() as ends:
         listener = ends.enter_context(listen(config.host, config.port))
-        ends.enter_context(_switch_interval(SWITCH_INTERVAL_S))
+        ends.callback(sys.setswitchinterval, sys.getswitchinterval())
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
         ends.enter_context(serve_in_thread(app, listener, HttpLimits(), every=(CLEAN_UP_S, clean_up)))
         url = http_url(config.host, listener.getsockname()[1])
         key = "tml-local" if keys is None else f"KEY     # one of {config.key_file}"
         say(f"model    {built.base.name}")
         say(f"ready    export TINKER_BASE_URL={url} TINKER_API_KEY={key}")
-        Leader(built.service, built.world, queue).run(is_stopping)
+        leader = Leader(built.service, built.world, queue)
+        if not config.command:
+            leader.run(is_stopping)
+            return
+        client = start_client(config.command, url, "tml-local" if keys is None else min(keys))
+        ends.callback(client.stop, CLIENT_GRACE_S)
+        leader.run(lambda: is_stopping() or not client.is_running())
+        if client.returncode:
+            raise RunnerError(f"tinker.command={shlex.join(config.command)} ended with exit code {client.returncode}")
 
 
-@contextmanager
-def _switch_interval(seconds: float) -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(seconds)
+def start_client(command: Sequence[str], url: str, key: str) -> ChildProcess:
+    """Start the client program of the configuration. Raises EnvironmentProblem."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    own = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key, "PATH": path}
     try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+        return ChildProcess(command, end_signal=signal.SIGTERM, env=os.environ | own)
+    except OSError as error:
+        raise EnvironmentProblem(f"tinker.command: {command[0]} cannot be started: {error.strerror}") from error

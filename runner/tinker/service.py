@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,13 +22,14 @@ from runner.adapter.lora import Part, add_lora
 from runner.core.errors import DataError, RunnerError, TrainingDiverged
 from runner.core.rng import derive_seed
 from runner.distributed.work_partition import run_on_rank0
-from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
+from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent, TokenScore
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import LOGPROBS, Decide, GenerativeModel, State
 from runner.interfaces.learning import OptimSettings
 from runner.optimizer.config import AdamWConfig
 from runner.optimizer.optimizers import build_adamw
 from runner.parallelism.parallel_context import ParallelContext
+from runner.spec.job import JobSpec
 from runner.tinker.checkpoints import CheckpointPath, CheckpointRecord, ClientStore, LoraSettings, now_text
 from runner.tinker.losses import check_data, check_loss, pack_data, split_logprobs
 from runner.tinker.messages import Datum, PassResult
@@ -67,11 +68,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of a prompt's tokens but the first, and the likeliest in their places."""
+    """Scores of a prompt's tokens but the first."""
 
     request_id: str
-    logprobs: tuple[float, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...]
+    scores: Sequence[TokenScore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,22 @@ class TrainingService:
     """The verbs of the server. All ranks call the same ones, with the same arguments.
 
     A verb that raises RunnerError raises it on all ranks, and has changed nothing. base: the name of the base that
-    adapters' configs get; max_samplers: adapters of samplers on the device
+    adapters' configs get
     """
 
     def __init__(
         self,
+        spec: JobSpec,
         model: GenerativeModel,
         world: ParallelContext,
         store: ClientStore,
-        *,
         decide: Decide,
-        budget: int,
-        max_num_seqs: int,
-        max_samplers: int,
         base: str,
     ) -> None:
-        self._model, self._world, self._store, self._decide = model, world, store, decide
-        self._budget, self._base, self._max_samplers = budget, base, max_samplers
+        self._spec, self._model, self._world, self._store = spec, model, world, store
+        self._decide, self._base = decide, base
         self._tenants: dict[str, Tenant] = {}
-        self._engine = TorchEngine(model, decide=decide, max_num_seqs=max_num_seqs, adapters={})
+        self._engine = TorchEngine(model, decide=decide, max_num_seqs=spec.sampler.max_concurrent or 1, adapters={})
         self._engine.leave_generation_mode()
         self._samplers: OrderedDict[str, str] = OrderedDict()  # what requests name → peft name, oldest first
         self._num_adapters = self._num_requests = 0
@@ -125,8 +122,7 @@ class TrainingService:
         Raises DataError if the base has none of its layers, and what `load` raises.
         """
         self._engine.leave_generation_mode()
-        wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        parts: list[Part] = [part for part, is_on in wanted.items() if is_on]  # type: ignore[misc]
+        parts = [part for part in get_args(Part) if getattr(lora, f"train_{part}")]
         name = self._new_name()
         add_lora(self._model, name, rank=lora.rank, alpha=lora.alpha, seed=lora.seed, parts=parts, base=self._base)
         during = partial(self._model.adapter_active, name)
@@ -139,7 +135,7 @@ class TrainingService:
             lr=0.0,
             clip_norm=None,
             factor=float,
-            budget=self._budget,
+            budget=self._spec.algorithm.micro_batch_tokens,
             seed=lora.seed,
             device=self._world.device.torch_device,
             peers=self._world.peers,
@@ -320,17 +316,11 @@ class TrainingService:
             self._engine.cancel(f"{request_id}#{number}")
             self._keys.pop(f"{request_id}#{number}", None)
 
-    def close(self) -> None:
-        """Drop all requests."""
-        self._engine.close()
-
     def _score(self, request: SampleRequest, key: str | None) -> PromptScores | RequestFailure:
         try:
-            scores = self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key)
+            return PromptScores(request.id, self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key))
         except (DataError, TrainingDiverged) as error:
             return RequestFailure(request.id, str(error))
-        logprobs = tuple(score.logprob for score in scores)
-        return PromptScores(request.id, logprobs, tuple(score.top_logprobs for score in scores))
 
     def _new_name(self) -> str:
         self._num_adapters += 1
@@ -350,7 +340,7 @@ class TrainingService:
     def _make_room(self) -> None:
         """Remove the sampler that was used longest ago, where there are too many and it has nothing to do."""
         for key in list(self._samplers):
-            if len(self._samplers) < self._max_samplers:
+            if len(self._samplers) < self._spec.tinker.max_samplers:
                 return
             if key not in self._keys.values():
                 self._remove_sampler(key)

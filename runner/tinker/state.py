@@ -11,8 +11,9 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from runner.core.errors import DataError, RunnerError
 from runner.interfaces import ModelLimits
@@ -20,24 +21,15 @@ from runner.spec.tinker import TinkerConfig
 from runner.tinker.checkpoints import CheckpointPath, ClientRecord, ClientStore, LoraSettings, NotFoundError, now_text
 from runner.tinker.requests import Futures, GoneError, Json, Operation, Prepare, RequestOrder, prepare_operation
 
+if TYPE_CHECKING:
+    from runner.launch.run_records import TrainingClientRecords
+
 RESTARTED = "the server was restarted since, or the session ended; create a new client from its last checkpoint"
 
 
 def owner_of(key: str) -> str:
     """What a key is called here and on the disk."""
     return hashlib.sha256(key.encode()).hexdigest()[:16]
-
-
-class ClientRecords(Protocol):
-    """Where the metrics of training clients go, from the thread that computes: given by whoever launches."""
-
-    def open(self, record: ClientRecord) -> None: ...
-
-    def add_pass(self, model_id: str, metrics: Mapping[str, float]) -> None: ...
-
-    def log_step(self, model_id: str, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self, model_id: str) -> object: ...
 
 
 @dataclass(slots=True)
@@ -107,13 +99,13 @@ def find_owned(
 
 @dataclass(slots=True)
 class ServerState:
-    """The state of the event loop's thread."""
+    """The state of the event loop's thread. records: get metrics from the thread that computes."""
 
     config: TinkerConfig
     base: BaseModel
     store: ClientStore
     queue: SimpleQueue[Operation]
-    records: ClientRecords
+    records: TrainingClientRecords
     futures: Futures
     sessions: dict[str, ClientSession] = field(default_factory=dict)
     clients: dict[str, TrainingClient] = field(default_factory=dict)
@@ -149,8 +141,9 @@ class ServerState:
     def end_session(self, session: ClientSession) -> None:
         """Free what a session has on the device; its checkpoints stay."""
         for model_id in session.clients:
-            if model_id in self.clients:
-                self.queue.put(self.end_client(model_id))
+            if (client := self.clients.pop(model_id, None)) is not None:
+                client.order.fail_waiting(GoneError(f"the training client {model_id} has ended"))
+                self.queue.put(Operation("remove", (model_id,), partial(self._close_records, model_id)))
         for sampler in session.samplers:
             del self.samplers[sampler]
         del self.sessions[session.id]
@@ -196,15 +189,9 @@ class ServerState:
         operation.future.add_done_callback(lambda done: done.exception() and self.clients.pop(model_id, None))
         return operation
 
-    def end_client(self, model_id: str) -> Operation:
-        """The operation that frees a training client; what it still waits for fails."""
-        self.clients.pop(model_id).order.fail_waiting(GoneError(f"the training client {model_id} has ended"))
-
-        def finish(result: None) -> Json:
-            self.records.close(model_id)
-            return {"type": "unload_model", "model_id": model_id}
-
-        return Operation("remove", (model_id,), finish)
+    def _close_records(self, model_id: str, result: None) -> Json:
+        self.records.close(model_id)
+        return {}
 
     def add_sampler(
         self, session: ClientSession, number: int, source: CheckpointPath | None, follows: str | None = None

@@ -29,14 +29,7 @@ from runner.tinker.state import ServerState, client_id
 HOLD_S = 30.0  # of a request for a result; clients wait 45 s
 PROTOBUF = "application/x-protobuf"
 LORA_FLAGS = ("train_attn", "train_mlp", "train_unembed")
-ADAM_DEFAULTS = {
-    "learning_rate": 1e-4,
-    "beta1": 0.9,
-    "beta2": 0.95,
-    "eps": 1e-12,
-    "weight_decay": 0.0,
-    "grad_clip_norm": 0.0,
-}
+ADAM = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
 def training_routes(state: ServerState) -> list[Route]:
@@ -50,7 +43,6 @@ def training_routes(state: ServerState) -> list[Route]:
         "sessions/{id}/finish": finish_session,
         "create_model": create_model,
         "get_info": get_info,
-        "unload_model": unload_model,
         "optim_step": in_order(optim_step),
         "save_weights": in_order(save_weights),
         "load_weights": load_weights,
@@ -117,12 +109,6 @@ def get_info(state: ServerState, body: Json, owner: str) -> Json:
     data = {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.name}
     about = {"model_id": record.model_id, "model_name": base.name, "model_data": data}
     return {**about, "type": "get_info", "is_lora": True, "lora_rank": record.lora.rank}
-
-
-def unload_model(state: ServerState, body: Json, owner: str) -> Json:
-    """End a training client."""
-    model_id = state.client(body["model_id"], owner).record.model_id
-    return state.start(f"{model_id}:unload", owner, lambda: state.end_client(model_id))
 
 
 def prepare_pass(state: ServerState, found: PassRequest) -> Operation:
@@ -230,7 +216,7 @@ def read_optim_settings(body: Json) -> OptimSettings:
     if given is None:
         kind = (body.get("optimizer_params") or {}).get("type")
         raise DataError(f"optimizer '{kind}' is not supported; send AdamParams")
-    values = {name: float(given.get(name, default)) for name, default in ADAM_DEFAULTS.items()}
+    values = {name: float(given.get(name, default)) for name, default in ADAM.items()}
     wrong = [name for name, value in values.items() if not (math.isfinite(value) and value >= 0)]
     wrong += [name for name in ("beta1", "beta2") if values[name] >= 1]
     if wrong:

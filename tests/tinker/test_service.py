@@ -225,8 +225,8 @@ def test_a_sampler_samples_from_the_weights_that_were_saved(service: TrainingSer
     assert found == wanted and len({tuple(e.token_id for e in found[f"r#{n}"]) for n in range(2)}) == 2
     [scores] = found["r"]
     assert isinstance(scores, PromptScores)
-    np.testing.assert_allclose(scores.logprobs, logprobs[:2], atol=1e-5)
-    assert [len(top) for top in scores.top] == [2, 2]
+    np.testing.assert_allclose([one.logprob for one in scores.scores], logprobs[:2], atol=1e-5)
+    assert [len(one.top_logprobs) for one in scores.scores] == [2, 2]
     assert sample(service, None) != found
 
 
