@@ -170,9 +170,7 @@ def read_keys(path: str | None) -> frozenset[str] | None:
     try:
         keys = frozenset(Path(path).expanduser().read_text(encoding="utf-8").split())
     except OSError as error:
-        raise EnvironmentProblem(
-            f"tinker.key_file={path}: {error.strerror}; set a file with one key per line"
-        ) from error
+        raise EnvironmentProblem(f"tinker.key_file={path}: {error.strerror}; write one key per line") from error
     if not keys or not all(key.startswith("tml-") for key in keys):
         raise EnvironmentProblem(f"tinker.key_file={path}: expected one key per line, each starting with tml-")
     return keys

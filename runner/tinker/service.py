@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from runner.adapter.lora import Part, add_lora
 from runner.core.errors import DataError, RunnerError, TrainingDiverged
+from runner.core.fsync_io import failpoint
 from runner.core.rng import derive_seed
 from runner.distributed.work_partition import run_on_rank0
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent, TokenScore
@@ -197,6 +197,7 @@ class TrainingService:
             tenant.learner.optimizer.zero_grad(set_to_none=True)
             text = "the gradient is not finite, so the weights were not changed and the gradient is cleared"
             raise DataError(f"{text}; lower the learning rate, or load an earlier checkpoint") from error
+        failpoint("tinker.optim_step")
         tenant.steps += 1
         return {"grad_norm:mean": metrics["train/grad_norm"], "lr:mean": metrics["train/lr"]}
 
@@ -228,17 +229,16 @@ class TrainingService:
         tenant = self._tenant(model_id)
         read = partial(self._store.read, source, optimizer=with_optimizer)
         record, adapter, state = run_on_rank0(self._world.world_peers, read)
-        names = {name: tenant.file_name(name) for name in tenant.parameters}
-        fits = {name: tuple(p.shape) for name, p in tenant.parameters.items()} == {
-            name: tuple(adapter[file].shape) for name, file in names.items() if file in adapter
-        }
-        if not fits or len(adapter) != len(names):
+        names = {tenant.file_name(name): name for name in tenant.parameters}
+        shapes = {file: tenant.parameters[name].shape for file, name in names.items()}
+        if {file: value.shape for file, value in adapter.items()} != shapes:
             raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
-        tensors = {f"param/{name}": adapter[file] for name, file in names.items()}
+        tensors = {f"param/{names[file]}": value for file, value in adapter.items()}
         if with_optimizer:
-            kept = {key: value for name, file in names.items() for key, value in _entries(state, name, file)}
-            groups: dict[str, Any] = {"groups": record.optimizer, "values": {}}
-            restored: State = {"tensors": tensors | kept, "optimizer": groups}
+            for key, value in state.items():  # optim/exp_avg/FILE
+                kind, _, file = key.rpartition("/")
+                tensors[f"{kind}/{names[file]}"] = value
+            restored: State = {"tensors": tensors, "optimizer": {"groups": record.optimizer, "values": {}}}
             restore_learner_state(tenant.parameters, tenant.learner.optimizer, restored)
         else:
             load_parameters(tenant.parameters, tensors)
@@ -353,9 +353,3 @@ class TrainingService:
         """An adapter's parameters by their names in a PEFT folder."""
         named = self._model.module.named_parameters()
         return {name.replace(f".{peft_name}.", "."): p for name, p in named if f".{peft_name}." in name}
-
-
-def _entries(state: Mapping[str, Tensor], name: str, file: str) -> list[tuple[str, Tensor]]:
-    """The optimizer's tensors of a parameter, under its name in this client."""
-    suffix = f"/{file}"
-    return [(key.removesuffix(suffix) + f"/{name}", value) for key, value in state.items() if key.endswith(suffix)]

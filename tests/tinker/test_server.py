@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem
 from runner.tinker import requests
 from runner.tinker.messages import MESSAGES, Datum
@@ -293,6 +294,12 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
         assert records.ended == [gone]
         answer = client.http.post("session_heartbeat", json={"session_id": other})
         assert answer.status_code == 410 and "create a new client from its last checkpoint" in answer.text
+
+
+def test_a_plan_counts_one_client(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "+recipe=tinker_demo"]) == 0
+    said = capsys.readouterr().out
+    assert "clients  one training client is counted" in said and "tokens per rank" not in said
 
 
 def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:
