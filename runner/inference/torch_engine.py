@@ -150,7 +150,10 @@ class TorchEngine:
             return []
         self.enter_generation_mode()
         events: list[TokenEvent] = []
+        # Switching adapters takes longer than a token of a small model, so those with nothing to do are left out.
         for adapter, batch in self._batches.items():
+            if not batch.waiting and not batch.rows:
+                continue
             with self._with_adapter(adapter):
                 for advance in (batch.decode, batch.admit) if self._paused is None else (batch.decode,):
                     if found := advance():

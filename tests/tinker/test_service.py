@@ -251,6 +251,19 @@ def test_more_samplers_than_have_room_are_loaded_again(service: TrainingService)
     assert len(service._samplers) == 2
 
 
+def test_samplers_without_a_request_are_not_activated(
+    service: TrainingService, built: BuiltServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.create(NAMES[0], LORA)
+    sources = [save(service, NAMES[0], "sampler_weights", name) for name in "ab"]
+    names, activate = list[str](), built.model.adapter_active
+    sample(service, sources[0])
+    sample(service, sources[1], count=1, max_new_tokens=1)  # whose first step still finds the other's finished rows
+    monkeypatch.setattr(built.model, "adapter_active", lambda name: names.append(name) or activate(name))
+    sample(service, sources[1])
+    assert len(set(names)) == 1
+
+
 def test_weights_that_sample_nothing_fail_their_requests_alone(service: TrainingService, built: BuiltServer) -> None:
     for name in NAMES[:2]:
         service.create(name, LORA)
