@@ -185,7 +185,7 @@ class ClientStore:
     def delete(self, checkpoint: CheckpointPath) -> None:
         """Raises NotFoundError."""
         self.record(checkpoint)
-        gone = _staged(self.path(checkpoint))
+        gone = _staging_path(self.path(checkpoint))
         os.replace(self.path(checkpoint), gone)
         shutil.rmtree(gone)
 
@@ -220,7 +220,7 @@ class ClientStore:
         folder = self.path(checkpoint)
         if folder.exists() and not overwrite:
             raise DataError(f"{checkpoint} exists; choose another name, or pass overwrite=True")
-        staged, old = _staged(folder), _staged(folder)
+        staged, old = _staging_path(folder), _staging_path(folder)
         with _storage_errors(folder):
             try:
                 staged.mkdir(parents=True)
@@ -262,7 +262,7 @@ class ClientStore:
             raise CheckpointError(f"{checkpoint} cannot be read: {fsync_io.error_reason(error)}") from error
 
 
-def _staged(folder: Path) -> Path:
+def _staging_path(folder: Path) -> Path:
     """A new name beside a folder, which no checkpoint has."""
     return folder.with_name(f"{fsync_io.STAGED}{folder.name}.{secrets.token_hex(4)}")
 

@@ -1,4 +1,4 @@
-"""A client of `run tinker` without the SDK: supervised fine-tuning, then reinforcement learning, of a tiny model.
+"""A client of `run tinker` without the SDK: supervised, then reinforcement learning of a tiny model.
 
     TINKER_BASE_URL=http://127.0.0.1:8010 TINKER_API_KEY=tml-local python -m runner.tinker.demo_client
 

@@ -159,7 +159,10 @@ def as_runner_error(error: Exception) -> RunnerError:
 
 
 def describe_error(error: BaseException) -> tuple[int, dict[str, str]]:
-    """The HTTP status of an error, and its text and category as the SDK reads them; a bug's traceback is not sent."""
+    """The HTTP status of an error, and its text and category as the SDK reads them.
+
+    A bug's traceback is not sent.
+    """
     status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
     bug = f"{type(error).__name__} in the server; its run.log has the traceback"
     text = str(error) if isinstance(error, RunnerError) else bug

@@ -247,7 +247,10 @@ class TrainingService:
         tenant.steps = record.step
 
     def publish(self, key: str, target: CheckpointPath, *more: Any) -> None:
-        """Save an adapter for the sampler `key`, which continues with it from its next token on. more: as of `save`."""
+        """Save an adapter for the sampler `key`, which continues with it from its next token on.
+
+        more: arguments of `save`
+        """
         self.save(target, *more)
         self.load_sampler(key, target)
 

@@ -59,7 +59,10 @@ class TrainingClient:
 
 @dataclass(slots=True)
 class SamplerHandle:
-    """A sampling session. source: None = the base; follows: the training client whose newest weights it has."""
+    """A sampling session.
+
+    source: None = the base; follows: the training client whose newest weights it has
+    """
 
     id: str
     owner: str
@@ -115,7 +118,7 @@ class ServerState:
         """Raises GoneError, which ends a client's heartbeats."""
         return find_owned(self.sessions, id, owner, "session", GoneError)
 
-    def client(self, model_id: str, owner: str) -> TrainingClient:
+    def training_client(self, model_id: str, owner: str) -> TrainingClient:
         """Raises NotFoundError."""
         return find_owned(self.clients, model_id, owner, "training client")
 
@@ -209,7 +212,7 @@ class ServerState:
 
         Raises NotFoundError, GoneError, TooManyRequestsError.
         """
-        order = self.client(model_id, owner).order
+        order = self.training_client(model_id, owner).order
         number = order.next if seq_id is None else int(seq_id)
         if number < order.next and f"{model_id}:{number}" not in self.futures:
             raise GoneError(f"request {number} of {model_id} was answered, and its result is no longer kept")
@@ -218,9 +221,9 @@ class ServerState:
     def start(
         self, request_id: str, owner: str, prepare: Prepare, put: Callable[[Operation], None] | None = None
     ) -> Json:
-        """Begin a request, or find it where it is sent again. put: where it has an order; else it is queued at once.
+        """Begin a request, or find it where it is sent again.
 
-        Raises TooManyRequestsError.
+        put: takes the operation of a request that has an order; others are queued at once. Raises TooManyRequestsError.
         """
         if request_id not in self.futures:
             self.futures.check_room(owner)
