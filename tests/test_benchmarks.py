@@ -40,6 +40,7 @@ def test_how_many_standard_errors_two_arms_lie_apart(a: list[float], b: list[flo
         "tokenizing.py --rows 60 --rounds 1",
         "start.py --only typo --rounds 1",
         "plan.py full",
+        "tinker.py --rows 2 --tokens 8 --rounds 1 --steps 2",
     ],
     ids=lambda words: words.replace(" ", "_"),
 )

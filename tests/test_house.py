@@ -282,7 +282,7 @@ def test_every_import_is_a_declared_dependency() -> None:
     declared |= {requirement_name(d) for extra in extras.split() for d in project["optional-dependencies"][extra]}
     imported = {name for path in MODULES for name in top_level_imports(parse(path))}
     ours = {"runner", *sys.stdlib_module_names}
-    distributions = {"hydra": "hydra-core", "PIL": "pillow", "yaml": "pyyaml"}
+    distributions = {"google": "protobuf", "hydra": "hydra-core", "PIL": "pillow", "yaml": "pyyaml"}
     assert {distributions.get(name, name.replace("_", "-")) for name in imported - ours} - declared == set()
 
 

@@ -11,7 +11,7 @@ import hmac
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,10 +48,14 @@ def listen(host: str, port: int) -> socket.socket:
     """A listening socket; port 0 = any free one. Raises EnvironmentProblem if the address is unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
     except OSError as error:
         text = f"cannot listen at {http_url(host, port)}: {error.strerror or error}"
         raise EnvironmentProblem(f"{text}; set an address of this machine and a free port") from error
+    # Connections inherit it. uvicorn writes headers and body apart, so the body would wait 40 ms for the client's ACK;
+    # asyncio sets it only where a socket says that its protocol is TCP.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def http_url(host: str, port: int) -> str:
@@ -59,11 +63,15 @@ def http_url(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int) -> uvicorn.Server:
+Periodic = tuple[int, Callable[[], Awaitable[None]]]  # seconds, and what the event loop runs that often
+
+
+def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int, every: Periodic | None = None) -> uvicorn.Server:
     """A uvicorn server of `app`, which `should_exit` ends, and no signal.
 
     grace_s: seconds that requests in flight have then
     """
+    seconds, work = every or (0, None)
     protocol = type("LimitedProtocol", (_LimitedProtocol,), {"limits": limits, "clients": Counter[str]()})
     config = uvicorn.Config(
         _LimitBodies(app, limits),
@@ -76,6 +84,8 @@ def make_server(app: ASGIApp, limits: HttpLimits, *, grace_s: int) -> uvicorn.Se
         proxy_headers=False,
         server_header=False,
         timeout_graceful_shutdown=grace_s,
+        timeout_notify=seconds,
+        callback_notify=work,
     )
     return _ServerWithoutSignals(config)
 
@@ -88,9 +98,11 @@ class _ServerWithoutSignals(uvicorn.Server):
 
 
 @contextmanager
-def serve_in_thread(app: ASGIApp, listener: socket.socket, limits: HttpLimits) -> Iterator[None]:
+def serve_in_thread(
+    app: ASGIApp, listener: socket.socket, limits: HttpLimits, *, every: Periodic | None = None
+) -> Iterator[None]:
     """Answer requests in a separate thread while the block runs; its end cancels what is in flight."""
-    server = make_server(app, limits, grace_s=1)
+    server = make_server(app, limits, grace_s=1, every=every)
     thread = threading.Thread(target=server.run, args=([listener],), name="http", daemon=True)
     thread.start()
     try:

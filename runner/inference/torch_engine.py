@@ -108,6 +108,18 @@ class TorchEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         """Let a request wait for a row. Raises DataError for one that cannot be answered."""
+        self.check_request(request)
+        params = request.params
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
+        stops = StopCriteria(self._model.tokenizer, ends, params.stop)
+        row = _RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed))
+        if (adapter := params.adapter) not in self._batches:
+            decoder = self._generator.make_decoder(self._max_num_seqs)
+            self._batches[adapter] = DecodingBatch(decoder, self._max_num_seqs)
+        self._batches[adapter].waiting.append(row)
+
+    def check_request(self, request: GenerationRequest) -> None:
+        """Raise DataError for a request that cannot be answered."""
         params = request.params
         self._check_ids(request.prompt_ids)
         self._check_adapter(params.adapter)
@@ -119,13 +131,6 @@ class TorchEngine:
                 f"a prompt of {len(request.prompt_ids)} tokens and {params.max_new_tokens} new ones exceed "
                 f"{limit[0]}: {limit[1]}"
             )
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._limits.stop_token_ids)
-        stops = StopCriteria(self._model.tokenizer, ends, params.stop)
-        row = _RunningRow(request, self._sampling_rule(params), stops, uniform_stream(params.seed))
-        if (adapter := params.adapter) not in self._batches:
-            decoder = self._generator.make_decoder(self._max_num_seqs)
-            self._batches[adapter] = DecodingBatch(decoder, self._max_num_seqs)
-        self._batches[adapter].waiting.append(row)
 
     def cancel(self, id: str) -> None:
         """Drop a request; its row makes room at the next step."""
@@ -145,7 +150,10 @@ class TorchEngine:
             return []
         self.enter_generation_mode()
         events: list[TokenEvent] = []
+        # Switching adapters takes longer than a token of a small model, so those with nothing to do are left out.
         for adapter, batch in self._batches.items():
+            if not batch.waiting and not batch.rows:
+                continue
             with self._with_adapter(adapter):
                 for advance in (batch.decode, batch.admit) if self._paused is None else (batch.decode,):
                     if found := advance():

@@ -52,6 +52,7 @@ from runner.tracker.text import count_noun, labeled_line
 if TYPE_CHECKING:
     from runner.build import BuiltJob
     from runner.checkpoint.store import CheckpointStore, LoadedCheckpoint
+    from runner.interfaces import Device
 
 HOST_MEMORY = ("can't start new thread", "DefaultCPUAllocator: can't allocate memory")  # how errors say that it is full
 WITHOUT_CALLBACKS = "'callbacks=[]'"  # how a run that a callback ended early is resumed
@@ -95,7 +96,7 @@ class Session:
         return kind(self.spec, self.folder, self.attempt, decide), store
 
     def _serve(self, console: Console) -> None:
-        """Serve clients of `run tinker` until a signal. Raises Interrupted."""
+        """Serve clients of `run tinker` until a signal, or until tinker.command ends. Raises Interrupted."""
         records, store = self._prepare(console)
         with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
             import_frozen("runner.build")
@@ -103,7 +104,7 @@ class Session:
 
             built = server.build_server(self.spec, self.folder, records.decide, self.place)
             facts = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": self.place.local_rank}
-            records.describe(built.describe(), {"ranks": built.world.world_peers.all_gather(facts)})
+            records.describe(_device_facts(built.device), {"ranks": built.world.world_peers.all_gather(facts)})
         clients = TrainingClientRecords(self.spec, self.folder, records.decide, console)
         try:
             if self.place.is_rank0:
@@ -115,6 +116,8 @@ class Session:
         built.world.close()
         del store
         console.stop(lines if self.place.is_rank0 else [])
+        if self.spec.tinker.command and self.stop.number is None:
+            return
         number = self.stop.number or signal.SIGTERM
         raise Interrupted(number, f"{signal_name(number)}: the server stopped; clients continue from saved states")
 
@@ -124,7 +127,7 @@ class Session:
         try:
             with self.stop.interrupt_immediately(), translate_memory_errors(self.spec):
                 built, first = self._build(records, console)
-                records.describe(_device_facts(built), _process_facts(built))
+                records.describe(_device_facts(built.job.device), _process_facts(built))
             with translate_memory_errors(self.spec):
                 seconds, steps = self._loop(built, first, console)
             ending = "done"
@@ -262,9 +265,9 @@ def _process_facts(built: BuiltJob) -> dict[str, Any]:
     return {"ranks": built.world.world_peers.all_gather(own)}
 
 
-def _device_facts(built: BuiltJob) -> dict[str, Any]:
+def _device_facts(device: Device) -> dict[str, Any]:
     """The manifest's record of the device: its name, and what exact results depend on."""
-    return {"name": built.job.device.name, **built.job.device.describe()}
+    return {"name": device.name, **device.describe()}
 
 
 @contextmanager

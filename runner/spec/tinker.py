@@ -21,6 +21,11 @@ class TinkerConfig(Config):
         description="File with the API keys that clients may use, one per line, each starting with tml-; null = any "
         "key, on loopback alone. What one key creates, no other key sees.",
     )
+    command: list[str] = Field(
+        default=[],
+        description="Client program that is started with TINKER_BASE_URL and TINKER_API_KEY once the server is ready; "
+        "the server ends with it. python is the server's own. [] = none: it serves until a signal.",
+    )
     max_tenants: int = Field(default=8, ge=1, description="Maximum number of training clients at once.")
     max_samplers: int = Field(
         default=8, ge=1, description="Maximum number of sampling weights on the device; others wait on the disk."

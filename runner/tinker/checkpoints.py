@@ -11,31 +11,34 @@ was never named (sampler weights without a name) is kept for a day.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.errors import CheckpointError, DataError, StorageError
 from runner.core.fsync_io import failpoint
+from runner.model.model_folder import ADAPTER_WEIGHTS
+from runner.run_dir.folder import read_mapping, write_json
 
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler"}
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-RECORD, ADAPTER, OPTIMIZER = "checkpoint.json", "adapter_model.safetensors", "optimizer.safetensors"
+RECORD, OPTIMIZER = "checkpoint.json", "optimizer.safetensors"
 UNNAMED = "unnamed-"
 UNNAMED_S = 24 * 3600
-LONGEST_TTL_S = 10 * 366 * 24 * 3600
+MAX_TTL_S = 10 * 366 * 24 * 3600
 
 
 class NotFoundError(DataError):
@@ -90,19 +93,32 @@ def now_text(after_s: float = 0.0) -> str:
     return (datetime.now(UTC) + timedelta(seconds=after_s)).isoformat(timespec="milliseconds")
 
 
+def expiry(ttl_s: int | None) -> str | None:
+    """When a checkpoint expires that is kept for some seconds; None = never. Raises DataError."""
+    if ttl_s is None:
+        return None
+    if not 1 <= int(ttl_s) <= MAX_TTL_S:
+        raise DataError(f"ttl_seconds={ttl_s}: expected 1 second to 10 years")
+    return now_text(int(ttl_s))
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """`tinker://model_id/kind/name`."""
+    """`tinker://model_id/kind/name`. Raises DataError for a name that is no plain file name."""
 
     model_id: str
     kind: str
     name: str
 
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or not NAME.fullmatch(self.name):
+            raise DataError(f"the name '{self.name}' is not supported; use letters, digits, '.', '_' and '-'")
+
     @classmethod
     def parse(cls, text: str) -> CheckpointPath:
         """Raises DataError for another form."""
         parts = text.removeprefix(SCHEME).split("/")
-        if not text.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS or not NAME.fullmatch(parts[2]):
+        if not text.startswith(SCHEME) or len(parts) != 3:
             raise DataError(f"'{text}' is no path of a checkpoint; expected {SCHEME}RUN/weights/NAME")
         return cls(*parts)
 
@@ -129,73 +145,62 @@ class ClientStore:
     def add_client(self, record: ClientRecord) -> None:
         """Write client.json. Raises StorageError."""
         folder = self.folder(record.model_id)
-        try:
+        with _storage_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            fsync_io.atomic_write(folder / "client.json", _json(asdict(record)))
-        except OSError as error:
-            raise StorageError(f"cannot write {folder}: {fsync_io.error_reason(error)}") from error
+        write_json(folder / "client.json", asdict(record))
 
     def find_client(self, model_id: str, owner: str) -> ClientRecord:
         """Raises NotFoundError, also where another key owns it."""
-        try:
-            found = json.loads((self.folder(model_id) / "client.json").read_bytes())
-        except (OSError, ValueError) as error:
-            raise NotFoundError(f"no training client '{model_id}'") from error
-        if found["owner"] != owner:
+        found = read_mapping(self.folder(model_id) / "client.json")
+        if found.get("owner") != owner:
             raise NotFoundError(f"no training client '{model_id}'")
         return ClientRecord(**{**found, "lora": LoraSettings(**found["lora"])})
 
     def clients(self, owner: str) -> list[ClientRecord]:
         """Those of a key, the newest first."""
-        ids = (re.sub(r"-train-(\d+)$", r":train:\1", path.parent.name) for path in self._root.glob("*/client.json"))
         found = []
-        for model_id in ids:
-            try:
-                found.append(self.find_client(model_id, owner))
-            except NotFoundError:  # of another key
-                continue
+        for path in self._root.glob("*/client.json"):
+            with suppress(NotFoundError):  # of another key
+                found.append(self.find_client(re.sub(r"-train-(\d+)$", r":train:\1", path.parent.name), owner))
         return sorted(found, key=lambda one: (one.created, one.model_id), reverse=True)
 
-    def checkpoints(self, model_id: str) -> Iterator[tuple[CheckpointPath, CheckpointRecord]]:
+    def checkpoints(self, model_id: str) -> list[tuple[CheckpointPath, CheckpointRecord]]:
         """Those of a client that have a name and are not expired, the newest first."""
-        found = []
-        for kind in KINDS:
-            for path in (self.folder(model_id) / kind).glob(f"*/{RECORD}"):
-                checkpoint = CheckpointPath(model_id, kind, path.parent.name)
-                record = self.record(checkpoint)
-                if not checkpoint.name.startswith(UNNAMED) and not record.is_expired:
-                    found.append((checkpoint, record))
-        yield from sorted(found, key=lambda one: one[1].created, reverse=True)
+        paths = [path.parent for kind in KINDS for path in (self.folder(model_id) / kind).glob(f"*/{RECORD}")]
+        named = [path for path in paths if not path.name.startswith((UNNAMED, fsync_io.STAGED))]
+        every = [CheckpointPath(model_id, path.parent.name, path.name) for path in named]
+        found = [(one, record) for one in every if not (record := self.record(one)).is_expired]
+        return sorted(found, key=lambda one: one[1].created, reverse=True)
 
     def record(self, checkpoint: CheckpointPath) -> CheckpointRecord:
         """Raises NotFoundError."""
-        try:
-            return CheckpointRecord(**json.loads((self.path(checkpoint) / RECORD).read_bytes()))
-        except (OSError, ValueError) as error:
-            raise NotFoundError(f"there is no checkpoint {checkpoint}") from error
+        if not (found := read_mapping(self.path(checkpoint) / RECORD)):
+            raise NotFoundError(f"there is no checkpoint {checkpoint}")
+        return CheckpointRecord(**found)
 
-    def set_expiry(self, checkpoint: CheckpointPath, ttl_s: int | None) -> None:
-        """Let it expire in `ttl_s` seconds from now; None = never. Raises NotFoundError."""
-        record = replace(self.record(checkpoint), expires=None if ttl_s is None else now_text(ttl_s))
-        fsync_io.atomic_write(self.path(checkpoint) / RECORD, _json(asdict(record)))
+    def set_expiry(self, checkpoint: CheckpointPath, expires: str | None) -> None:
+        """Change when it expires; None = never. Raises NotFoundError, StorageError."""
+        write_json(self.path(checkpoint) / RECORD, asdict(replace(self.record(checkpoint), expires=expires)))
 
     def delete(self, checkpoint: CheckpointPath) -> None:
         """Raises NotFoundError."""
         self.record(checkpoint)
-        folder = self.path(checkpoint)
-        gone = folder.with_name(f"{fsync_io.STAGED}{folder.name}.{secrets.token_hex(4)}")
-        os.replace(folder, gone)
+        gone = _staging_path(self.path(checkpoint))
+        os.replace(self.path(checkpoint), gone)
         shutil.rmtree(gone)
 
+    def remove_leftovers(self) -> None:
+        """Delete what a killed server left half written; while nobody writes."""
+        for staged in self._root.glob(f"*/*/{fsync_io.STAGED}*"):
+            shutil.rmtree(staged)
+
     def delete_expired(self) -> list[str]:
-        """Delete all whose TTL has passed, and what a killed process has left; returns their paths."""
+        """Delete all whose TTL has passed; returns their paths."""
         found = []
-        for record in self._root.glob(f"*/*/*/{RECORD}"):
-            if record.parent.name.startswith(fsync_io.STAGED):
-                shutil.rmtree(record.parent, ignore_errors=True)
-            elif CheckpointRecord(**json.loads(record.read_bytes())).is_expired:
-                shutil.rmtree(record.parent)
-                found.append(str(record.parent))
+        for path in self._root.glob(f"*/*/[!.]*/{RECORD}"):
+            if CheckpointRecord(**read_mapping(path)).is_expired:
+                shutil.rmtree(path.parent)
+                found.append(str(path.parent))
         return found
 
     def write(
@@ -215,30 +220,28 @@ class ClientStore:
         folder = self.path(checkpoint)
         if folder.exists() and not overwrite:
             raise DataError(f"{checkpoint} exists; choose another name, or pass overwrite=True")
-        staged = folder.with_name(f"{fsync_io.STAGED}{folder.name}.{secrets.token_hex(4)}")
-        try:
-            staged.mkdir(parents=True)
-            config.save_pretrained(str(staged))
-            save_file(
-                {n: t.detach().cpu().contiguous() for n, t in adapter.items()}, staged / ADAPTER, {"format": "pt"}
-            )
-            if optimizer is not None:
-                save_file({n: t.detach().cpu().contiguous() for n, t in optimizer.items()}, staged / OPTIMIZER)
-            for path in staged.iterdir():
-                fsync_io.fsync_path(path)
-            sums = {path.name: fsync_io.sha256(path) for path in sorted(staged.iterdir())}
-            size = sum(path.stat().st_size for path in staged.iterdir())
-            fsync_io.write_new(staged / RECORD, _json(asdict(replace(record, files=sums, size_bytes=size))))
-            fsync_io.fsync_path(staged)
-            failpoint("tinker.before_rename")
-            if folder.exists():
-                os.replace(folder, staged.with_name(f"{staged.name}.old"))
-            os.replace(staged, folder)
-            fsync_io.fsync_path(folder.parent)
-            shutil.rmtree(staged.with_name(f"{staged.name}.old"), ignore_errors=True)
-        except OSError as error:
-            shutil.rmtree(staged, ignore_errors=True)
-            raise StorageError(f"cannot write {checkpoint}: {fsync_io.error_reason(error)}") from error
+        staged, old = _staging_path(folder), _staging_path(folder)
+        with _storage_errors(folder):
+            try:
+                staged.mkdir(parents=True)
+                config.save_pretrained(str(staged))
+                for name, tensors in ((ADAPTER_WEIGHTS, adapter), (OPTIMIZER, optimizer)):
+                    if tensors is not None:
+                        own = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+                        save_file(own, staged / name, {"format": "pt"})
+                files = sorted(staged.iterdir())
+                for path in files:
+                    fsync_io.fsync_path(path)
+                sizes, sums = sum(p.stat().st_size for p in files), {p.name: fsync_io.sha256(p) for p in files}
+                write_json(staged / RECORD, asdict(replace(record, files=sums, size_bytes=sizes)))
+                failpoint("tinker.before_rename")
+                if folder.exists():
+                    os.replace(folder, old)
+                os.replace(staged, folder)
+                fsync_io.fsync_path(folder.parent)
+            finally:
+                for path in (staged, old):
+                    shutil.rmtree(path, ignore_errors=True)
 
     def read(
         self, checkpoint: CheckpointPath, *, optimizer: bool
@@ -254,24 +257,19 @@ class ClientStore:
             wrong = [name for name, digest in (record.files or {}).items() if fsync_io.sha256(folder / name) != digest]
             if wrong:
                 raise CheckpointError(f"{checkpoint}: {wrong[0]} is damaged; load an earlier checkpoint")
-            return record, load_file(folder / ADAPTER), load_file(folder / OPTIMIZER) if optimizer else {}
+            return record, load_file(folder / ADAPTER_WEIGHTS), load_file(folder / OPTIMIZER) if optimizer else {}
         except OSError as error:
             raise CheckpointError(f"{checkpoint} cannot be read: {fsync_io.error_reason(error)}") from error
 
 
-def _json(value: object) -> bytes:
-    return json.dumps(value, indent=1, default=list).encode() + b"\n"
+def _staging_path(folder: Path) -> Path:
+    """A new name beside a folder, which no checkpoint has."""
+    return folder.with_name(f"{fsync_io.STAGED}{folder.name}.{secrets.token_hex(4)}")
 
 
-def check_name(name: str) -> str:
-    """The name of a checkpoint. Raises DataError for one that is no plain file name."""
-    if not NAME.fullmatch(name):
-        raise DataError(f"the name '{name}' is not supported; use letters, digits, '.', '_' and '-'")
-    return name
-
-
-def check_ttl(seconds: int | None) -> int | None:
-    """The seconds that a checkpoint is kept; None = for ever. Raises DataError."""
-    if seconds is not None and not 1 <= int(seconds) <= LONGEST_TTL_S:
-        raise DataError(f"ttl_seconds={seconds}: expected 1 second to 10 years")
-    return None if seconds is None else int(seconds)
+@contextmanager
+def _storage_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"cannot write {folder}: {fsync_io.error_reason(error)}") from error

@@ -142,6 +142,8 @@ def _objection(datum: Datum, needed: set[str], allowed: set[str] | None, limits:
     if allowed is not None and (unknown := sorted(inputs.keys() - allowed)):
         return f"loss_fn_inputs have {unknown[0]}, which this loss does not read; leave it out"
     targets = inputs[TARGETS]
+    if targets.dtype.kind != "i":
+        return f"target_tokens are {targets.dtype.name}; send int64"
     if targets.ndim not in (1, 2) or len(targets) != length or not targets.size:
         return f"target_tokens have shape {list(targets.shape)}, but model_input has {length} tokens"
     if targets.ndim == 2 and "advantages" in needed:
@@ -163,22 +165,34 @@ def pack_data(data: Sequence[Datum]) -> Batch:
     The channel `targets` has what is predicted in the place of each token. Others: weight (1 unless given),
     old_logprobs and advantages (0 unless given).
     """
-    rows = [(datum.ids, column) for datum in data for column in _columns(datum)]
-    lengths = torch.tensor([len(ids) + 1 for ids, _ in rows])
+    rows = [(datum, at) for datum in data for at in range(datum.inputs[TARGETS][0].size)]
+    lengths = torch.tensor([len(datum.ids) + 1 for datum, _ in rows])
     starts = torch.cumsum(lengths, 0) - lengths
     index = torch.arange(int(lengths.sum()))
     positions = index - torch.repeat_interleave(starts, lengths)
+    ids = [np.append(datum.ids, _column(datum, at, TARGETS, 0)[-1]) for datum, at in rows]
+
+    def join(name: str, default: float) -> Tensor:
+        return torch.from_numpy(np.concatenate([np.append(0, _column(datum, at, name, default)) for datum, at in rows]))
+
     tokens = {
-        "ids": _join([np.append(ids, column[TARGETS][-1]) for ids, column in rows]),
+        "ids": torch.from_numpy(np.concatenate(ids)),
         "positions": positions,
         "parent": torch.where(positions == 0, -1, index - 1),
-        TARGETS: _join([_shift(column[TARGETS], 0) for _, column in rows]),
-        "weight": _join([_shift(column.get("weights", np.ones(len(ids))), 0.0) for ids, column in rows]).float(),
+        TARGETS: join(TARGETS, 0),
+        "weight": join("weights", 1.0).float(),
+        "old_logprobs": join("logprobs", 0.0).float(),
+        "advantages": join("advantages", 0.0).float(),
     }
-    for channel, name in (("old_logprobs", "logprobs"), ("advantages", "advantages")):
-        values = [_shift(column.get(name, np.zeros(len(ids))), 0.0) for ids, column in rows]
-        tokens[channel] = _join(values).float()
     return Batch(tokens, {"lengths": lengths, "unit": torch.arange(len(rows))})
+
+
+def _column(datum: Datum, at: int, name: str, default: float) -> np.ndarray:
+    """What a loss reads for target `at` of each position, [N]."""
+    targets, values = datum.inputs[TARGETS], datum.inputs.get(name)
+    if values is None or values.shape != targets.shape:
+        return np.full(len(targets), default)
+    return values if targets.ndim == 1 else values[:, at]
 
 
 def split_logprobs(logprobs: Tensor, data: Sequence[Datum]) -> list[np.ndarray]:
@@ -191,21 +205,3 @@ def split_logprobs(logprobs: Tensor, data: Sequence[Datum]) -> list[np.ndarray]:
         found.append(rows.T.reshape(targets.shape).copy())
         at += width * (size + 1)
     return found
-
-
-def _columns(datum: Datum) -> list[dict[str, np.ndarray]]:
-    """The inputs that losses read, for each target of a position."""
-    names = [name for name in (TARGETS, "weights", "logprobs", "advantages") if name in datum.inputs]
-    targets = datum.inputs[TARGETS]
-    own = {name: datum.inputs[name] for name in names if datum.inputs[name].shape == targets.shape}
-    if targets.ndim == 1:
-        return [own]
-    return [{name: values[:, at] for name, values in own.items()} for at in range(targets.shape[1])]
-
-
-def _shift(values: np.ndarray, first: float) -> np.ndarray:
-    return np.concatenate([[first], values]).astype(np.float64 if values.dtype.kind == "f" else np.int64)
-
-
-def _join(rows: Sequence[np.ndarray]) -> Tensor:
-    return torch.from_numpy(np.concatenate(rows))

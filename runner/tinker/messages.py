@@ -1,62 +1,77 @@
-"""The protobuf messages of the protocol, and what they hold as numpy arrays.
+"""The protobuf messages of the protocol, and what they hold as numpy arrays. Arrays are little-endian.
 
-Field numbers are those of the package tinker_public that SDK 0.25 and later send. Arrays are little-endian.
+    PassRequest, or the JSON of SDK 0.24 and earlier ──▶ PassRequest with data of numpy
+    PassResult, SampleResult ──▶ PassResponse, SampleResponse, or JSON
 
-    ForwardBackwardRequest, or the JSON of SDK 0.24 and earlier ──▶ PassRequest
-    PassResult, SampleResult ──▶ ForwardBackwardOutput, SampleResponse, or JSON
+Field numbers are those of the package tinker_public that SDK 0.25 and later send; names are ours, which protobuf does
+not send. A map is the repeated message of its keys and values, as which it is sent.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
 
 from runner.core.errors import DataError
-from runner.tinker.protobuf import Map, Message, decode, encode
+from runner.inference.engine import TokenEvent
 
-TENSOR: Message = {
-    1: ("dense", "bytes"),
-    2: ("sparse", {1: ("values", "bytes"), 2: ("crow", "bytes"), 3: ("col", "bytes")}),
-    3: ("dtype", "int"),
-    4: ("shape", "ints"),
+PROTO = """
+message Text { bytes tokens = 1; }
+message Media { }
+message Chunk { Text text = 1; Media image = 2; Media dmel = 3; }
+message Sparse { bytes values = 1; bytes crow = 2; bytes col = 3; }
+message Tensor { bytes dense = 1; Sparse sparse = 2; int32 dtype = 3; repeated int64 shape = 4; }
+message Input { string key = 1; Tensor value = 2; }
+message Datum { repeated Chunk chunks = 1; repeated Input inputs = 2; }
+message Number { string key = 1; double value = 2; }
+message OptionValue { double number = 1; string text = 2; }
+message Option { string key = 1; OptionValue value = 2; }
+message PassRequest {
+  string model_id = 1; int32 seq_id = 2; repeated Datum data = 3; string loss_fn = 4; repeated Number numbers = 5;
+  bool forward_only = 6; repeated Option options = 7;
 }
-DATUM: Message = {
-    1: ("chunks", [{1: ("text", {1: ("tokens", "bytes")}), 2: ("image", {}), 3: ("dmel", {})}]),
-    2: ("inputs", Map(TENSOR)),
-}
-REQUEST: Message = {
-    1: ("model_id", "text"),
-    2: ("seq_id", "int"),
-    3: ("data", [DATUM]),
-    4: ("loss_fn", "text"),
-    5: ("config", Map("double")),
-    6: ("forward_only", "bool"),
-    7: ("config_v2", Map({1: ("number", "double"), 2: ("text", "text")})),
-}
-BATCHED: Message = {1: ("data", "bytes"), 2: ("offsets", "bytes"), 3: ("dtype", "int"), 4: ("trailing_shape", "ints")}
-OUTPUT: Message = {
-    1: ("loss_fn_output_type", "text"),
-    2: ("records", [{1: ("type_tag", "text"), 2: ("fields", Map(BATCHED)), 3: ("num_datums", "int")}]),
-    3: ("metrics", Map("double")),
-}
-TOP: Message = {1: ("token_ids", "bytes"), 2: ("logprobs", "bytes"), 3: ("k", "int"), 4: ("length", "int")}
-SAMPLE: Message = {
-    1: ("sequences", [{1: ("stop_reason", "int"), 2: ("tokens", "bytes"), 3: ("logprobs", "bytes"), 4: ("top", TOP)}]),
-    2: ("prompt_logprobs", "bytes"),
-    3: ("topk_prompt_logprobs", TOP),
-}
-DTYPES: Mapping[int, np.dtype[Any]] = {
-    1: np.dtype("<f4"),
-    2: np.dtype("<i8"),
-    3: np.dtype("<i4"),
-}  # 4, bfloat16, is sent by no SDK
+message Batched { bytes data = 1; bytes offsets = 2; int32 dtype = 3; repeated int64 trailing_shape = 4; }
+message Field { string key = 1; Batched value = 2; }
+message Record { string type_tag = 1; repeated Field fields = 2; int64 num_datums = 3; }
+message PassResponse { string loss_fn_output_type = 1; repeated Record records = 2; repeated Number metrics = 3; }
+message Top { bytes token_ids = 1; bytes logprobs = 2; int32 k = 3; int32 length = 4; }
+message Sequence { int32 stop_reason = 1; bytes tokens = 2; bytes logprobs = 3; Top top = 4; }
+message SampleResponse { repeated Sequence sequences = 1; bytes prompt_logprobs = 2; Top prompt_top = 3; }
+"""
+DTYPES: Mapping[int, str] = {1: "<f4", 2: "<i8", 3: "<i4"}  # 4, bfloat16, is sent by no SDK
 FLOAT32 = 1
 STOP_REASONS = ("stop", "length")
 NO_LOGPROB = -99999.0  # of a cell of the likeliest tokens that is empty
+MAX_SPARSE_CELLS = 1 << 26
 TopTokens = Sequence[Sequence[tuple[int, float]]]  # of each position the likeliest (id, log-probability)
+
+
+def _message_classes() -> dict[str, Any]:
+    """A class for each message of PROTO, by its name."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    file = descriptor_pb2.FileDescriptorProto(name="run_tinker.proto", package="run_tinker", syntax="proto3")
+    for name, body in re.findall(r"message (\w+) {(.*?)}", PROTO, re.DOTALL):
+        message = file.message_type.add(name=name)
+        for label, kind, field, number in re.findall(r"(repeated )?(\w+) (\w+) = (\d+);", body):
+            scalar = kinds.Type.Value(f"TYPE_{kind.upper()}") if kind.islower() else kinds.TYPE_MESSAGE
+            entry = message.field.add(name=field, number=int(number), type=scalar)
+            entry.label = kinds.LABEL_REPEATED if label else kinds.LABEL_OPTIONAL
+            if not kind.islower():
+                entry.type_name = f".{file.package}.{kind}"
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = pool.FindFileByName(file.name).message_types_by_name
+    return {name: message_factory.GetMessageClass(one) for name, one in found.items()}
+
+
+MESSAGES = _message_classes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +84,17 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class PassRequest:
-    """forward_backward, or forward where `forward_only`. data: or why it cannot be read."""
+    """forward_backward, or forward where `forward_only`.
+
+    read_data: raises DataError, KeyError, TypeError and the like where data are wrong
+    """
 
     model_id: str
-    seq_id: int
-    data: Sequence[Datum] | DataError
+    seq_id: int | None
     loss_fn: str
     config: Mapping[str, float | str]
-    forward_only: bool = False
+    forward_only: bool
+    read_data: Callable[[], list[Datum]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,45 +105,46 @@ class PassResult:
     metrics: Mapping[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """As SDK 0.24 and earlier read it."""
-        outputs = [{"logprobs": _tensor_json(values)} for values in self.logprobs]
+        """As SDK 0.24 and earlier may read it."""
+        arrays = ({"data": x.ravel().tolist(), "dtype": "float32", "shape": list(x.shape)} for x in self.logprobs)
+        outputs = [{"logprobs": array} for array in arrays]
         return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(self.metrics)}
 
     def to_protobuf(self) -> bytes:
         """A record for each run of datums whose shapes agree after the first dimension."""
-        records = []
-        first = 0
-        for at in range(1, len(self.logprobs) + 1):
-            if at == len(self.logprobs) or self.logprobs[at].shape[1:] != self.logprobs[first].shape[1:]:
-                records.append(_record(self.logprobs[first:at]))
-                first = at
-        values = {"loss_fn_output_type": "ArrayRecord", "records": records, "metrics": self.metrics}
-        return encode(OUTPUT, values)
-
-
-@dataclass(frozen=True, slots=True)
-class SampledSequence:
-    """One sampled answer; top: the likeliest tokens in the place of each, where they were requested."""
-
-    stop_reason: str
-    tokens: Sequence[int]
-    logprobs: Sequence[float]
-    top: TopTokens | None = None
+        response = MESSAGES["PassResponse"](loss_fn_output_type="ArrayRecord")
+        for shape, arrays in groupby(self.logprobs, lambda values: values.shape[1:]):
+            content = [values.astype("<f4").tobytes() for values in arrays]
+            offsets = np.cumsum([0, *map(len, content)]).astype("<i8").tobytes()
+            record = response.records.add(type_tag="ArrayRecord", num_datums=len(content))
+            batched = {"data": b"".join(content), "offsets": offsets, "dtype": FLOAT32, "trailing_shape": shape}
+            record.fields.add(key="logprobs", value=batched)
+        for name, value in self.metrics.items():
+            response.metrics.add(key=name, value=value)
+        return bytes(response.SerializeToString())
 
 
 @dataclass(frozen=True, slots=True)
 class SampleResult:
-    """Sampled answers, and log-probabilities of the prompt, None at its first token."""
+    """Sampled answers, and log-probabilities of the prompt, None at its first token.
 
-    sequences: Sequence[SampledSequence]
+    has_top: whether the likeliest tokens of answers were requested
+    """
+
+    sequences: Sequence[Sequence[TokenEvent]]
+    has_top: bool = False
     prompt_logprobs: Sequence[float | None] | None = None
     prompt_top: TopTokens | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As SDK 0.24 and earlier may read it."""
         sequences = [
-            {"stop_reason": one.stop_reason, "tokens": list(one.tokens), "logprobs": list(one.logprobs)}
-            for one in self.sequences
+            {
+                "stop_reason": events[-1].finish_reason,
+                "tokens": [event.token_id for event in events],
+                "logprobs": [event.logprob for event in events],
+            }
+            for events in self.sequences
         ]
         top = None if self.prompt_top is None else [list(map(list, cell)) or None for cell in self.prompt_top]
         found = {"prompt_logprobs": self.prompt_logprobs, "topk_prompt_logprobs": top}
@@ -133,65 +152,44 @@ class SampleResult:
 
     def to_protobuf(self) -> bytes:
         """A SampleResponse."""
-        sequences = [
-            {
-                "stop_reason": STOP_REASONS.index(one.stop_reason),
-                "tokens": np.asarray(one.tokens, "<i4").tobytes(),
-                "logprobs": np.asarray(one.logprobs, "<f4").tobytes(),
-                "top": None if one.top is None else _top(one.top),
-            }
-            for one in self.sequences
-        ]
-        prompt = self.prompt_logprobs
-        scores = [np.nan if value is None else value for value in prompt or ()]
-        values = {
-            "sequences": sequences,
-            "prompt_logprobs": None if prompt is None else np.asarray(scores, "<f4").tobytes(),
-            "topk_prompt_logprobs": None if self.prompt_top is None else _top(self.prompt_top),
-        }
-        return encode(SAMPLE, values)
+        prompt = np.asarray([np.nan if value is None else value for value in self.prompt_logprobs or ()], "<f4")
+        top = None if self.prompt_top is None else _top(self.prompt_top)
+        response = MESSAGES["SampleResponse"](prompt_logprobs=prompt.tobytes(), prompt_top=top)
+        for events in self.sequences:
+            response.sequences.add(
+                stop_reason=STOP_REASONS.index(str(events[-1].finish_reason)),
+                tokens=np.asarray([event.token_id for event in events], "<i4").tobytes(),
+                logprobs=np.asarray([event.logprob for event in events], "<f4").tobytes(),
+                top=_top([event.top_logprobs for event in events]) if self.has_top else None,
+            )
+        return bytes(response.SerializeToString())
 
 
 def decode_pass_request(body: bytes) -> PassRequest:
     """The request in a protobuf body. Raises DataError where it is no such message."""
-    found = decode(REQUEST, body)
-    data = _read_data(
-        lambda: [Datum(_ids(one["chunks"]), {n: _array(t) for n, t in one["inputs"].items()}) for one in found["data"]]
-    )
-    config = {name: value.get("text", value.get("number", 0.0)) for name, value in found["config_v2"].items()}
-    return PassRequest(
-        found.get("model_id", ""),
-        found.get("seq_id", 0),
-        data,
-        found.get("loss_fn", ""),
-        config or found["config"],
-        found.get("forward_only", False),
-    )
+    try:
+        given = MESSAGES["PassRequest"].FromString(body)
+    except DecodeError as error:
+        raise DataError(f"the body is no valid protobuf message: {error}") from error
+
+    def read_data() -> list[Datum]:
+        return [Datum(_ids(one.chunks), {i.key: _array(i.value) for i in one.inputs}) for one in given.data]
+
+    options = {one.key: one.value.text or one.value.number for one in given.options}
+    config = options or {one.key: one.value for one in given.numbers}
+    return PassRequest(given.model_id, given.seq_id or None, given.loss_fn, config, given.forward_only, read_data)
 
 
 def read_pass_request(body: Mapping[str, Any], *, forward_only: bool) -> PassRequest:
-    """The request in the JSON body of SDK 0.24 and earlier.
-
-    Raises KeyError, TypeError or ValueError for another body.
-    """
+    """The request in the JSON body of SDK 0.24 and earlier. Raises KeyError and the like for another body."""
     given = body["forward_input" if forward_only else "forward_backward_input"]
-    data = _read_data(
-        lambda: [
-            Datum(read_model_input(one["model_input"]), {n: _json_array(t) for n, t in one["loss_fn_inputs"].items()})
-            for one in given["data"]
-        ]
-    )
-    config = dict(given.get("loss_fn_config") or {})
-    return PassRequest(str(body["model_id"]), int(body["seq_id"]), data, str(given["loss_fn"]), config, forward_only)
 
+    def read_data() -> list[Datum]:
+        rows = ((one["model_input"], one["loss_fn_inputs"]) for one in given["data"])
+        return [Datum(read_model_input(row), {n: _json_array(t) for n, t in tensors.items()}) for row, tensors in rows]
 
-def _read_data(read: Callable[[], Sequence[Datum]]) -> Sequence[Datum] | DataError:
-    try:
-        return read()
-    except DataError as error:
-        return error
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        return DataError(f"the data are malformed: {type(error).__name__}: {error}")
+    config = given.get("loss_fn_config") or {}
+    return PassRequest(body["model_id"], body.get("seq_id"), given["loss_fn"], config, forward_only, read_data)
 
 
 def read_model_input(given: Mapping[str, Any]) -> np.ndarray:
@@ -201,10 +199,9 @@ def read_model_input(given: Mapping[str, Any]) -> np.ndarray:
     return np.asarray([i for chunk in chunks for i in chunk["tokens"]], np.int64)
 
 
-def _ids(chunks: Sequence[Mapping[str, Any]]) -> np.ndarray:
-    _refuse_media([name for chunk in chunks for name in chunk if name != "text"])
-    tokens = b"".join(chunk["text"].get("tokens", b"") for chunk in chunks if "text" in chunk)
-    return _numbers(tokens, np.dtype("<i4")).astype(np.int64)
+def _ids(chunks: Sequence[Any]) -> np.ndarray:
+    _refuse_media([name for chunk in chunks for name in ("image", "dmel") if chunk.HasField(name)])
+    return _numbers(b"".join(chunk.text.tokens for chunk in chunks), "<i4").astype(np.int64)
 
 
 def _refuse_media(kinds: Sequence[str]) -> None:
@@ -212,30 +209,30 @@ def _refuse_media(kinds: Sequence[str]) -> None:
         raise DataError(f"the model input has a chunk of {kinds[0]}; this server takes text alone")
 
 
-def _numbers(content: bytes, dtype: np.dtype) -> np.ndarray:
-    if len(content) % dtype.itemsize:
-        raise DataError(f"{len(content)} bytes are no array of {dtype.name}")
+def _numbers(content: bytes, dtype: str) -> np.ndarray:
+    if len(content) % np.dtype(dtype).itemsize:
+        raise DataError(f"{len(content)} bytes are no array of {np.dtype(dtype).name}")
     return np.frombuffer(content, dtype)
 
 
-def _array(tensor: Mapping[str, Any]) -> np.ndarray:
-    dtype = DTYPES.get(tensor.get("dtype", 0))
-    if dtype is None:
-        raise DataError(f"data type {tensor.get('dtype', 0)} of a tensor is not supported; send float32 or int64")
-    if (sparse := tensor.get("sparse")) is None:
-        return _reshape(_numbers(tensor.get("dense", b""), dtype), tensor.get("shape"))
-    crow, col = (_numbers(sparse.get(name, b""), np.dtype("<i8")) for name in ("crow", "col"))
-    return _dense(_numbers(sparse.get("values", b""), dtype), crow, col, tensor.get("shape") or ())
+def _array(tensor: Any) -> np.ndarray:
+    if tensor.dtype not in DTYPES:
+        raise DataError(f"data type {tensor.dtype} of a tensor is not supported; send float32 or int64")
+    dtype, sparse = DTYPES[tensor.dtype], tensor.sparse
+    if not tensor.HasField("sparse"):
+        return _reshape(_numbers(tensor.dense, dtype), tensor.shape)
+    crow, col = _numbers(sparse.crow, "<i8"), _numbers(sparse.col, "<i8")
+    return _dense(_numbers(sparse.values, dtype), crow, col, tensor.shape)
 
 
 def _json_array(tensor: Mapping[str, Any]) -> np.ndarray:
     values = np.asarray(tensor["data"], {"float32": np.float32, "int64": np.int64}[tensor["dtype"]])
     if (crow := tensor.get("sparse_crow_indices")) is None:
-        return _reshape(values, tensor.get("shape"))
+        return _reshape(values, tensor.get("shape") or ())
     return _dense(values, np.asarray(crow), np.asarray(tensor["sparse_col_indices"]), tensor["shape"])
 
 
-def _reshape(values: np.ndarray, shape: Sequence[int] | None) -> np.ndarray:
+def _reshape(values: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     if not shape:
         return values
     if min(shape) < 0 or int(np.prod(shape)) != values.size:
@@ -249,33 +246,16 @@ def _dense(values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: Sequenc
     fits = len(shape) == 2 and len(crow) == shape[0] + 1 and len(col) == len(values) == counts.sum()
     if not fits or (counts < 0).any() or (len(col) and not 0 <= col.min() <= col.max() < shape[1]):
         raise DataError(f"the indices of a sparse tensor of shape {list(shape)} are damaged")
-    if shape[0] * shape[1] > 1 << 26:
+    if shape[0] * shape[1] > MAX_SPARSE_CELLS:
         raise DataError(f"a sparse tensor of shape {list(shape)} is too large")
     made = np.zeros(shape, values.dtype)
     made[np.repeat(np.arange(shape[0]), counts), col] = values
     return made
 
 
-def _tensor_json(values: np.ndarray) -> dict[str, Any]:
-    return {"data": values.ravel().tolist(), "dtype": "float32", "shape": list(values.shape)}
-
-
-def _record(logprobs: Sequence[np.ndarray]) -> dict[str, Any]:
-    arrays = [np.ascontiguousarray(values, "<f4") for values in logprobs]
-    offsets = np.cumsum([0, *(values.nbytes for values in arrays)]).astype("<i8")
-    batched = {
-        "data": b"".join(values.tobytes() for values in arrays),
-        "offsets": offsets.tobytes(),
-        "dtype": FLOAT32,
-        "trailing_shape": arrays[0].shape[1:],
-    }
-    return {"type_tag": "ArrayRecord", "fields": {"logprobs": batched}, "num_datums": len(arrays)}
-
-
 def _top(cells: TopTokens) -> dict[str, Any]:
     width = max(map(len, cells), default=0)
-    ids, logprobs = np.zeros((len(cells), width), "<i4"), np.full((len(cells), width), NO_LOGPROB, "<f4")
-    for row, cell in enumerate(cells):
-        for column, (token, logprob) in enumerate(cell):
-            ids[row, column], logprobs[row, column] = token, logprob
-    return {"token_ids": ids.tobytes(), "logprobs": logprobs.tobytes(), "k": width, "length": len(cells)}
+    padded = [[*cell, *[(0, NO_LOGPROB)] * (width - len(cell))] for cell in cells]
+    table = np.asarray(padded, np.float64).reshape(len(cells), width, 2)
+    ids, logprobs = table[:, :, 0].astype("<i4").tobytes(), table[:, :, 1].astype("<f4").tobytes()
+    return {"token_ids": ids, "logprobs": logprobs, "k": width, "length": len(cells)}

@@ -1,7 +1,7 @@
 """Requests between the event loop, which receives them, and the thread that computes.
 
-    seq 2, 3, 1 ──RequestOrder──▶ 1, 2, 3 ──OperationQueue──▶ compute ──▶ future ◀─held─ retrieve_future
-    the same request again ──────────────────────────────────────────────▶ the same future
+    seq 2, 3, 1 ──RequestOrder──▶ 1, 2, 3 ──queue──▶ compute ──▶ future ◀─held─ retrieve_future
+    the same request again ─────────────────────────────────────▶ the same future
 
 All but the queue belongs to the event loop's thread.
 """
@@ -9,20 +9,21 @@ All but the queue belongs to the event loop's thread.
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 from runner.core.errors import CheckpointError, DataError, RunnerError
 from runner.tinker.checkpoints import NotFoundError
 from runner.tinker.messages import PassResult, SampleResult
 
-Result = Mapping[str, Any] | PassResult | SampleResult  # what a client is answered
+Json = Mapping[str, Any]
+Result = Json | PassResult | SampleResult  # what a client is answered
 KEPT_RESULTS = 256  # that were sent; a client that has lost an answer asks again
 GAP_S = 300.0  # after which a missing request is given up: clients retry for as long
+MALFORMED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # by a body of another form
 
 
 class TooManyRequestsError(RunnerError):
@@ -37,71 +38,61 @@ class GoneError(RunnerError):
 class Operation:
     """A verb of the service, its arguments, and what its result becomes for the client.
 
-    finish runs in the thread that computes
+    finish: runs in the thread that computes; None = the result comes later, by events
     """
 
     verb: str
-    arguments: tuple[Any, ...]
-    finish: Callable[[Any], Result]
+    arguments: tuple[Any, ...] = ()
+    finish: Callable[[Any], Result] | None = None
     future: Future[Result] = field(default_factory=Future)
 
 
-class OperationQueue:
-    """Operations in the order in which they are computed."""
+Prepare = Callable[[], Operation]  # raises DataError, GoneError, and MALFORMED
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[Operation] = SimpleQueue()
 
-    def put(self, operation: Operation) -> None:
-        """From any thread."""
-        self._queue.put(operation)
+def prepare_operation(prepare: Prepare) -> Operation:
+    """The operation of a request, which has failed already where the request is wrong.
 
-    def get(self, timeout_s: float) -> Operation | None:
-        """The next one, or None after the time."""
-        try:
-            return self._queue.get(timeout=timeout_s) if timeout_s else self._queue.get_nowait()
-        except Empty:
-            return None
+    A wrong request has its place in the order, too: those after it would wait for it.
+    """
+    try:
+        return prepare()
+    except (*MALFORMED, DataError, GoneError) as error:
+        failed = Operation("refuse")
+        failed.future.set_exception(as_runner_error(error))
+        return failed
 
 
 class RequestOrder:
     """The requests of one training client, which are computed in the order of their numbers, from 1."""
 
-    def __init__(self, queue: OperationQueue) -> None:
+    def __init__(self, queue: SimpleQueue[Operation]) -> None:
         self._queue, self.next, self._since = queue, 1, 0.0
-        self._waiting: dict[int, Operation | None] = {}
+        self._waiting: dict[int, Operation] = {}
 
-    def put(self, seq_id: int, operation: Operation | None) -> None:
-        """Take a request; None = it has failed already, so that nothing is left to compute."""
+    def put(self, seq_id: int, operation: Operation) -> None:
+        """Queue a request as soon as those before it are there."""
         self._waiting[seq_id] = operation
-        self._advance()
+        self._since = time.monotonic()
+        while self.next in self._waiting:
+            self._queue.put(self._waiting.pop(self.next))
+            self.next += 1
 
     def give_up_gap(self, now: float) -> str | None:
         """Fail what has waited too long for a request that never came; returns what happened."""
         if not self._waiting or now - self._since < GAP_S:
             return None
         text = f"request {self.next} of this client did not arrive within {GAP_S:g} s, so those after it were dropped"
-        for operation in self._waiting.values():
-            if operation is not None:
-                operation.future.set_exception(DataError(text))
         self.next = max(self._waiting) + 1
-        self._waiting.clear()
+        self.fail_waiting(DataError(text))
         return text
 
-    def close(self, why: str) -> None:
+    def fail_waiting(self, error: RunnerError) -> None:
         """Fail what waits for a request that has not come."""
         for operation in self._waiting.values():
-            if operation is not None:
-                operation.future.set_exception(GoneError(why))
+            if not operation.future.done():
+                operation.future.set_exception(error)
         self._waiting.clear()
-
-    def _advance(self) -> None:
-        while self.next in self._waiting:
-            operation = self._waiting.pop(self.next)
-            self.next += 1
-            if operation is not None:
-                self._queue.put(operation)
-        self._since = time.monotonic()
 
 
 class Futures:
@@ -109,54 +100,70 @@ class Futures:
 
     def __init__(self, max_requests: int) -> None:
         self._max_requests = max_requests
-        self._found: dict[str, tuple[str, Future[Result]]] = {}
-        self._answered: OrderedDict[str, None] = OrderedDict()
-        self._unanswered: Counter[str] = Counter()  # by key
+        self._unanswered: dict[str, tuple[str, Future[Result]]] = {}
+        self._answered: dict[str, tuple[str, Future[Result]]] = {}  # the oldest first
 
     def __contains__(self, request_id: str) -> bool:
-        return request_id in self._found
+        return request_id in self._unanswered or request_id in self._answered
 
-    def admit(self, owner: str) -> None:
+    def __len__(self) -> int:
+        """How many are unanswered."""
+        return len(self._unanswered)
+
+    def check_room(self, owner: str) -> None:
         """Raise TooManyRequestsError where a key has as many unanswered requests as it may."""
-        if self._unanswered[owner] >= self._max_requests:
-            text = f"{self._unanswered[owner]} requests of this key are unanswered (tinker.max_requests)"
+        count = sum(owner == other for other, _ in self._unanswered.values())
+        if count >= self._max_requests:
+            text = f"{count} requests of this key are unanswered (tinker.max_requests)"
             raise TooManyRequestsError(f"{text}; try again later")
 
     def add(self, request_id: str, owner: str, future: Future[Result]) -> None:
         """Keep a request's future."""
-        self._found[request_id] = (owner, future)
-        self._unanswered[owner] += 1
+        self._unanswered[request_id] = (owner, future)
 
     def get(self, request_id: str, owner: str) -> Future[Result]:
         """Raises NotFoundError, also where another key owns it."""
-        found = self._found.get(request_id)
+        found = self._unanswered.get(request_id) or self._answered.get(request_id)
         if found is None or found[0] != owner:
             raise NotFoundError(f"no request '{request_id}'; the server may have been restarted since it was sent")
         return found[1]
 
     def mark_answered(self, request_id: str) -> None:
         """Note that a result was sent; the oldest of these go where there are many."""
-        if request_id not in self._found:  # its session ended meanwhile
-            return
-        if request_id not in self._answered:
-            self._unanswered[self._found[request_id][0]] -= 1
-        self._answered[request_id] = None
-        self._answered.move_to_end(request_id)
+        if (found := self._unanswered.pop(request_id, None)) is not None:
+            self._answered[request_id] = found
         while len(self._answered) > KEPT_RESULTS:
-            del self._found[self._answered.popitem(last=False)[0]]
+            del self._answered[next(iter(self._answered))]
 
     def drop(self, prefix: str) -> None:
         """Forget the requests whose ids begin so."""
-        for request_id in [one for one in self._found if one.startswith(prefix)]:
-            owner, _ = self._found.pop(request_id)
-            if self._answered.pop(request_id, owner) is not None:
-                self._unanswered[owner] -= 1
+        for table in (self._unanswered, self._answered):
+            for request_id in [one for one in table if one.startswith(prefix)]:
+                del table[request_id]
 
 
-def failure_json(error: BaseException) -> dict[str, str]:
-    """A failed request as the SDK reads it."""
-    if isinstance(error, DataError | CheckpointError | GoneError):
-        return {"error": str(error), "category": "user"}
+STATUSES: Mapping[type[Exception], int] = {
+    NotFoundError: 404,
+    GoneError: 410,
+    TooManyRequestsError: 429,
+    DataError: 400,
+    CheckpointError: 400,
+}
+
+
+def as_runner_error(error: Exception) -> RunnerError:
+    """An error of a request as the client reads it: what a body of another form raises names itself."""
     if isinstance(error, RunnerError):
-        return {"error": str(error), "category": "server"}
-    return {"error": f"{type(error).__name__} in the server; its run.log has the traceback", "category": "server"}
+        return error
+    return DataError(f"the request is malformed: {type(error).__name__}: {error}")
+
+
+def describe_error(error: BaseException) -> tuple[int, dict[str, str]]:
+    """The HTTP status of an error, and its text and category as the SDK reads them.
+
+    A bug's traceback is not sent.
+    """
+    status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
+    bug = f"{type(error).__name__} in the server; its run.log has the traceback"
+    text = str(error) if isinstance(error, RunnerError) else bug
+    return status, {"error": text, "category": "server" if status == 500 else "user"}

@@ -16,27 +16,25 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from runner.core.errors import DataError, RunnerError
 from runner.spec.tinker import LOOPBACK
-from runner.tinker.checkpoints import NotFoundError
-from runner.tinker.requests import GoneError, TooManyRequestsError
-from runner.tinker.state import Json, owner_of
+from runner.tinker.requests import MALFORMED, Json, as_runner_error, describe_error
+from runner.tinker.state import ServerState, owner_of
 
 log = logging.getLogger("runner")
 PREFIX = "/api/v1/"
-STATUSES: Mapping[type[Exception], int] = {
-    NotFoundError: 404,
-    GoneError: 410,
-    TooManyRequestsError: 429,
-    DataError: 400,
-}
+Handler = Callable[[ServerState, Json, str], Json | None]  # from a body and the owner of the key to the answer
 
 
-def json_routes(handlers: Mapping[str, Callable[[Json, str], Json]], method: str = "POST") -> list[Route]:
-    """Routes whose handlers get the body and the owner of the key, and return the answer."""
+def json_routes(state: ServerState, handlers: Mapping[str, Handler], method: str = "POST") -> list[Route]:
+    """Routes whose handlers get a body, with the values in the path and the query, and return the answer."""
 
-    def route(path: str, handle: Callable[[Json, str], Json]) -> Route:
+    def route(path: str, handle: Handler) -> Route:
         async def answer(request: Request) -> Response:
-            body = await read_json(request) if method == "POST" else {}
-            return JSONResponse(handle(body, request.scope["owner"]))
+            body = {} if method in ("GET", "DELETE") else await read_json(request)
+            own = {**body, **request.query_params, **request.path_params}
+            if key := request.headers.get("x-idempotency-key"):
+                own["idempotency_key"] = key
+            found = handle(state, own, request.scope["owner"])
+            return Response(status_code=204) if found is None else JSONResponse(found)
 
         return Route(PREFIX + path, answer, methods=[method])
 
@@ -79,16 +77,12 @@ def make_app(routes: Sequence[Route], keys: frozenset[str] | None) -> Starlette:
             return Response(status_code=499)  # it is not read
         if isinstance(error, HTTPException):
             return JSONResponse({"error": str(error.detail), "category": "user"}, error.status_code)
-        if isinstance(error, KeyError | TypeError | ValueError):
-            text = f"the request is malformed: {type(error).__name__}: {error}"
-            return JSONResponse({"error": text, "category": "user"}, 400)
-        status = next((code for kind, code in STATUSES.items() if isinstance(error, kind)), 500)
+        status, body = describe_error(as_runner_error(error) if isinstance(error, MALFORMED) else error)
         if status == 500:
             log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-            return JSONResponse({"error": "internal error; see run.log of the server", "category": "server"}, 500)
-        return JSONResponse({"error": str(error), "category": "user"}, status)
+        return JSONResponse(body, status)
 
-    kinds = (RunnerError, HTTPException, ClientDisconnect, KeyError, TypeError, ValueError, Exception)
+    kinds = (RunnerError, HTTPException, ClientDisconnect, *MALFORMED, Exception)
     guards = [] if keys is not None else [Middleware(TrustedHostMiddleware, allowed_hosts=[*LOOPBACK, "[::1]"])]
     middleware = [*guards, Middleware(KeyCheck, keys=keys)]
     return Starlette(routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(kinds, refuse))

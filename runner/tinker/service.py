@@ -11,24 +11,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
 from runner.adapter.lora import Part, add_lora
 from runner.core.errors import DataError, RunnerError, TrainingDiverged
+from runner.core.fsync_io import failpoint
 from runner.core.rng import derive_seed
 from runner.distributed.work_partition import run_on_rank0
-from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent
+from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent, TokenScore
 from runner.inference.torch_engine import TorchEngine
 from runner.interfaces import LOGPROBS, Decide, GenerativeModel, State
 from runner.interfaces.learning import OptimSettings
 from runner.optimizer.config import AdamWConfig
 from runner.optimizer.optimizers import build_adamw
 from runner.parallelism.parallel_context import ParallelContext
+from runner.spec.job import JobSpec
 from runner.tinker.checkpoints import CheckpointPath, CheckpointRecord, ClientStore, LoraSettings, now_text
 from runner.tinker.losses import check_data, check_loss, pack_data, split_logprobs
 from runner.tinker.messages import Datum, PassResult
@@ -43,8 +44,8 @@ class Tenant:
 
     learner: LocalLearner
     peft_name: str
+    parameters: Mapping[str, torch.nn.Parameter]
     steps: int = 0
-    parameters: Mapping[str, torch.nn.Parameter] = field(default_factory=dict)
 
     def file_name(self, parameter: str) -> str:
         """A parameter's name in a PEFT folder."""
@@ -67,11 +68,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Log-probabilities of a prompt's tokens but the first, and the likeliest in their places."""
+    """Scores of a prompt's tokens but the first."""
 
     request_id: str
-    logprobs: tuple[float, ...]
-    top: tuple[tuple[tuple[int, float], ...], ...]
+    scores: Sequence[TokenScore]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,25 +89,22 @@ class TrainingService:
     """The verbs of the server. All ranks call the same ones, with the same arguments.
 
     A verb that raises RunnerError raises it on all ranks, and has changed nothing. base: the name of the base that
-    adapters' configs get; max_samplers: adapters of samplers on the device
+    adapters' configs get
     """
 
     def __init__(
         self,
+        spec: JobSpec,
         model: GenerativeModel,
         world: ParallelContext,
         store: ClientStore,
-        *,
         decide: Decide,
-        budget: int,
-        max_num_seqs: int,
-        max_samplers: int,
         base: str,
     ) -> None:
-        self._model, self._world, self._store, self._decide = model, world, store, decide
-        self._budget, self._base, self._max_samplers = budget, base, max_samplers
+        self._spec, self._model, self._world, self._store = spec, model, world, store
+        self._decide, self._base = decide, base
         self._tenants: dict[str, Tenant] = {}
-        self._engine = TorchEngine(model, decide=decide, max_num_seqs=max_num_seqs, adapters={})
+        self._engine = TorchEngine(model, decide=decide, max_num_seqs=spec.sampler.max_concurrent or 1, adapters={})
         self._engine.leave_generation_mode()
         self._samplers: OrderedDict[str, str] = OrderedDict()  # what requests name → peft name, oldest first
         self._num_adapters = self._num_requests = 0
@@ -117,11 +114,15 @@ class TrainingService:
 
     # --- training ---
 
-    def create(self, model_id: str, lora: LoraSettings) -> None:
-        """Add a training client with a fresh adapter. Raises DataError if the base has none of its layers."""
+    def create(
+        self, model_id: str, lora: LoraSettings, source: CheckpointPath | None = None, with_optimizer: bool = False
+    ) -> None:
+        """Add a training client with a fresh adapter, or one that continues a checkpoint.
+
+        Raises DataError if the base has none of its layers, and what `load` raises.
+        """
         self._engine.leave_generation_mode()
-        wanted = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        parts: list[Part] = [part for part, is_on in wanted.items() if is_on]  # type: ignore[misc]
+        parts = [part for part in get_args(Part) if getattr(lora, f"train_{part}")]
         name = self._new_name()
         add_lora(self._model, name, rank=lora.rank, alpha=lora.alpha, seed=lora.seed, parts=parts, base=self._base)
         during = partial(self._model.adapter_active, name)
@@ -134,7 +135,7 @@ class TrainingService:
             lr=0.0,
             clip_norm=None,
             factor=float,
-            budget=self._budget,
+            budget=self._spec.algorithm.micro_batch_tokens,
             seed=lora.seed,
             device=self._world.device.torch_device,
             peers=self._world.peers,
@@ -142,13 +143,10 @@ class TrainingService:
             drawing=self._world.replica_peers,
             during=during,
         )
-        self._tenants[model_id] = Tenant(learner, name, parameters=parameters)
-
-    def create_from(self, model_id: str, lora: LoraSettings, source: CheckpointPath, optimizer: bool) -> None:
-        """Add a training client that continues a checkpoint. Raises what `create` and `load` raise."""
-        self.create(model_id, lora)
+        self._tenants[model_id] = Tenant(learner, name, parameters)
         try:
-            self.load(model_id, source, optimizer)
+            if source is not None:
+                self.load(model_id, source, with_optimizer)
         except RunnerError:
             self.remove(model_id)
             raise
@@ -199,57 +197,48 @@ class TrainingService:
             tenant.learner.optimizer.zero_grad(set_to_none=True)
             text = "the gradient is not finite, so the weights were not changed and the gradient is cleared"
             raise DataError(f"{text}; lower the learning rate, or load an earlier checkpoint") from error
+        failpoint("tinker.optim_step")
         tenant.steps += 1
         return {"grad_norm:mean": metrics["train/grad_norm"], "lr:mean": metrics["train/lr"]}
 
     def save(
-        self,
-        model_id: str,
-        target: CheckpointPath,
-        overwrite: bool,
-        ttl_s: int | None,
-        user_metadata: Mapping[str, str] | None,
+        self, target: CheckpointPath, overwrite: bool, expires: str | None, user_metadata: Mapping[str, str] | None
     ) -> None:
         """Write the adapter and, for `weights`, the optimizer's state. Raises DataError, StorageError."""
-        tenant = self._tenant(model_id)
+        tenant = self._tenant(target.model_id)
         adapter = {tenant.file_name(name): parameter for name, parameter in tenant.parameters.items()}
-        state = tenant.learner.state_dict() if target.kind == "weights" else None
+        groups = tensors = None
+        if target.kind == "weights":
+            state = tenant.learner.state_dict()
+            groups, named = state["optimizer"]["groups"], state["tensors"].items()
+            tensors = {tenant.file_name(name): value for name, value in named if name.startswith("optim/")}
 
         def write() -> None:
-            record = CheckpointRecord(
-                step=tenant.steps,
-                digest=weights_digest(adapter),
-                created=now_text(),
-                expires=None if ttl_s is None else now_text(ttl_s),
-                user_metadata=user_metadata,
-                optimizer=None if state is None else state["optimizer"]["groups"],
-            )
             module: Any = self._model.module
-            config = module.peft_config[tenant.peft_name]
-            tensors = None if state is None else _optimizer_tensors(state, tenant)
+            config, digest = module.peft_config[tenant.peft_name], weights_digest(adapter)
+            record = CheckpointRecord(tenant.steps, digest, now_text(), 0, expires, user_metadata, groups)
             self._store.write(target, record, adapter, config, tensors, overwrite=overwrite)
 
         run_on_rank0(self._world.world_peers, write)
 
-    def load(self, model_id: str, source: CheckpointPath, optimizer: bool) -> None:
+    def load(self, model_id: str, source: CheckpointPath, with_optimizer: bool) -> None:
         """Load an adapter and, if requested, the optimizer's state; without it the optimizer starts again.
 
         Gradients are cleared. Raises DataError, CheckpointError.
         """
         tenant = self._tenant(model_id)
-        read = partial(self._store.read, source, optimizer=optimizer)
+        read = partial(self._store.read, source, optimizer=with_optimizer)
         record, adapter, state = run_on_rank0(self._world.world_peers, read)
-        names = {name: tenant.file_name(name) for name in tenant.parameters}
-        fits = {name: tuple(p.shape) for name, p in tenant.parameters.items()} == {
-            name: tuple(adapter[file].shape) for name, file in names.items() if file in adapter
-        }
-        if not fits or len(adapter) != len(names):
+        names = {tenant.file_name(name): name for name in tenant.parameters}
+        shapes = {file: tenant.parameters[name].shape for file, name in names.items()}
+        if {file: value.shape for file, value in adapter.items()} != shapes:
             raise DataError(f"{source} is of another LoRA than this client; create the client from the checkpoint")
-        tensors = {f"param/{name}": adapter[file] for name, file in names.items()}
-        if optimizer:
-            kept = {key: value for name, file in names.items() for key, value in _entries(state, name, file)}
-            groups: dict[str, Any] = {"groups": record.optimizer, "values": {}}
-            restored: State = {"tensors": tensors | kept, "optimizer": groups}
+        tensors = {f"param/{names[file]}": value for file, value in adapter.items()}
+        if with_optimizer:
+            for key, value in state.items():  # optim/exp_avg/FILE
+                kind, _, file = key.rpartition("/")
+                tensors[f"{kind}/{names[file]}"] = value
+            restored: State = {"tensors": tensors, "optimizer": {"groups": record.optimizer, "values": {}}}
             restore_learner_state(tenant.parameters, tenant.learner.optimizer, restored)
         else:
             load_parameters(tenant.parameters, tensors)
@@ -257,11 +246,12 @@ class TrainingService:
         tenant.learner.optimizer.zero_grad(set_to_none=True)
         tenant.steps = record.step
 
-    def publish(
-        self, model_id: str, target: CheckpointPath, key: str, ttl_s: int | None, metadata: Mapping[str, str] | None
-    ) -> None:
-        """Write an adapter for the sampler `key`, which continues with it from its next token on."""
-        self.save(model_id, target, False, ttl_s, metadata)
+    def publish(self, key: str, target: CheckpointPath, *more: Any) -> None:
+        """Save an adapter for the sampler `key`, which continues with it from its next token on.
+
+        more: arguments of `save`
+        """
+        self.save(target, *more)
         self.load_sampler(key, target)
 
     def _tenant(self, model_id: str) -> Tenant:
@@ -276,10 +266,12 @@ class TrainingService:
 
         Raises DataError for what cannot be answered, and what `load_sampler` raises.
         """
-        if key is not None and source is not None and key not in self._samplers:
-            self.load_sampler(key, source)
-        if key is not None:
+        if key is not None and source is not None:
+            if key not in self._samplers:
+                self.load_sampler(key, source)
             self._samplers.move_to_end(key)
+        params = replace(request.params, adapter=key)
+        self._engine.check_request(GenerationRequest(request.id, request.prompt_ids, params))
         self._num_requests += 1
         is_here = self._num_requests % self._world.world_peers.size == self._world.world_peers.rank
         if is_here and request.prompt_logprobs is not None:
@@ -288,8 +280,8 @@ class TrainingService:
             own = f"{request.id}#{number}"
             self._keys[own] = key
             if is_here:
-                params = replace(request.params, adapter=key, seed=derive_seed(request.params.seed, "sample", number))
-                self._engine.submit(GenerationRequest(own, request.prompt_ids, params))
+                seeded = replace(params, seed=derive_seed(params.seed, "sample", number))
+                self._engine.submit(GenerationRequest(own, request.prompt_ids, seeded))
 
     def load_sampler(self, key: str, source: CheckpointPath) -> None:
         """Put a checkpoint's adapter on the device under the name `key`, in place of one that has this name.
@@ -309,9 +301,7 @@ class TrainingService:
     def advance(self, tokens: int) -> list[SampleEvent]:
         """Score waiting prompts and make up to `tokens` steps of this rank's engine; events of all ranks."""
         self._engine.enter_generation_mode()
-        events: list[SampleEvent] = []
-        for request, key in self._scores:
-            events.append(self._score(request, key))
+        events: list[SampleEvent] = [self._score(request, key) for request, key in self._scores]
         self._scores.clear()
         for _ in range(tokens):
             events += self._engine.step()
@@ -329,17 +319,11 @@ class TrainingService:
             self._engine.cancel(f"{request_id}#{number}")
             self._keys.pop(f"{request_id}#{number}", None)
 
-    def close(self) -> None:
-        """Drop all requests."""
-        self._engine.close()
-
     def _score(self, request: SampleRequest, key: str | None) -> PromptScores | RequestFailure:
         try:
-            scores = self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key)
+            return PromptScores(request.id, self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key))
         except (DataError, TrainingDiverged) as error:
             return RequestFailure(request.id, str(error))
-        logprobs = tuple(score.logprob for score in scores)
-        return PromptScores(request.id, logprobs, tuple(score.top_logprobs for score in scores))
 
     def _new_name(self) -> str:
         self._num_adapters += 1
@@ -359,7 +343,7 @@ class TrainingService:
     def _make_room(self) -> None:
         """Remove the sampler that was used longest ago, where there are too many and it has nothing to do."""
         for key in list(self._samplers):
-            if len(self._samplers) < self._max_samplers:
+            if len(self._samplers) < self._spec.tinker.max_samplers:
                 return
             if key not in self._keys.values():
                 self._remove_sampler(key)
@@ -372,13 +356,3 @@ class TrainingService:
         """An adapter's parameters by their names in a PEFT folder."""
         named = self._model.module.named_parameters()
         return {name.replace(f".{peft_name}.", "."): p for name, p in named if f".{peft_name}." in name}
-
-
-def _optimizer_tensors(state: State, tenant: Tenant) -> dict[str, Tensor]:
-    return {tenant.file_name(n): t for n, t in state["tensors"].items() if n.startswith("optim/")}
-
-
-def _entries(state: Mapping[str, Tensor], name: str, file: str) -> list[tuple[str, Tensor]]:
-    """The optimizer's tensors of a parameter, under its name in this client."""
-    suffix = f"/{file}"
-    return [(key.removesuffix(suffix) + f"/{name}", value) for key, value in state.items() if key.endswith(suffix)]

@@ -146,3 +146,10 @@ def test_an_address_that_cannot_be_had_is_an_error_in_words() -> None:
             listen("127.0.0.1", port)
     with pytest.raises(EnvironmentProblem, match="an address of this machine"):
         listen("192.0.2.1", 0)
+
+
+def test_a_body_does_not_wait_for_the_clients_ack() -> None:
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

@@ -71,22 +71,24 @@ def await_client(client: Any) -> Any:
 
 
 def custom(training: Any, row: types.Datum) -> list[float]:
-    """A custom loss and its weighted cross-entropy, whose gradients must move the weights equally."""
+    """A custom loss, and cross-entropy weighted with its derivative by autograd, which must have the same gradient."""
+    weights: list[float] = []
 
     def loss(data: Any, logprobs: Any) -> Any:
-        total = sum((-one * torch.linspace(0.5, 1.5, len(one))).sum() for one in logprobs)
+        [own] = logprobs
+        total = (own.square() * torch.linspace(0.5, 1.5, len(own))).sum()
+        copy = own.detach().clone().requires_grad_()
+        (copy.square() * torch.linspace(0.5, 1.5, len(own))).sum().backward()
+        weights[:] = (-copy.grad).tolist()
         return total, {"mine": float(total.detach())}
 
     value = training.forward_backward_custom([row], loss).result().metrics["mine"]
     norm = training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm:mean"]
-    weighted = datum(ROW[:-1], ROW[1:], weights=torch.linspace(0.5, 1.5, 7).tolist())
-    plain = training.forward_backward([weighted], "cross_entropy").result().metrics["loss:sum"]
-    return [
-        value,
-        plain,
-        norm,
-        training.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm:mean"],
-    ]
+    weighted = datum(ROW[:-1], ROW[1:], weights=weights)
+    passed = training.forward_backward([weighted], "cross_entropy").result()
+    expected = sum(w * lp**2 for w, lp in zip(torch.linspace(0.5, 1.5, 7).tolist(), logprobs(passed), strict=True))
+    stepped = training.optim_step(types.AdamParams(learning_rate=0.0)).result()
+    return [value, expected, norm, stepped.metrics["grad_norm:mean"]]
 
 
 def sampled(service: Any, training: Any, base: str) -> dict[str, Any]:

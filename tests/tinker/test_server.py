@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem
 from runner.tinker import requests
-from runner.tinker.messages import Datum
+from runner.tinker.messages import MESSAGES, Datum
 from runner.tinker.server import BuiltServer, read_keys
-from tests.tinker.servers import Client, Records, decode_output, encode_pass, running, supervised
+from tests.tinker.servers import Client, Records, encode_pass, running, supervised
 
 Server = tuple[str, Records, BuiltServer]
 
@@ -113,7 +114,8 @@ def test_clients_beside_one_that_fails_or_waits_get_the_numbers_they_get_alone(c
     for started in failed:
         answer = client.result(started)
         assert answer["category"] == "user" and "weights have a value that is NaN" in answer["error"]
-    client.post("unload_model", {"model_id": models[1]})
+    waiting = threading.Timer(0.1, lambda: client.post(f"sessions/{session}/finish", {}))
+    waiting.start()
     assert "has ended" in client.result(stuck)["error"]
 
 
@@ -126,10 +128,11 @@ def test_many_chunks_out_of_order(client: Client) -> None:
     for one in (started[2], *started[:2]):
         answer = client.http.post("retrieve_future", json=one, headers={"Accept": "application/x-protobuf"})
         assert answer.headers["content-type"] == "application/x-protobuf"
-        [record] = decode_output(answer.content)["records"]
-        offsets = np.frombuffer(record["fields"]["logprobs"]["offsets"], "<i8")
-        assert len(offsets) == record["num_datums"] + 1 and set(np.diff(offsets)) == {12}
-        found += np.frombuffer(record["fields"]["logprobs"]["data"], "<f4").reshape(-1, 3).tolist()
+        [record] = MESSAGES["PassResponse"].FromString(answer.content).records
+        [logprobs] = record.fields
+        offsets = np.frombuffer(logprobs.value.offsets, "<i8")
+        assert len(offsets) == record.num_datums + 1 and set(np.diff(offsets)) == {12}
+        found += np.frombuffer(logprobs.value.data, "<f4").reshape(-1, 3).tolist()
     assert len(found) == 2500
     np.testing.assert_allclose(found[35:70], found[:35], atol=1e-5)  # rows repeat every 35
 
@@ -274,7 +277,7 @@ def test_a_slow_client_holds_nobody(server: Server, client: Client) -> None:
 
 
 def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.tinker.server.HOUSEKEEPING_S", 0.2)
+    monkeypatch.setattr("runner.tinker.server.CLEAN_UP_S", 1)
     monkeypatch.setattr(requests, "GAP_S", 0.5)
     with running(tmp_path, "tinker.session_timeout_s=3") as (url, records, _):
         client = Client(url)
@@ -291,6 +294,12 @@ def test_a_session_without_heartbeat_ends(tmp_path: Path, monkeypatch: pytest.Mo
         assert records.ended == [gone]
         answer = client.http.post("session_heartbeat", json={"session_id": other})
         assert answer.status_code == 410 and "create a new client from its last checkpoint" in answer.text
+
+
+def test_a_plan_counts_one_client(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "+recipe=tinker_demo"]) == 0
+    said = capsys.readouterr().out
+    assert "clients  one training client is counted" in said and "tokens per rank" not in said
 
 
 def test_keys_of_a_file_are_the_only_ones(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_lora_is_where_the_client_wants_it(service: TrainingService, flags: dict
 
 def save(service: TrainingService, name: str, kind: str, as_: str) -> CheckpointPath:
     target = CheckpointPath(name, kind, as_)
-    service.save(name, target, False, None, None)
+    service.save(target, False, None, None)
     return target
 
 
@@ -159,9 +159,9 @@ def test_a_client_continues_from_its_checkpoint_bit_for_bit(service: TrainingSer
     wanted = [step(service, NAMES[0], 0) for _ in range(2)]
     service.load(NAMES[0], state, True)
     np.testing.assert_equal([step(service, NAMES[0], 0) for _ in range(2)], wanted)
-    service.create_from(NAMES[1], LORA, state, True)
+    service.create(NAMES[1], LORA, state, True)
     np.testing.assert_equal([step(service, NAMES[1], 0) for _ in range(2)], wanted)
-    service.create_from(NAMES[2], LORA, state, False)
+    service.create(NAMES[2], LORA, state, False)
     first, second = [step(service, NAMES[2], 0) for _ in range(2)]
     assert first[1] == wanted[0][1] and second[1] != wanted[1][1], "without the optimizer's state it starts again"
 
@@ -184,7 +184,7 @@ def test_a_load_that_fails_changes_nothing(service: TrainingService, built: Buil
     with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is damaged"):
         service.load(NAMES[0], state, True)
     with pytest.raises(CheckpointError):
-        service.create_from(NAMES[2], LORA, state, True)
+        service.create(NAMES[2], LORA, state, True)
     with pytest.raises(DataError, match="has ended"):
         service.optim_step(NAMES[2], ADAM)
     with pytest.raises(DataError, match="exists; choose another name"):
@@ -225,8 +225,8 @@ def test_a_sampler_samples_from_the_weights_that_were_saved(service: TrainingSer
     assert found == wanted and len({tuple(e.token_id for e in found[f"r#{n}"]) for n in range(2)}) == 2
     [scores] = found["r"]
     assert isinstance(scores, PromptScores)
-    np.testing.assert_allclose(scores.logprobs, logprobs[:2], atol=1e-5)
-    assert [len(top) for top in scores.top] == [2, 2]
+    np.testing.assert_allclose([one.logprob for one in scores.scores], logprobs[:2], atol=1e-5)
+    assert [len(one.top_logprobs) for one in scores.scores] == [2, 2]
     assert sample(service, None) != found
 
 
@@ -235,7 +235,7 @@ def test_samplers_that_follow_a_client_get_its_newest_weights(service: TrainingS
     targets = [CheckpointPath(NAMES[0], "sampler_weights", name) for name in ("a", "b")]
     for target in targets:
         step(service, NAMES[0], 0, lr=0.1)
-        service.publish(NAMES[0], target, "shared", None, None)
+        service.publish("shared", target, False, None, None)
     wanted = sample(service, targets[1])
     assert sample(service, targets[0], key="shared") == wanted != sample(service, targets[0])
 
@@ -249,6 +249,19 @@ def test_more_samplers_than_have_room_are_loaded_again(service: TrainingService)
     wanted = [sample(service, source) for source in sources]
     assert [sample(service, source) for source in reversed(sources)] == wanted[::-1]
     assert len(service._samplers) == 2
+
+
+def test_samplers_without_a_request_are_not_activated(
+    service: TrainingService, built: BuiltServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.create(NAMES[0], LORA)
+    sources = [save(service, NAMES[0], "sampler_weights", name) for name in "ab"]
+    names, activate = list[str](), built.model.adapter_active
+    sample(service, sources[0])
+    sample(service, sources[1], count=1, max_new_tokens=1)  # whose first step still finds the other's finished rows
+    monkeypatch.setattr(built.model, "adapter_active", lambda name: names.append(name) or activate(name))
+    sample(service, sources[1])
+    assert len(set(names)) == 1
 
 
 def test_weights_that_sample_nothing_fail_their_requests_alone(service: TrainingService, built: BuiltServer) -> None:

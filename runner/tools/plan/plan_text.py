@@ -54,8 +54,11 @@ def plan_lines(spec: JobSpec, plan: Estimate, card: Card | None, advice: Advice 
         yield f"engine   {_engine_text(plan.engine)}"
     if card:
         yield from _card_lines(plan, card, advice)
-    yield from _work(spec, plan, card)
-    yield from _sampling(spec, plan, card)
+    if spec.algorithm.serves:
+        yield "clients  one training client is counted; each further one adds its adapter and optimizer state"
+    else:
+        yield from _work(spec, plan, card)
+        yield from _sampling(spec, plan, card)
     yield from _host_lines(spec, plan)
 
 

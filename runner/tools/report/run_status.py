@@ -67,7 +67,10 @@ MEMBER_KEYS = ("name", "role", "log", "host", "pid", "step", "replaced")  # of a
 
 @dataclass(frozen=True, slots=True)
 class RunStatus:
-    """A run as it stands. `numbers`: metric → (step, value), the newest; times in seconds."""
+    """A run as it stands. `numbers`: metric → (step, value), the newest; times in seconds.
+
+    clients: of `run tinker`, the steps of each training client; None for a job that makes its own steps
+    """
 
     folder: str
     name: str
@@ -82,6 +85,7 @@ class RunStatus:
     left_s: float | None
     members: list[ProcessStatus]
     numbers: dict[str, tuple[int, float | None]]
+    clients: dict[str, int] | None
     checkpoint: int | None
     checkpoint_age_s: float | None
     slurm: dict[str, str] | None
@@ -118,11 +122,18 @@ def read_run_status(folder: RunFolder) -> RunStatus:
         left_s=pace * (steps - step) if pace is not None and state == "running" else None,
         members=members,
         numbers={key: (int(row["step"]), value) for row in rows for key, value in row.items() if key != "step"},
+        clients=_clients(folder) if spec.get("algorithm", {}).get("name") == "tinker" else None,
         checkpoint=int(STEP.findall(newest.parent.name)[0]) if newest else None,
         checkpoint_age_s=_age_s(newest.stat().st_mtime) if newest else None,
         slurm=_slurm(folder),
         logs=_logs(folder, members),
     )
+
+
+def _clients(folder: RunFolder) -> dict[str, int]:
+    """The steps of each training client, by its folder, the oldest first."""
+    files = sorted(folder.root.glob("clients/*/metrics.jsonl"), key=lambda path: path.stat().st_ctime)
+    return {path.parent.name: int(rows[-1]["step"]) if (rows := _tail(path)) else 0 for path in files}
 
 
 def _running(folder: RunFolder, members: list[ProcessStatus]) -> str:
@@ -226,7 +237,7 @@ def note_killed(folder: RunFolder) -> None:
         return
     if found.state == "killed":
         name = display_path(folder.root)
-        text = f"note: {name} was killed at step {found.step} of {found.steps}: by kill -9, or by the kernel for memory"
+        text = f"note: {name} was killed at {_progress(found)}: by kill -9, or by the kernel for memory"
         print_text(f"{text} (see dmesg); to continue it: run resume {name}", file=sys.stderr)
 
 
@@ -246,6 +257,8 @@ def status_lines(run: RunStatus) -> Iterator[str]:
     if (job := run.slurm) is not None:
         yield labeled_line("slurm", f"job {job['job']}: {job['state']} ({job['reason']}); log {_path(job['log'])}")
     yield from _table(run.members)
+    for name, steps in (run.clients or {}).items():
+        yield labeled_line("client", f"{name}: {count_noun(steps, 'step')}")
     for about, names in LINES.items():
         if found := [key for name in names for key in run.numbers if _is_of(key, name) and _is_shown(run, key)]:
             yield labeled_line(about, " · ".join(_number(run, key) for key in found))
@@ -259,8 +272,15 @@ def status_lines(run: RunStatus) -> Iterator[str]:
         yield labeled_line("continue", f"run resume {'latest' if is_latest(folder) else display_path(folder.root)}")
 
 
+def _progress(run: RunStatus) -> str:
+    if run.clients is None:
+        return f"step {run.step} of {run.steps}"
+    steps = count_noun(sum(run.clients.values()), "step")
+    return f"{count_noun(len(run.clients), 'training client')} with {steps}"
+
+
 def _headline(run: RunStatus) -> str:
-    parts = [run.state, f"step {run.step} of {run.steps}"]
+    parts = [run.state, _progress(run)]
     if run.attempt is not None and run.attempt > 1:
         parts.insert(1, f"attempt {run.attempt}")
     if run.exit_code:
