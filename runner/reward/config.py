@@ -119,6 +119,18 @@ class IfevalConfig(FallibleConfig):
         return [("reward.name", name) for name in ("instruction_id_list", "kwargs")]
 
 
+class EnvironmentRewardConfig(FallibleConfig):
+    """The score that the environment gives an episode, by its method score()."""
+
+    factory: ClassVar[str] = "runner.reward.rules:build_environment"
+    name: Literal["environment"] = "environment"
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.environment.has_score:
+            return []
+        return [("reward", f"environment={job.environment.name} gives no score; type environment=function")]
+
+
 class LengthConfig(RewardConfig):
     """A score for the length of completions, in tokens: DAPO's soft overlong penalty, or a target."""
 
@@ -356,6 +368,7 @@ class SumConfig(RewardConfig):
 COMPONENTS = (
     NoRewardConfig,
     ExactConfig,
+    EnvironmentRewardConfig,
     NumericConfig,
     FormatConfig,
     IfevalConfig,

@@ -12,7 +12,7 @@ from typing import Any
 
 from runner.core.errors import EnvironmentProblem, SecurityError
 from runner.core.untrusted_text import parse_json
-from runner.interfaces.rewards import RESERVED_ARGUMENTS, TRL_ARGUMENTS
+from runner.interfaces.rewards import ENVIRONMENT_ARGUMENTS, RESERVED_ARGUMENTS, TRL_ARGUMENTS
 from runner.user_code.source_check import name_bindings
 
 
@@ -23,8 +23,9 @@ def required_columns(file: Path, function: str) -> list[str]:
         return []
     plain = [*node.args.posonlyargs, *node.args.args]
     needed = plain[: len(plain) - len(node.args.defaults)]
+    given = (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS, *ENVIRONMENT_ARGUMENTS)
     needed += [arg for arg, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if default is None]
-    return [arg.arg for arg in needed if arg.arg not in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS)]
+    return [arg.arg for arg in needed if arg.arg not in given]
 
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "CAUSAL_LM")  # how their classes, and tasks of adapters, are called

@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from runner.user_code.worker import (
@@ -50,6 +51,8 @@ def call_function(function: Callable[..., Any], question: Mapping[str, Any], pat
         given["trainer_state"] = TrainerState(**given["trainer_state"])
         given["log_extra"] = lambda column, values: logged.append(f"log_extra {column}: {list(values)!r}")
         given["log_metric"] = lambda name, value: logged.append(f"log_metric {name}: {value}")
+    if "environments" in given:
+        given["environments"] = [SimpleNamespace(**state) for state in given["environments"]]
     seed_generators(question["seed"])
     try:
         returned = function(**select_arguments(function, given))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 from pydantic import Field
 
 from runner.core.errors import Problem, SpecError
+from runner.core.package import recipes_dir
 from runner.spec.base import ComponentConfig, absolute_if_local
 
 
@@ -24,8 +25,10 @@ class UserCodeConfig(ComponentConfig):
 
     @property
     def file(self) -> Path:
-        """The file named by `path`."""
-        return Path(self.path.rpartition(":")[0]).expanduser()
+        """The file named by `path`; `recipe:FILE.py` is one that is shipped beside the recipes."""
+        name = self.path.rpartition(":")[0]
+        shipped = name.removeprefix("recipe:")
+        return Path(name).expanduser() if shipped == name else recipes_dir() / shipped
 
     @property
     def function(self) -> str:

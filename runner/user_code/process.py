@@ -188,6 +188,11 @@ class UserProcess:
         self._lines.write(question + b"\n", timeout_s)
         return self._receive(end - time.monotonic())
 
+    def send_descriptor(self, descriptor: int, timeout_s: float) -> None:
+        """Pass a descriptor to the process. Raises OSError if it has exited."""
+        self._channel.settimeout(timeout_s)
+        socket.send_fds(self._channel, [b"d"], [descriptor])
+
     def hang_location(self) -> str:
         """Where the function was shortly before its deadline: `, at FILE:LINE in FUNCTION`; empty if unknown."""
         dump = os.pread(self._stack.fileno(), STACK_BYTES, 0).decode("ascii", errors="replace")
