@@ -84,10 +84,10 @@ class DemoConfig(DataConfig):
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    task: Literal["sort", "sum", "cost", "arithmetic", "reverse", "format", "shapes"] = Field(
+    task: Literal["sort", "sum", "vault", "arithmetic", "reverse", "format", "shapes"] = Field(
         default="sort",
-        description="sort the digits of a number; sum numbers with a calculator (environment=calculator); cost: add "
-        "two prices with two tools (environment=function); or, in plain words, arithmetic with two numbers, reverse a "
+        description="sort the digits of a number; sum numbers with a calculator (environment=calculator); vault: "
+        "call two tools in turn (environment=vault); or, in plain words, arithmetic with two numbers, reverse a "
         "word, format (a number between two tags); shapes: count and name what an image shows (model=tiny_vl).",
     )
     digits: int = Field(default=4, ge=2, le=12, description="Digits of each number, or letters of a word.")
@@ -105,7 +105,6 @@ class DemoConfig(DataConfig):
         """How many different questions there are."""
         numbers = 9 * 10 ** (self.digits - 1)  # without leading 0
         others = {"sum": numbers**self.numbers_to_add, "arithmetic": 3 * numbers**2, "reverse": 26**self.digits}
-        others["cost"] = numbers**2
         others["shapes"] = 10**9  # each draws another image
         return others.get(self.task, 10**self.digits)
 
