@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,19 @@ from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem, SpecError
+from runner.data.chat import Renderer
 from runner.distributed.work_partition import SINGLE_PROCESS
-from runner.environment.config import FunctionConfig
+from runner.environment import calculator
+from runner.environment.config import CalculatorConfig, FunctionConfig
 from runner.environment.worker import cut_middle
 from runner.interfaces import Completion, Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
+from runner.reward import function
+from runner.reward.config import EnvironmentRewardConfig
+from runner.reward.config import FunctionConfig as RewardFunction
+from runner.reward.rules import build_environment
 from runner.spec.job import JobSpec
+from tests.data.test_renderer import tokenizer_of
 
 TOKENIZER = byte_tokenizer(4096)
 END = TOKENIZER.eos_token_id
@@ -312,3 +320,104 @@ def test_a_file_that_cannot_be_used_is_refused_before_the_model_is_loaded(source
 def test_the_middle_of_a_long_text_is_left_out() -> None:
     assert cut_middle("abcdef", 6) == "abcdef"
     assert cut_middle("abcdefgh", 6) == "abc\n[… 2 characters left out …]\nfgh"
+
+
+CALCULATOR = """
+from runner.core.untrusted_text import NotArithmetic, evaluate
+
+def respond(messages):
+    text = messages[-1]["content"]
+    if not text.startswith("calc "):
+        return None
+    try:
+        return {"role": "tool", "content": str(evaluate(text.removeprefix("calc "))[0])}
+    except NotArithmetic as error:
+        return {"role": "tool", "content": f"error: {error}"}
+"""
+
+
+def test_the_calculator_as_a_function_is_the_calculator(play: Play) -> None:
+    """Its samples are those of environment=calculator, token by token, up to the counts that only a function has."""
+    lines = ["calc 12*(3+4)", "calc 1/0", "calc nonsense", "84"]
+    groups, sampler, _ = play(CALCULATOR, lines, target="respond", size=2, max_turns=8)
+    made = calculator.build(CalculatorConfig(max_turns=8))
+    other, reward = Lines(lines), Seen()
+    extend = build_extend(demo(), TOKENIZER, made, Decisions())
+    collector = RolloutCollector(other, reward, TOKENIZER, 0, 2, made, extend)
+    [prompt] = [group.prompt for group in groups]
+    wanted = collector.collect_groups([prompt], 0, 0)
+    assert sampler.prompts == other.prompts and len(groups[0].samples[0].history) == 6
+    assert [[replace(s, counts={}) for s in g.samples] for g in groups] == [list(g.samples) for g in wanted]
+
+
+TRL_CLASS = '''
+class CounterEnv:
+    """TRL's convention: reset(**kwargs), tools, get_reward."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **kwargs):
+        self.reward, self.target = 0.0, len(kwargs["prompt"][0]["content"])
+        return "\\\\nReach the target."
+
+    def increment(self, step: int) -> str:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        if self.reward:
+            raise ValueError("Game over.")
+        self.reward = float(step)
+        return f"counter: {step}"
+
+    def get_reward(self) -> float:
+        return self.reward
+'''
+
+
+def test_a_class_of_trl_runs_as_it_is_and_its_reward_function_too(play: Play, tmp_path: Path) -> None:
+    lines = [call("increment", step=4), call("increment", step=1), "done"]
+    [group], _, seen = play(TRL_CLASS.replace("\\\\n", "\\n"), lines, target="CounterEnv")
+    [completion] = seen.completions
+    assert completion.environment is not None and completion.environment.score == 4.0
+    assert group.samples[0].history[3]["content"] == "error: Game over."
+    (tmp_path / "rate.py").write_text(
+        "def rate(environments, environment_scores, **kwargs):\n"
+        "    return [e.reward + e.target + s for e, s in zip(environments, environment_scores)]\n"
+    )
+    reward = function.build(RewardFunction(path=f"{tmp_path}/rate.py:rate"), seed=0, decide=Decisions())
+    assert reward.score([[completion]]) == [[4.0 + len("buy tea") + 4.0]]
+    reward.close()
+    assert build_environment(EnvironmentRewardConfig()).score([[completion]]) == [[4.0]]
+
+
+NAMES = {"Qwen2.5": True, "Qwen3.5": True, "GLM-4.5": True, "gpt-oss": False}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_continue_a_turn_of_calls_as_the_template_writes_them(name: str) -> None:
+    """The ids of an episode are those of the template over the whole conversation."""
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+    calls = [
+        {"type": "function", "id": f"c0001000{at}", "function": {"name": "price", "arguments": {"key": word}}}
+        for at, word in enumerate(["tea", "cup"] if NAMES[name] else ["tea"])
+    ]
+    results = [
+        {"role": "tool", "name": "price", "tool_call_id": one["id"], "content": f"{at} coins"}
+        for at, one in enumerate(calls)
+    ]
+    before = [{"role": "user", "content": "buy"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    whole = renderer.control.ids_of(renderer.render_prompt([*before, *results]))
+    begin = renderer.control.ids_of(renderer.render_prompt(before[:1]))
+    [row] = renderer.render(before)
+    written = renderer.control.ids_of([s for s in row if s.is_trained])
+    prompt = renderer.control.ids_of([s for s in row[: [x.is_trained for x in row].index(True)]])
+    assert prompt == begin
+    assert [*prompt, *written, *renderer.extend([*prompt, *written], results)] == whole
