@@ -12,14 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import groupby, takewhile
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
 from runner.algorithm.episode import FAILED, Episode, EpisodeRunner
-from runner.core.common_prefix import common_length
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
@@ -206,9 +205,9 @@ def _with_gaps(group: Sequence[Episode], found: Sequence[T], gap: T) -> list[T]:
 def make_group(
     episodes: Sequence[Episode], rewards: Sequence[float | None], parts: Sequence[RewardComponents]
 ) -> Group:
-    """The samples of one prompt; what the episodes begin with in common is its prompt, and the rest is context."""
+    """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
     prompts = [episode.prompt for episode in episodes if episode.ids] or [episodes[0].prompt]
-    shared = min(common_length(prompts[0].ids, prompt.ids) for prompt in prompts)
+    shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
     prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
     return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))
 

@@ -1,4 +1,4 @@
-"""The environments of a job and of its evaluation, and what continues a conversation by their messages."""
+"""The environments of a job and of its evaluation; continuing a conversation by their messages."""
 
 from __future__ import annotations
 

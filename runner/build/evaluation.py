@@ -75,7 +75,10 @@ def build_evaluation(
     make_reward: MakeReward = no_reward,
     builder: EnvironmentBuilder | None = None,
 ) -> Evaluation | None:
-    """The evaluation of the job, None if there is nothing to evaluate. make_reward, builder: of a job or a set."""
+    """The evaluation of the job, None if there is nothing to evaluate.
+
+    make_reward, builder: of the rewards and environments of the job, or of a set
+    """
     own: list[Evaluation] = []
     questions, items = data.held_out_questions(), data.held_out_items()
     given = items or [question.item for question in questions]

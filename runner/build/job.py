@@ -278,7 +278,10 @@ def _build_evaluation(
     world: ParallelContext,
     here: tuple[Any, ...],
 ) -> Callable[[int], Report] | None:
-    """What evaluates, in the thread that trains; None where nothing does. here: the further arguments of its build."""
+    """What evaluates, in the thread that trains; None where nothing does.
+
+    here: the further arguments of `build_evaluation`
+    """
     if not spec.evaluation.every:
         return None
     from runner.build.evaluation import build_evaluation

@@ -20,7 +20,9 @@ def overlap(text: str, marker: str) -> int:
 
 @dataclass
 class ChatAnswer:
-    """Splits the text of a turn. Text that was begun as a call, and is none, is content, and an entry of `errors`.
+    """Splits the text of a turn.
+
+    Text that was begun as a call, and is none, is content, and an entry of `errors`.
 
     format: of calls; None = they are text; is_thinking: the prompt has opened a block of reasoning; tools: their
     schemas, which say the type of a value that is written as plain text

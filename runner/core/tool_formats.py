@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools, read by one parser in training, evaluation and `run serve`.
+"""The formats in which models write calls of tools, for training, evaluation and `run serve`.
 
     name       a call
     hermes     <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                  Qwen2.5, Qwen3, Hermes
@@ -134,10 +134,10 @@ def _read_pairs(text: str, pair: str, name: str, tools: Tools) -> dict[str, Any]
     functions = [tool.get("function", tool) for tool in tools]
     schemas = (f.get("parameters", {}).get("properties", {}) for f in functions if f.get("name") == name)
     schema: Mapping[str, Any] = next(schemas, {})
-    return {key: _typed(value, schema.get(key, {})) for key, value in re.findall(pair, text, re.DOTALL)}
+    return {key: _typed_value(value, schema.get(key, {})) for key, value in re.findall(pair, text, re.DOTALL)}
 
 
-def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+def _typed_value(text: str, schema: Mapping[str, Any]) -> Any:
     """The value of an argument that is written without quotes; Python's words too, which templates write."""
     types = [one.get("type") for one in (schema, *schema.get("anyOf", ()))]
     if "string" in types or any("string" in one for one in types if isinstance(one, list)):

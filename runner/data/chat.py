@@ -18,11 +18,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from runner.core.common_prefix import common_length
 from runner.core.errors import DataError, EnvironmentProblem
 from runner.data.chat_template import OPENING, OTHER_TEMPLATE, PROBE, ChatTemplate, RenderError, calls_turn
 from runner.data.config import ChatConfig
-from runner.data.control_tokens import Placeholders, Segment
+from runner.data.control_tokens import Placeholders, Segment, common_length
 from runner.data.conversation import CALL_FORMS, Statement, find_missing, plain_messages, statements
 from runner.data.examples import Tools, image_parts
 from runner.data.images import insert_images

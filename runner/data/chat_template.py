@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateSyntaxError
 
 from runner.core.chat_answer import ChatAnswer
-from runner.core.common_prefix import common_length
 from runner.core.errors import DataError, Problem, SpecError
 from runner.core.tool_formats import FORMATS, ToolCall, ToolFormat
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
-from runner.data.control_tokens import ASSISTANT_TOKENS, ControlTokens
+from runner.data.control_tokens import ASSISTANT_TOKENS, ControlTokens, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, content_parts, find_missing, plain_messages, statements
 from runner.data.jinja_sandbox import DEADLINE_S, TemplateTimeout, literal_text, read_variables, render
 from runner.data.message_keys import Message
@@ -183,7 +182,7 @@ class ChatTemplate:
 
 
 def calls_turn(results: Sequence[Message]) -> Message:
-    """A turn of the assistant with the calls of these results; an argument of the last one is the assistant's word."""
+    """A turn of the assistant with the calls of these results, each with the probe as an argument."""
     calls = [
         {"type": "function", "id": one["tool_call_id"], "function": {"name": one["name"], "arguments": {"key": PROBE}}}
         for one in results

@@ -146,6 +146,12 @@ def assistant_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple(tokenizer.init_kwargs.get(ASSISTANT_TOKENS, ()))
 
 
+def common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """How many items two sequences begin with alike."""
+    differ = (at for at, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
+
+
 def _alternation(tokens: Collection[str]) -> re.Pattern[str]:
     """What matches any of some tokens, the longest first; nothing where there are none."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or "(?!)")

@@ -126,7 +126,7 @@ class SumTask(DemoTask):
 
 
 class VaultTask(DemoTask):
-    """Say what is in a vault: hint() says its code, unlock(code) its content (the tools of recipes/agent_demo.py)."""
+    """Say what is in a vault, by two tools: hint() says its code, unlock(code) its content."""
 
     def question(self, number: int) -> str:
         """The number of the vault."""

@@ -20,13 +20,12 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from runner.core.common_prefix import common_length
 from runner.core.errors import DataError
 from runner.core.media import MEDIA_ID
 from runner.data.chat import Renderer, TrainOn, UnopenedError, merge_neighbors
 from runner.data.chat_template import RenderError, RenderTimeout
 from runner.data.config import ChatConfig
-from runner.data.control_tokens import ControlTokens, Segment
+from runner.data.control_tokens import ControlTokens, Segment, common_length
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, TextExample, image_parts
 from runner.data.message_keys import Message, excluding_flags
 from runner.data.readers import Problems, SourceLocation

@@ -62,7 +62,7 @@ def no_environment(config: NoEnvironmentConfig, **_: Any) -> None:
     """Nothing to build."""
 
 
-class FunctionConfig(UserCodeConfig, EnvironmentConfig):
+class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
     """Your own Python class, whose public methods are the tools, or function; in separate processes."""
 
     factory: ClassVar[str] = "runner.environment.function:build"
@@ -90,4 +90,4 @@ class FunctionConfig(UserCodeConfig, EnvironmentConfig):
         return self.max_turns
 
 
-COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionConfig)
+COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig)

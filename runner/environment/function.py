@@ -1,4 +1,4 @@
-"""A user's class or function as the environment: its public methods are the tools, as in TRL's `environment_factory`.
+"""A user's class or function as the environment, in the convention of TRL's `environment_factory`.
 
     prompt ──reset──▶ first words │ turn ──parsed──▶ calls ──▶ results … a turn without a call ──▶ score, state
            └──── all of it in a process of its own for each episode (`worker.py`), with a deadline for each request
@@ -25,7 +25,7 @@ from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.subprocess import JsonLines
 from runner.core.tool_formats import ToolCall, ToolFormat, Tools
 from runner.environment import worker
-from runner.environment.config import FunctionConfig
+from runner.environment.config import FunctionEnvironmentConfig
 from runner.interfaces import EnvironmentReply, EpisodeResult, Prompt
 from runner.interfaces.environments import EpisodeChat, Message
 from runner.interfaces.rewards import encode_json
@@ -79,7 +79,10 @@ class EpisodeProcess:
 
 
 class EpisodeProcesses:
-    """Starts processes of episodes: forks of one that has imported the user's file. Raises WorkerStartError."""
+    """Starts processes of episodes: forks of one that has imported the user's file.
+
+    Raises WorkerStartError where that does not start.
+    """
 
     def __init__(self, target: FunctionTarget, output: CapturedOutput) -> None:
         self._target, self.output, self._lock = target, output, Lock()
@@ -142,7 +145,7 @@ class EpisodeFailures:
 
 @dataclass(slots=True)
 class PlayedEpisode:
-    """An episode that goes on or has ended. messages: all so far; process: None once it has failed."""
+    """An episode that is played, or has ended. messages: all so far; process: None once it has failed."""
 
     prompt: Prompt
     seed: int
@@ -158,7 +161,11 @@ class FunctionEnvironments:
     roles: tuple[str, ...] = ()
 
     def __init__(
-        self, config: FunctionConfig, processes: EpisodeProcesses, chat: EpisodeChat, failures: EpisodeFailures
+        self,
+        config: FunctionEnvironmentConfig,
+        processes: EpisodeProcesses,
+        chat: EpisodeChat,
+        failures: EpisodeFailures,
     ) -> None:
         self.config, self.processes, self.chat, self.failures = config, processes, chat, failures
         self.max_turns, self.max_episode_tokens = config.max_turns, config.max_episode_tokens
@@ -280,7 +287,7 @@ class FunctionEpisodes:
         turn = _message(parts, answer.calls, episode.turns)
         counts = {"turns": 1, "calls": len(answer.calls), "malformed_calls": len(answer.errors), "tool_errors": 0}
         messages = [
-            _malformed(error, chat.tool_format, f"bad{episode.turns:03}{at:03}")
+            _parse_error_result(error, chat.tool_format, f"bad{episode.turns:03}{at:03}")
             for at, error in enumerate(answer.errors)
         ]
         if answer.calls:
@@ -329,14 +336,19 @@ def _result(name: str, call: str, text: str) -> Message:
     return {"role": "tool", "name": name, "tool_call_id": call, "content": text}
 
 
-def _malformed(error: str, tool_format: ToolFormat | None, call: str) -> Message:
+def _parse_error_result(error: str, tool_format: ToolFormat | None, call: str) -> Message:
     """What the policy is told of a call that cannot be read."""
     assert tool_format is not None
     return _result("unknown", call, f"error: the call cannot be read as {tool_format.name}: {error}")
 
 
 def build(
-    config: FunctionConfig, *, decide: Decide, chat: Callable[[], EpisodeChat], folder: Path | None = None, **_: Any
+    config: FunctionEnvironmentConfig,
+    *,
+    decide: Decide,
+    chat: Callable[[], EpisodeChat],
+    folder: Path | None = None,
+    **_: Any,
 ) -> FunctionEnvironments:
     """Start the process that has the user's file. Raises SpecError if it cannot be used.
 

@@ -1,4 +1,6 @@
-"""The process that plays a user's environment (see `runner.user_code.worker`): a process for each episode.
+"""The process that plays a user's environment, with a process for each episode.
+
+It is started and guarded as `runner.user_code.worker` says.
 
     runner ══ socket ══▶ worker: has imported the file ── fork ──▶ guard ── fork ──▶ episode: one object of the class
            ══ a socket for each episode, passed to the worker ═══════════════════▶   one line of JSON per request
@@ -39,7 +41,10 @@ STATE_BYTES = 1 << 20
 
 
 def prepare(target: Callable[..., Any], path: str) -> tuple[dict[str, Any], Serve]:
-    """The tools of a class, and what plays its episodes. Raises TypeError for a class that is no environment."""
+    """The tools of a class, and what plays its episodes.
+
+    Raises TypeError for a class that is no environment, ValueError for type hints without a schema.
+    """
     tools: list[Any] = []
     if inspect.isclass(target):
         if not callable(getattr(target, "reset", None)):
@@ -101,7 +106,7 @@ def _play(target: Callable[..., Any], path: str, channel: socket.socket) -> int:
     """Answer the requests of one episode until its socket ends."""
     keep_from_children(channel.fileno())
     me = os.getpid()
-    episode = Episode(target)
+    episode = UserEpisode(target)
     with asyncio.Runner() as loop:
         for line in channel.makefile("rb"):
             try:
@@ -115,7 +120,7 @@ def _play(target: Callable[..., Any], path: str, channel: socket.socket) -> int:
     os._exit(0)  # whatever threads the environment has left
 
 
-class Episode:
+class UserEpisode:
     """One episode: an object of the user's class, or the user's function."""
 
     def __init__(self, target: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""What answers the policy between its turns: environments, their episodes, and what continues a conversation."""
+"""What answers the policy between its turns: environments and their episodes."""
 
 from __future__ import annotations
 

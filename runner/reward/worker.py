@@ -1,4 +1,7 @@
-"""The process that runs a user's reward function (see `runner.user_code.worker`): one call for each group."""
+"""The process that runs a user's reward function: one call for each group.
+
+It is started and guarded as `runner.user_code.worker` says.
+"""
 
 from __future__ import annotations
 

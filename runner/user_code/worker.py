@@ -56,9 +56,11 @@ def main(arguments: Sequence[str], prepare: Prepare) -> int:
 
 
 def run_guarded(work: Callable[[], int], connection: int, passed: Sequence[int]) -> int:
-    """Fork a process for `work`, and wait for its end, for that of `connection` or of our parent, or for SIGTERM.
+    """Fork a process for `work`, and kill it with all below it when it is no longer needed.
 
-    Then all processes below are killed. Returns the exit code of `work`, 128 + N for a signal, 0 if it had not ended by
+    That is at the end of `work`, of `connection`, or of our parent, or at SIGTERM.
+
+    Returns the exit code of `work`, 128 + N for a signal, 0 if it had not ended by
     itself. passed: descriptors that only `work` uses; those but `connection` are closed here.
     """
     parent = os.getppid()

@@ -21,7 +21,7 @@ from runner.core.errors import EnvironmentProblem, SpecError
 from runner.data.chat import Renderer
 from runner.distributed.work_partition import SINGLE_PROCESS
 from runner.environment import calculator
-from runner.environment.config import CalculatorConfig, FunctionConfig
+from runner.environment.config import CalculatorConfig, FunctionEnvironmentConfig
 from runner.environment.worker import cut_middle
 from runner.interfaces import Completion, Prompt, Request, Rollout
 from runner.model.tiny import byte_tokenizer
@@ -127,7 +127,10 @@ def play(tmp_path: Path) -> Iterator[Play]:
         columns: tuple[dict[str, Any], ...] = ({},), decide: Decisions | None = None, **options: Any,
     ) -> tuple[list[Group], Lines, Seen]:  # fmt: skip
         (tmp_path / "shop.py").write_text(source)
-        config, decide = FunctionConfig(path=f"{tmp_path}/shop.py:{target}", **options), decide or Decisions()
+        config, decide = (
+            FunctionEnvironmentConfig(path=f"{tmp_path}/shop.py:{target}", **options),
+            decide or Decisions(),
+        )
         spec = demo().model_copy(update={"environment": config})
         builders.append(EnvironmentBuilder(TOKENIZER, decide, tmp_path))
         environments = builders[-1].build(spec, SINGLE_PROCESS)
