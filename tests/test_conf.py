@@ -31,6 +31,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
+REQUIRED_OF |= {"environment/function": {"path": "shop.py:Shop"}}
 REQUIRED_OF |= {"sampler/server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 
@@ -51,6 +52,8 @@ def beside(group: str, name: str) -> list[str]:
     if uses:
         reward = "exact" if group != "algorithm" or class_of(name).needs_reward else "none"
         chosen |= {"algorithm": "grpo", "sampler": "torch", "reward": reward}
+    if f"{group}={name}" == "reward=environment":  # whose score it is
+        chosen |= {"environment": "function", "environment.path": "shop.py:Shop"}
     if group == "parallelism" and name != "single":
         chosen["launch.devices"] = "4"
         chosen["model"] = "tiny_moe" if name == "ep" else "tiny"

@@ -12,6 +12,7 @@ observation as the chat template does; the policy's own tokens are never written
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,13 +20,16 @@ from typing import Any
 from runner.core.completion_text import completion_text
 from runner.interfaces import (
     Completion,
-    EnvironmentBatch,
-    EnvironmentFactory,
+    EnvironmentReply,
+    Environments,
+    EpisodeBatch,
+    EpisodeResult,
     ExtendConversation,
-    Observation,
     Prompt,
     Rollout,
 )
+
+FAILED = "failed"  # the finish of an episode that its environment did not play to the end
 
 
 @dataclass(slots=True)
@@ -35,7 +39,7 @@ class Episode:
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
     over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
-    turns, version the oldest
+    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`
     """
 
     prompt: Prompt
@@ -48,6 +52,8 @@ class Episode:
     finish: str = ""
     version: int = 0
     versions: list[int] = field(default_factory=list)
+    result: EpisodeResult | None = None
+    counts: Counter[str] = field(default_factory=Counter)
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""
@@ -61,12 +67,12 @@ class Episode:
         self.version = rollout.version if len(self.messages) == 1 else min(self.version, rollout.version)
         self.versions += rollout.versions
 
-    def append_observation(self, observation: Observation, ids: Sequence[int]) -> None:
-        """Text of the environment: context, never trained on."""
+    def append_observation(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> None:
+        """Messages of the environment: context, never trained on."""
         self.ids += ids
         self.mask += [0.0] * len(ids)
         self.logprobs += [0.0] * len(ids)
-        self.messages.append({"role": observation.role, "content": observation.text})
+        self.messages += messages
 
     @property
     def history(self) -> tuple[Mapping[str, Any], ...]:
@@ -77,7 +83,7 @@ class Episode:
         """The episode as a reward sees it after `step` steps."""
         own = tuple(i for i, mine in zip(self.ids, self.mask, strict=True) if mine)
         messages = None if self.prompt.messages is None else (*self.prompt.messages, *self.messages)
-        return Completion(self.prompt, own, self.text, self.finish, messages, step)
+        return Completion(self.prompt, own, self.text, self.finish, messages, step, self.result)
 
 
 # The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each
@@ -88,57 +94,73 @@ WriteTurns = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
 class EpisodeRunner:
     """Plays episodes; without environments an episode is one turn.
 
-    longest: most tokens of prompt and episode together, None = no limit. An episode without room for another turn is
-    over, cut off; its last turn gets what room there is.
+    max_model_len: most tokens of prompt and episode together, None = no limit. An episode without room for another turn
+    is over, cut off; its last turn gets what room there is.
     """
 
     tokenizer: Any
-    environments: EnvironmentFactory | None = None
+    environments: Environments | None = None
     extend: ExtendConversation | None = None
     max_model_len: int | None = None
 
-    def run_episodes(self, prompts: Sequence[Prompt], write: WriteTurns) -> list[Episode]:
-        """An episode for each prompt, in their order."""
-        episodes = [Episode(prompt) for prompt in prompts]
-        partners = None if self.environments is None else self.environments.start_episodes(prompts)
-        live, turn = list(enumerate(episodes)), 0
-        while live:
-            for (_, episode), rollout in zip(live, write(live, turn), strict=True):
-                episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
-            live = [] if partners is None else self._step_environments(live, turn, partners)
-            turn += 1
+    def run_episodes(self, prompts: Sequence[Prompt], write: WriteTurns, seeds: Sequence[int]) -> list[Episode]:
+        """An episode for each prompt, in their order; seeds: of the environments (see `Environments`)."""
+        if self.environments is None:
+            episodes = [Episode(prompt) for prompt in prompts]
+            self._write(list(enumerate(episodes)), 0, write)
+            return episodes
+        batch = self.environments.start_episodes(prompts, seeds)
+        try:
+            episodes = [Episode(prompt) for prompt, _ in batch.starts]
+            live = [(at, episodes[at]) for at, (_, failure) in enumerate(batch.starts) if not failure]
+            for _, episode in live:
+                if self.turn_token_limit(episode, 1) < 1:  # the tools leave no room for a turn
+                    episode.finish = "length"
+            live, turn = [(at, episode) for at, episode in live if episode.finish != "length"], 0
+            while live:
+                self._write(live, turn, write)
+                live, turn = self._step_environments(live, turn, batch), turn + 1
+            for episode, result in zip(episodes, batch.finish(), strict=True):
+                episode.result = result
+                episode.finish = FAILED if result.failure else episode.finish
+        finally:
+            batch.close()
         return episodes
 
     def turn_token_limit(self, episode: Episode, max_new_tokens: int) -> int:
-        """Maximum tokens of the episode's next turn. The first turn is not shortened (see data.max_length)."""
-        if self.max_model_len is None or not episode.ids:
-            return max_new_tokens
-        return min(max_new_tokens, self.max_model_len - len(episode.prompt.ids) - len(episode.ids))
+        """Maximum tokens of the episode's next turn."""
+        own = None if self.environments is None else self.environments.max_episode_tokens
+        limits = [] if own is None else [own - len(episode.ids)]
+        # without an environment, which may have made the prompt longer, data.max_length leaves room for the turn
+        if self.max_model_len is not None and self.environments is not None:
+            limits.append(self.max_model_len - len(episode.prompt.ids) - len(episode.ids))
+        return min([max_new_tokens, *limits])
+
+    def _write(self, live: Sequence[tuple[int, Episode]], turn: int, write: WriteTurns) -> None:
+        for (_, episode), rollout in zip(live, write(live, turn), strict=True):
+            episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
 
     def _step_environments(
-        self, live: Sequence[tuple[int, Episode]], turn: int, partners: EnvironmentBatch
+        self, live: Sequence[tuple[int, Episode]], turn: int, batch: EpisodeBatch
     ) -> list[tuple[int, Episode]]:
-        """Add the environments' observations; return the episodes that continue."""
+        """Add what the environments say; return the episodes that continue."""
         assert self.environments is not None
-        last = turn + 1 == self.environments.max_turns
-        asking = [] if last else [(at, episode) for at, episode in live if episode.finish != "length"]
-        observations = partners.step([(at, episode.text) for at, episode in asking]) if asking else []
-        answered = zip(asking, observations, strict=True)
-        return [
-            one
-            for one, observation in answered
-            if observation is not None and self._append_observation(one[1], observation)
-        ]
+        is_last = turn + 1 == self.environments.max_turns
+        whole = [(at, episode) for at, episode in live if episode.finish != "length"]
+        replies = batch.step([(at, episode.text) for at, episode in whole], is_last) if whole else []
+        return [one for one, reply in zip(whole, replies, strict=True) if self._apply(one[1], reply, is_last)]
 
-    def _append_observation(self, episode: Episode, observation: Observation) -> bool:
-        """Append an observation; False where that leaves no room for a turn."""
+    def _apply(self, episode: Episode, reply: EnvironmentReply, is_last: bool) -> bool:
+        """Add what an environment says; False where the episode is over, or has no room for another turn."""
         assert self.extend is not None
-        ids = self.extend(episode.ids, {"role": observation.role, "content": observation.text})
-        if (
-            self.max_model_len is not None
-            and len(episode.prompt.ids) + len(episode.ids) + len(ids) >= self.max_model_len
-        ):
+        episode.counts.update(reply.counts)
+        if reply.turn is not None:
+            episode.messages[-1] = reply.turn
+        if is_last or reply.failure or not reply.messages:
+            return False
+        ids = self.extend(episode.ids, reply.messages)
+        if self.turn_token_limit(episode, len(ids) + 1) <= len(ids):
             episode.finish = "length"
             return False
-        episode.append_observation(observation, ids)
+        episode.append_observation(reply.messages, ids)
         return True

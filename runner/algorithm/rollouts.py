@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
+from dataclasses import dataclass, field, replace
+from itertools import groupby, takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from runner.algorithm.episode import Episode, EpisodeRunner
+from runner.algorithm.episode import FAILED, Episode, EpisodeRunner
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
-    EnvironmentFactory,
+    Environments,
     ExtendConversation,
     Prompt,
     Request,
@@ -32,6 +32,7 @@ from runner.interfaces import (
 )
 from runner.interfaces.media import sample_images
 
+T = TypeVar("T")
 RewardComponents = Mapping[str, float | None]  # name → score of one part of a reward
 
 
@@ -40,9 +41,9 @@ class RolloutSample:
     """One sampled answer: its tokens, which of them the policy chose (mask), and what it was worth.
 
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
-    logprobs, truncation: see `Episode`; text: of the last turn; history: the earlier turns of the policy and its
-    environment; components: the scores of the parts of a composite reward; version, versions: of the policy's own
-    tokens, see `Rollout`
+    logprobs, truncation, counts: see `Episode`; finish: stop, length, or failed, by its environment, which leaves it
+    out; text: of the last turn; history: the earlier turns of the policy and its environment; components: the scores of
+    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`
     """
 
     ids: tuple[int, ...]
@@ -56,6 +57,7 @@ class RolloutSample:
     components: RewardComponents = field(default_factory=dict)
     truncation: float = 0.0
     versions: tuple[int, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Group:
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
-        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish) for s in self.samples)
+        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish, s.counts) for s in self.samples)
 
 
 class Outcome(NamedTuple):
@@ -83,6 +85,7 @@ class Outcome(NamedTuple):
     components: RewardComponents
     length: int
     finish: str
+    counts: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,7 @@ class RolloutCollector:
     tokenizer: Any
     seed: int
     group_size: int
-    environments: EnvironmentFactory | None = None
+    environments: Environments | None = None
     extend: ExtendConversation | None = None
 
     def collect_groups(
@@ -160,14 +163,12 @@ class RolloutCollector:
             return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
 
         player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
-        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write)
-        grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
-        return [
-            Group(prompt, tuple(to_sample(*one) for one in zip(group, rewards, parts, strict=True)))
-            for prompt, group, rewards, parts in zip(
-                prompts, grouped, *self._score_groups(grouped, before), strict=True
-            )
+        seeds = [
+            derive_seed(self.seed, "environment", step, round, at) for at in range(len(prompts)) for _ in range(size)
         ]
+        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write, seeds)
+        grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
+        return [make_group(*one) for one in zip(grouped, *self._score_groups(grouped, before), strict=True)]
 
     def _score_groups(
         self, grouped: Sequence[Sequence[Episode]], step: int
@@ -176,10 +177,16 @@ class RolloutCollector:
         empty: list[list[RewardComponents]] = [[{} for _ in group] for group in grouped]
         if self.reward is None:
             return [[None] * len(group) for group in grouped], empty
-        asked = [[e.completion(step) for e in group] for group in grouped]
-        if isinstance(self.reward, CompositeReward):
-            return self.reward.score_components(asked)
-        return self.reward.score(asked), empty
+        asked = [[e.completion(step) for e in group if e.finish != FAILED] for group in grouped]
+        scores, parts = (
+            self.reward.score_components(asked)
+            if isinstance(self.reward, CompositeReward)
+            else (self.reward.score(asked), [[{}] * len(group) for group in asked])
+        )
+        return (
+            [_with_gaps(group, found, None) for group, found in zip(grouped, scores, strict=True)],
+            [_with_gaps(group, found, {}) for group, found in zip(grouped, parts, strict=True)],
+        )
 
     def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: EpisodeRunner) -> Request:
         """The next turn's request, of the episode number `at`; only first turns share their prompt."""
@@ -190,23 +197,43 @@ class RolloutCollector:
         return Request((*episode.prompt.ids, *episode.ids), seed, limit, group, raw=True)
 
 
-def to_sample(episode: Episode, reward: float | None, parts: RewardComponents) -> RolloutSample:
-    """The finished sample."""
-    tokens = (tuple(episode.ids), tuple(episode.mask), tuple(episode.logprobs))
+def _with_gaps(group: Sequence[Episode], found: Sequence[T], gap: T) -> list[T]:
+    """What was found of a group's episodes that did not fail, and `gap` for the others."""
+    rest = iter(found)
+    return [gap if episode.finish == FAILED else next(rest) for episode in group]
+
+
+def make_group(
+    episodes: Sequence[Episode], rewards: Sequence[float | None], parts: Sequence[RewardComponents]
+) -> Group:
+    """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
+    prompts = [episode.prompt for episode in episodes if episode.ids] or [episodes[0].prompt]
+    shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
+    prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
+    return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))
+
+
+def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, shared: int) -> RolloutSample:
+    """The finished sample; the ids of its prompt after the first `shared` are context of its own."""
+    own = episode.prompt.ids[shared:] if episode.ids else ()
+    zeros = (0.0,) * len(own)
+    tokens = ((*own, *episode.ids), (*zeros, *episode.mask), (*zeros, *episode.logprobs))
     turn = (episode.text, episode.finish, episode.version)
-    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, tuple(episode.versions))
+    versions, counts = tuple(episode.versions), dict(episode.counts)
+    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, versions, counts)
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
     """Reward metrics over all samples of a step; metrics without a scored sample are left out."""
-    drawn = [one for group in experience.all_outcomes for one in group]
+    drawn = [one for group in experience.all_outcomes for one in group if one.finish != FAILED]
     scored = torch.tensor([one.reward for one in drawn if one.reward is not None], dtype=torch.float64)
     differ = [
         has_reward_variance(g)
         for g in experience.all_outcomes
         if len(g) > 1 and any(one.reward is not None for one in g)
     ]
-    known = {name: [s for one in drawn if (s := one.components[name]) is not None] for name in drawn[0].components}
+    names = dict.fromkeys(name for one in drawn for name in one.components)
+    known = {name: [s for one in drawn if (s := one.components[name]) is not None] for name in names}
     return {
         **({"reward/mean": float(scored.mean()), "reward/std": float(scored.std(correction=0))} if len(scored) else {}),
         "reward/num_failed": float(len(drawn) - len(scored)),
@@ -232,7 +259,16 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
         **({"rollout/staleness_mean": sum(ages) / len(ages)} if ages else {}),  # of a sampler that switches weights
         # of a sampler that truncates and reports both distributions; else it is 0, or NaN
         **({"rollout/truncation_kl": truncation / sum(sum(s.mask) for s in samples)} if truncation > 0 else {}),
+        **_environment_metrics(drawn),
     }
+
+
+def _environment_metrics(drawn: Sequence[Outcome]) -> dict[str, float]:
+    """Episodes that are left out, and the mean counts of an episode, of an environment that counts."""
+    names = dict.fromkeys(name for one in drawn for name in one.counts)
+    failed = sum(one.finish == FAILED for one in drawn)
+    means = {f"environment/{name}": sum(one.counts.get(name, 0) for one in drawn) / len(drawn) for name in names}
+    return {"environment/num_failed": float(failed), **means} if failed or means else {}
 
 
 def sample_records(experience: Experience, rewarded: bool, tokenizer: Any) -> Iterator[Mapping[str, Any]]:
@@ -258,6 +294,10 @@ def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
     return [(version, len(list(tokens))) for version, tokens in groupby(versions)]
 
 
+def _more(sample: RolloutSample) -> tuple[Any, ...]:
+    return _runs(sample.versions), dict(sample.counts)
+
+
 def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
     drawn = [s for group in experience.groups for s in group.samples]
@@ -272,8 +312,7 @@ def encode_experience(experience: Experience) -> State:
                 "columns": dict(g.prompt.columns),
             },
             "samples": [
-                [len(s.ids), *values(s), [dict(m) for m in s.history], dict(s.components), s.truncation]
-                + ([_runs(s.versions)] if s.versions else [])
+                [len(s.ids), *values(s), [dict(m) for m in s.history], dict(s.components), s.truncation, *_more(s)]
                 for s in g.samples
             ],
         }
@@ -285,7 +324,8 @@ def encode_experience(experience: Experience) -> State:
         "groups": groups,
         "rounds": experience.rounds,
         "left_out": [
-            [[one.reward, dict(one.components), one.length, one.finish] for one in g] for g in experience.filtered_out
+            [[one.reward, dict(one.components), one.length, one.finish, dict(one.counts)] for one in g]
+            for g in experience.filtered_out
         ],
         "tensors": tensors,
     }
@@ -298,9 +338,9 @@ def decode_experience(state: State) -> Experience:
     def sample(size: int, *values: Any) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
         text, finish, version, reward, history, components, truncation, *more = values
-        runs = more[0] if more else ()
+        runs, counts = more if len(more) == 2 else ((more[0] if more else ()), {})  # as older runs wrote them
         versions = tuple(version for version, count in runs for _ in range(count))
-        own = (text, finish, version, reward, tuple(history), components, truncation, versions)
+        own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts)
         return RolloutSample(ids, mask, logprobs, *own)
 
     groups = []

@@ -1,19 +1,19 @@
-"""The data of a job and the length of its items; the environments and what continues a conversation.
+"""The data of a job and the length of its items.
 
 Where data.max_length is null, items may be as long as the model allows. All is checked before the model is read.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.build.result_check import build_component
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, EnvironmentProblem, Problem, SpecError
+from runner.core.errors import DataError, Problem, SpecError
 from runner.core.package import cache_folder
 from runner.data.config import DataConfig
 from runner.data.formats import VARIABLE_COLUMNS
-from runner.interfaces import Data, EnvironmentFactory, ExtendConversation, RankCollectives
+from runner.interfaces import Data
 from runner.interfaces.media import images_of
 from runner.model.batch_layout import max_row_length
 from runner.spec.base import ItemKind
@@ -26,9 +26,6 @@ PARALLELISM_WITHOUT_IMAGES = {
     "pp": "the first stage alone would run the vision part",
     "ep": "expert-parallel ranks exchange tokens while others may still run the vision part",
 }
-
-if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
 
 
 def build_data(
@@ -107,38 +104,3 @@ def resolve_max_length(spec: JobSpec, data: Data, decide: Decisions) -> JobSpec:
         reason = "the most that the model allows, as the rows of a stream are not known"
     decide.record_fact("data.max_length", str(data.longest), reason)
     return resolved
-
-
-def build_environments(spec: JobSpec, peers: RankCollectives, decide: Decisions) -> PartitionedEnvironments | None:
-    """The environments of the thread that has `peers`; None where answers are single turns."""
-    made: EnvironmentFactory | None = build_component(spec.environment, decide=decide)
-    if made is None:
-        return None
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
-
-    return PartitionedEnvironments(made.make, made.max_turns, peers, roles=made.roles)
-
-
-def build_extend(
-    spec: JobSpec, tokenizer: Any, environments: EnvironmentFactory | None, decide: Decisions
-) -> ExtendConversation | None:
-    """What continues a conversation by an environment's message; None where there is no environment.
-
-    Raises EnvironmentProblem where the chat template does not write messages of the environment's roles.
-    """
-    if environments is None:
-        return None
-    if not tokenizer.chat_template:
-        raise EnvironmentProblem(
-            "an environment needs a chat template, but the tokenizer has none; use an instruct or chat model, or type "
-            "chat.template=FILE"
-        )
-    from runner.data.chat import Renderer
-
-    renderer = Renderer(tokenizer, spec.chat)
-    for role in environments.roles:
-        renderer.extend((), {"role": role, "content": "observation"})
-    if renderer.template.rewrites_history():
-        text = "the template renders an earlier turn differently from the last one"
-        decide.record_fact("chat.template", "earlier turns keep the tokens that the policy sampled", text)
-    return renderer.extend

@@ -8,7 +8,8 @@ from functools import partial
 
 from runner.algorithm.rollouts import AnswerSampler, RolloutCollector
 from runner.algorithm.sft import CrossEntropy
-from runner.build.data import build_data, build_environments, build_extend
+from runner.build.data import build_data
+from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.build.rewards import MakeReward, refuse_missing_columns
 from runner.core.auto_choices import Decisions
 from runner.core.errors import Problem, SpecError
@@ -16,7 +17,7 @@ from runner.core.rng import derive_seed
 from runner.interfaces import (
     Algorithm,
     Data,
-    EnvironmentFactory,
+    Environments,
     EvalQuestion,
     ExtendConversation,
     GenerativeModel,
@@ -68,12 +69,16 @@ def build_evaluation(
     algorithm: Algorithm,
     models: Mapping[str, Model],
     world: ParallelContext,
-    environments: EnvironmentFactory | None,
+    environments: Environments | None,
     decide: Decisions,
     extend: ExtendConversation | None = None,
     make_reward: MakeReward = no_reward,
+    builder: EnvironmentBuilder | None = None,
 ) -> Evaluation | None:
-    """The evaluation of the job, None if there is nothing to evaluate. make_reward: of a job or a set."""
+    """The evaluation of the job, None if there is nothing to evaluate.
+
+    make_reward, builder: of the rewards and environments of the job, or of a set
+    """
     own: list[Evaluation] = []
     questions, items = data.held_out_questions(), data.held_out_items()
     given = items or [question.item for question in questions]
@@ -83,7 +88,8 @@ def build_evaluation(
         known = {role: MemoizedModel(one) if isinstance(one, FrozenModel) else one for role, one in models.items()}
         own.append(lambda step: held_out.evaluate(known))
     policy = as_generative(model)
-    parts = (world, decide, make_reward, environments, extend, partial(score_items, learner))
+    builder = builder or EnvironmentBuilder(model.tokenizer, decide, None)
+    parts = (world, decide, make_reward, builder, environments, extend, partial(score_items, learner))
     answers = None if policy is None else AnswerParts(spec, policy, *parts)
     if questions and answers is not None:
         own += _own_answers(spec, questions, answers)
@@ -111,7 +117,8 @@ class AnswerParts:
     world: ParallelContext
     decide: Decisions
     make_reward: MakeReward
-    environments: EnvironmentFactory | None
+    builder: EnvironmentBuilder
+    environments: Environments | None
     extend: ExtendConversation | None
     score: ScoreItems
     make_sampler: Callable[[AnswersConfig], AnswerSampler] | None = None  # None = the policy writes the answers itself
@@ -192,7 +199,7 @@ def build_set(one: EvaluationSet, answers: AnswerParts) -> AnswerEvaluator | Cho
         data = build_data(spec, answers.policy.tokenizer, answers.decide, config, kind)
         refuse_missing_columns(spec, data)
         if "environment" in one.components:
-            environments = build_environments(spec, answers.world.world_peers, answers.decide)
+            environments = answers.builder.build(spec, answers.world.world_peers)
             extend = build_extend(spec, answers.policy.tokenizer, environments, answers.decide)
             answers = replace(answers, environments=environments, extend=extend)
         questions = data.held_out_questions()[: one.options.limit]

@@ -25,9 +25,10 @@ from runner.build.components import (
     build_tokenizer,
     compare_tokenizers,
 )
-from runner.build.data import build_data, build_environments, build_extend, check_images, resolve_max_length
+from runner.build.data import build_data, check_images, resolve_max_length
+from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.build.plug_ins import plug_in_digests
-from runner.build.rewards import EvaluationRewards, MakeReward, RewardBuilder, refuse_missing_columns, reward_origins
+from runner.build.rewards import EvaluationRewards, RewardBuilder, refuse_missing_columns, reward_origins
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
@@ -39,7 +40,6 @@ from runner.interfaces import (
     Algorithm,
     Callback,
     Data,
-    ExtendConversation,
     GenerativeModel,
     RankCollectives,
     Sampler,
@@ -67,7 +67,6 @@ from runner.trainer.callbacks import (
 from runner.trainer.loop import ExperienceQueue, TrainingJob
 
 if TYPE_CHECKING:
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
     from runner.trainer.evaluator import Report
     from runner.weight_sync.publisher import Publisher
 
@@ -192,7 +191,8 @@ def build(
     data = _data(copied, tokenizer, world, decide)
     given = resolve_epochs(spec, len(data), decide)
     spec = with_copied_files(resolve_max_length(given, data, decide), folder)
-    environments = build_environments(spec, world.rollout_peers, decide)
+    builder = EnvironmentBuilder(tokenizer, decide, folder.root)
+    environments = builder.build(spec, world.rollout_peers)
     extend = build_extend(spec, tokenizer, environments, decide)
     rewards = RewardBuilder(tokenizer, device, world, decide, folder)
     build_reward = partial(rewards.build_for_training, spec, data)
@@ -206,7 +206,8 @@ def build(
     _precompute_references(spec, models, algorithm, data, decide, outlets.say)
     publisher = _publisher(spec, folder, sampler, models, world)
     judges = EvaluationRewards(spec, rewards, reward)
-    evaluate = _build_evaluation(spec, data, models, algorithm, world, environments, extend, decide, judges.build)
+    here = (environments and replace(environments, peers=world.world_peers), decide, extend, judges.build, builder)
+    evaluate = _build_evaluation(spec, data, models, algorithm, world, here)
     activity = DeviceStats(device.stats_readers(), spec.watch.device_stats_interval_s)
     own = _plugin_callbacks(spec, folder, model, outlets, place, decide)
     callbacks = _callbacks(spec, folder, evaluate, activity, publisher, outlets, decide, own.values())
@@ -223,7 +224,7 @@ def build(
         stop=stop,
         flops={role: one.batch_flops for role, one in models.flops.items()},
         peak_flops=peak_flops(device, model.compute_dtype, decide).flops,
-        closing=_closing(callbacks, (activity, store, judges, reward, publisher, sampler)),
+        closing=_closing(callbacks, (activity, store, judges, reward, builder, publisher, sampler)),
     )
     sections = {**job.learners, "algorithm": job.algorithm, "feed": job.feed}
     built = BuiltJob(job, model, store, sections, _identity(given, data, models, world), data, world, given, own)
@@ -275,19 +276,18 @@ def _build_evaluation(
     models: Models,
     algorithm: Algorithm,
     world: ParallelContext,
-    environments: PartitionedEnvironments | None,
-    extend: ExtendConversation | None,
-    decide: Decisions,
-    make_reward: MakeReward,
+    here: tuple[Any, ...],
 ) -> Callable[[int], Report] | None:
-    """What evaluates, in the thread that trains; None where nothing does."""
+    """What evaluates, in the thread that trains; None where nothing does.
+
+    here: the further arguments of `build_evaluation`
+    """
     if not spec.evaluation.every:
         return None
     from runner.build.evaluation import build_evaluation
 
-    here = environments and replace(environments, peers=world.world_peers)
     main, model, roles = models.main, models.model, models.by_role
-    return build_evaluation(spec, data, main, model, algorithm, roles, world, here, decide, extend, make_reward)
+    return build_evaluation(spec, data, main, model, algorithm, roles, world, *here)
 
 
 def resolve_epochs(spec: JobSpec, items: int, decide: Decisions) -> JobSpec:

@@ -95,7 +95,7 @@ class RewardBuilder:
         from runner.parallelism.rollout_partition import partition_reward
         from runner.reward.trial import try_reward
 
-        if prompts:
+        if prompts and not spec.environment.has_score:  # else a reward reads what only an episode has
             everyone = self.world.world_peers
             run_on_rank0(
                 everyone, lambda: try_reward(reward, spec.reward, prompts, self.tokenizer, self.decide, option)

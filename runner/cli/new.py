@@ -1,6 +1,6 @@
 """`run new KIND NAME`: write a package in ./NAME that adds a component, with a test.
 
-`pip install ./NAME` installs it.
+`pip install ./NAME` installs it. An environment is a file, which needs no package.
 
 KIND ─▶ texts of skeletons.yaml, with the name put in ─▶ NAME/pyproject.toml, NAME/run_NAME.py, NAME/test_run_NAME.py
 """
@@ -36,13 +36,16 @@ def create(args: Namespace) -> int:
     if folder.exists():
         raise UsageError(f"run new: {folder} exists; choose another name, or remove it")
     skeleton = SKELETONS[kind]
-    texts = {"name": name, "dashed": name.replace("_", "-"), "module": f"run_{name}", "group": skeleton["group"]}
+    texts = {"name": name, "dashed": name.replace("_", "-"), "module": f"run_{name}"}
     texts["Name"] = name.title().replace("_", "")
-    texts["entry"] = Template(skeleton["entry"]).substitute(texts)
+    files = {"$module.py": skeleton["module"], "test_$module.py": skeleton["test"]}
+    if is_package := "entry" in skeleton:
+        texts |= {"group": skeleton["group"], "entry": Template(skeleton["entry"]).substitute(texts)}
+        files["pyproject.toml"] = _TABLE["project"]
     folder.mkdir()
-    files = {"pyproject.toml": _TABLE["project"], "$module.py": skeleton["module"], "test_$module.py": skeleton["test"]}
     for path, text in files.items():
         (folder / Template(path).substitute(texts)).write_text(Template(text).substitute(texts), encoding="utf-8")
-    print_text(f"wrote    {folder}\ntest it  pip install ./{folder} && python -m pytest {folder}")
+    install = f"pip install ./{folder} && " if is_package else ""
+    print_text(f"wrote    {folder}\ntest it  {install}python -m pytest {folder}")
     print_text(f"try it   {Template(skeleton['try_it']).substitute(texts)}")
     return 0

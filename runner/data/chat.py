@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.data.chat_template import OPENING, OTHER_TEMPLATE, PROBE, ChatTemplate, RenderError
+from runner.data.chat_template import OPENING, OTHER_TEMPLATE, PROBE, ChatTemplate, RenderError, calls_turn
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import Placeholders, Segment, common_length
 from runner.data.conversation import CALL_FORMS, Statement, find_missing, plain_messages, statements
@@ -155,30 +155,46 @@ class Renderer:
         segments = self._finish(chat, [Segment(text, is_trained=False)])
         return self.control.ids_of(segments, begins_row=True)
 
-    def extend(self, ids: Sequence[int], message: Message) -> list[int]:
-        """The ids that continue `ids` by a message and the opening of the next turn.
+    def extend(self, ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
+        """The ids that continue `ids` by messages and the opening of the next turn.
 
         `ids` end with a turn of the assistant. What the policy wrote stays as it is; a turn without an end token
-        is closed. Raises EnvironmentProblem if the template does not write the message.
+        is closed. Results of calls, which have a `tool_call_id`, follow a turn of calls. Raises EnvironmentProblem if
+        the template does not write a message.
         """
+        role = messages[0]["role"]
         hint = f"{PART_HINTS['content']}; or set another role for the environment (environment.role=user)"
+        opening = list(OPENING)
+        if all(message.get("tool_call_id") for message in messages) and self.template.tool_format is not None:
+            opening[1] = calls_turn(messages)
         try:
-            chat = self._prepare([*OPENING, message], (), 0, "last")
-            after = self._text(chat, 3, prompt=True).rpartition(PROBE)[2]
+            try:
+                chat, after = self._continue(opening, messages)
+            except RenderError:  # a template may take one call in a turn alone
+                chat, after = self._continue(OPENING, messages)
         except RenderError as error:
-            text = f"the chat template cannot continue an episode with a message of role {message['role']}: {error}"
+            text = f"the chat template cannot continue an episode with a message of role {role}: {error}"
             raise EnvironmentProblem(f"{text}\n  {hint}") from error
         if missing := find_missing(statements(chat.messages[2:]), after):
-            text = f"the chat template does not render the environment's messages of role {message['role']}"
+            text = f"the chat template does not render the environment's messages of role {role}"
             raise EnvironmentProblem(f"{text}: {missing[0].text!r}\n  {hint}")
         last = self._text(chat, 2).rpartition(PROBE)[2]
-        closing = self.control.leading(after[: common_length(after, last)]) or self.control.leading(after, 1)
+        shared = after[: common_length(after, last)]
+        if chat.messages[1].get("tool_calls"):  # the rest of the call is the policy's own
+            ends = [match.start() for match in self.control.special.finditer(shared)] or [len(shared)]
+            after, last, shared = after[ends[-1] :], last[ends[-1] :], shared[ends[-1] :]
+        closing = self.control.leading(shared) or self.control.leading(after, 1)
         end, rest = self.control.ids_of([Segment(closing, is_trained=False)]), after[len(closing) :]
         final = self.control.ids_of([Segment(last.rstrip(), is_trained=False)])[-1:]
         if final and list(ids[-1:]) == final:  # a template may end a last turn by another token than an earlier one
             end = []
         written = next(n for n in range(len(end), -1, -1) if list(ids[len(ids) - n :]) == end[:n])
         return end[written:] + self.control.ids_of(chat.placeholders.split(Segment(rest, is_trained=False)))
+
+    def _continue(self, opening: Sequence[Message], messages: Sequence[Message]) -> tuple[_Chat, str]:
+        """A conversation that continues so, and what it says after the assistant's turn. Raises RenderError."""
+        chat = self._prepare([*opening, *messages], (), 0, "last")
+        return chat, self._text(chat, len(chat.messages), prompt=True).rpartition(PROBE)[2]
 
     def _prepare(self, messages: Sequence[Message], tools: Tools, context: int, train_on: TrainOn) -> _Chat:
         """The conversation without what is dropped, its control tokens as private characters."""

@@ -18,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateSyntaxError
 
+from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import DataError, Problem, SpecError
+from runner.core.tool_formats import FORMATS, ToolCall, ToolFormat
 from runner.data.config import TRAINING_TEMPLATES, ChatConfig
 from runner.data.control_tokens import ASSISTANT_TOKENS, ControlTokens, common_length
 from runner.data.conversation import CALL_FORMS, CallForm, content_parts, find_missing, plain_messages, statements
@@ -106,6 +108,28 @@ class ChatTemplate:
             return not find_missing(statements(messages), self.text(messages))
         return False
 
+    @cached_property
+    def tool_format(self) -> ToolFormat | None:
+        """The format in which the template writes tool calls; None if it writes none, or in no known format."""
+        messages = plain_messages([USER, _call("value")], (), self.call_form)
+        try:
+            before, whole = self.text(messages[:1], prompt=True), self.text(messages)
+        except RenderError:
+            return None
+        shared = common_length(before, whole)
+        if shared < len(before):  # a prompt that opens reasoning: the turn begins after a token that both have
+            shared = max((m.end() for m in self.control.special.finditer(before) if m.end() <= shared), default=shared)
+        turn = whole[shared:].rstrip()
+        ends = [match for match in self.control.special.finditer(turn) if match.end() == len(turn)]
+        turn = turn[: ends[0].start()] if ends else turn
+        for one in FORMATS.values():
+            answer = ChatAnswer(one)
+            answer.push(turn)
+            answer.close()
+            if answer.calls == [ToolCall("probed", {"key": "value"})]:
+                return one
+        return None
+
     def opens_as_it_writes(self) -> bool:
         """Whether a plain answer begins with the generation prompt."""
         try:
@@ -155,6 +179,15 @@ class ChatTemplate:
             if found := self.control.special.findall(text):
                 return str(found[-1])
         return self.control.leading(followed[len(shared) :], 1)
+
+
+def calls_turn(results: Sequence[Message]) -> Message:
+    """A turn of the assistant with the calls of these results, each with the probe as an argument."""
+    calls = [
+        {"type": "function", "id": one["tool_call_id"], "function": {"name": one["name"], "arguments": {"key": PROBE}}}
+        for one in results
+    ]
+    return {"role": "assistant", "content": None, "tool_calls": calls}
 
 
 def _call(value: str) -> Message:

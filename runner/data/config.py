@@ -84,11 +84,11 @@ class DemoConfig(DataConfig):
 
     factory: ClassVar[str] = "runner.data.demo:build"
     name: Literal["demo"] = "demo"
-    task: Literal["sort", "sum", "arithmetic", "reverse", "format", "shapes"] = Field(
+    task: Literal["sort", "sum", "vault", "arithmetic", "reverse", "format", "shapes"] = Field(
         default="sort",
-        description="sort the digits of a number; sum numbers with a calculator (environment=calculator); or, in plain "
-        "words, arithmetic with two numbers, reverse a word, format (a number between two tags); shapes: count and "
-        "name what an image shows (model=tiny_vl).",
+        description="sort the digits of a number; sum numbers with a calculator (environment=calculator); vault: "
+        "call two tools in turn (environment=vault); or, in plain words, arithmetic with two numbers, reverse a "
+        "word, format (a number between two tags); shapes: count and name what an image shows (model=tiny_vl).",
     )
     digits: int = Field(default=4, ge=2, le=12, description="Digits of each number, or letters of a word.")
     terms: int | None = Field(default=None, ge=2, le=9, description="Numbers to add with task=sum; null = 2.")

@@ -1,6 +1,7 @@
 """data=demo: conversations generated on this machine: numbered questions with right answers.
 
     sort   "sort 5031"       ──────────────────────────────────────────────────────▶ "0135"
+    vault  "vault 0371"      ──▶ hint() ──▶ 69 ──▶ unlock(69) ──▶ 24 ──▶ "24"
     sum    "sum 5031 4927"   ──▶ "calc 5031+4927" ──▶ the tool says "9958" ──▶ "9958"
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
@@ -124,6 +125,31 @@ class SumTask(DemoTask):
         return decode_numbers(number, self.config.numbers_to_add, self.config.digits)
 
 
+class VaultTask(DemoTask):
+    """Say what is in a vault, by two tools: hint() says its code, unlock(code) its content."""
+
+    def question(self, number: int) -> str:
+        """The number of the vault."""
+        return f"vault {str(number).zfill(self.config.digits)}"
+
+    def answer(self, number: int) -> str:
+        """Its content, which nothing in the question tells."""
+        return str(permutation(90, number, "demo", "content")[0] + 10)
+
+    def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
+        """The answer; if not at once, after the calls of both tools."""
+        answer: Message = {"role": "assistant", "content": self.answer(number)}
+        code = int(permutation(90, number, "demo", "code")[0] + 10)
+        said = [{"role": "tool", "content": text} for text in (str(code), self.answer(number))]
+        calls = _call("hint"), said[0], _call("unlock", code=code), said[1]
+        return (answer,) if at_once else (*calls, answer)
+
+
+def _call(name: str, **arguments: int) -> Message:
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
 class WordedTask(DemoTask):
     """A question in plain words, for any model: arithmetic, reverse or format."""
 
@@ -184,7 +210,7 @@ def decode_numbers(number: int, count: int, digits: int) -> list[int]:
 
 def make_task(config: DemoConfig) -> DemoTask:
     """The task of the config."""
-    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask, "shapes": ShapesTask}
+    kinds: dict[str, type[DemoTask]] = {"sort": SortTask, "sum": SumTask, "vault": VaultTask, "shapes": ShapesTask}
     return kinds.get(config.task, WordedTask)(config)
 
 

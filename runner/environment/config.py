@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from runner.spec.base import ComponentConfig
+from runner.user_code.config import UserCodeConfig
 
 
 class EnvironmentConfig(ComponentConfig):
     """What answers the policy between its turns."""
 
     group: ClassVar[str] = "environment"
+    has_score: ClassVar[bool] = False  # whether it may score episodes
 
     def most_turns(self) -> int:
         """Most turns of the policy in one episode."""
         return 1
+
+    def with_absolute_paths(self) -> Self:
+        """The same config with the paths of local files made absolute."""
+        return self
+
+    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
+        """The same config with the paths of the user's own code changed, of which a run keeps copies."""
+        return self
+
+    def preflight(self) -> None:
+        """Raise for what is wrong outside the spec; imports nothing heavy."""
 
 
 class NoEnvironmentConfig(EnvironmentConfig):
@@ -47,4 +62,32 @@ def no_environment(config: NoEnvironmentConfig, **_: Any) -> None:
     """Nothing to build."""
 
 
-COMPONENTS = (NoEnvironmentConfig, CalculatorConfig)
+class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
+    """Your own Python class, whose public methods are the tools, or function; in separate processes."""
+
+    factory: ClassVar[str] = "runner.environment.function:build"
+    path_example: ClassVar[str] = "shop.py:Shop"
+    takes_classes: ClassVar[bool] = True
+    has_score: ClassVar[bool] = True
+    name: Literal["function"] = "function"
+    path: str = Field(min_length=1, description="File and class or function, e.g. shop.py:Shop.")
+    max_turns: int = Field(default=8, ge=2, description="Maximum turns of the policy in one episode.")
+    max_episode_tokens: int | None = Field(
+        default=None, ge=1, description="Maximum tokens of all turns and results after the prompt; null = the model's."
+    )
+    max_tool_output: int = Field(
+        default=10_000, ge=2, description="Maximum characters of one result; of a longer one the middle is left out."
+    )
+    timeout_s: float = Field(
+        default=30.0, gt=0, description="Timeout in seconds for the calls of one turn; then the episode is left out."
+    )
+    workers: int = Field(default=16, ge=1, description="Number of episodes of a rank that run calls at the same time.")
+    max_failures: int = Field(
+        default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."
+    )
+
+    def most_turns(self) -> int:
+        return self.max_turns
+
+
+COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig)

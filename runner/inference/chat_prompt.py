@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.core.chat_answer import THINK
 from runner.core.errors import DataError
 from runner.data.chat import NO_VARIABLES, Renderer
 from runner.data.chat_template import RenderError
-from runner.inference.answer_text import THINK
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import DataError
+from runner.core.tool_formats import Part, ToolFormat
 from runner.data.chat import Renderer
 from runner.data.examples import user_message
-from runner.inference.answer_text import ChatAnswer, Part, TextStream, hidden_token_ids
+from runner.inference.answer_text import TextStream, hidden_token_ids
 from runner.inference.chat_prompt import render_chat
 from runner.inference.engine import Engine, GenerationRequest, SamplingParams
 
@@ -22,9 +24,14 @@ _ids = count()
 
 
 def stream_answer(
-    engine: Engine, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams, is_stopped: Callable[[], bool]
+    engine: Engine,
+    tokenizer: Any,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    is_stopped: Callable[[], bool],
+    tool_format: ToolFormat | None = None,
 ) -> Iterator[str]:
-    """Yield the text of one answer in parts, never half a character.
+    """Yield the text of one answer in parts, never half a character, with the marks of `tool_format`.
 
     A caller that stops listening cancels the request, and so does `is_stopped`, which is called before each token.
     The answer has fewer tokens than `params` says where the model has no room. Raises DataError for a prompt that
@@ -35,9 +42,8 @@ def stream_answer(
             raise DataError(f"the prompt has {len(prompt_ids)} tokens, and {limit[1]}")
         params = replace(params, max_new_tokens=min(params.max_new_tokens, limit[0] - len(prompt_ids)))
     request = GenerationRequest(f"answer-{next(_ids)}", tuple(prompt_ids), params)
-    text = TextStream(
-        lambda ids: str(tokenizer.decode(ids)), hidden_token_ids(tokenizer, engine.limits.stop_token_ids), params.stop
-    )
+    hidden = hidden_token_ids(tokenizer, engine.limits.stop_token_ids, tool_format)
+    text = TextStream(lambda ids: str(tokenizer.decode(ids)), hidden, params.stop)
     engine.submit(request)
     try:
         finished = False
@@ -88,9 +94,10 @@ class Conversation:
         prompt = render_chat(self.renderer, asked)
         turn = sum(message["role"] == "assistant" for message in asked)
         params = replace(self.params, seed=self.params.seed + turn)
-        parts, said = ChatAnswer(tools=False, is_thinking=prompt.is_thinking), list[str]()
+        marks = self.renderer.template.tool_format
+        parts, said = ChatAnswer(marks if marks and marks.has_channels else None, prompt.is_thinking), list[str]()
         try:
-            for piece in stream_answer(self.engine, self.renderer.tokenizer, prompt.ids, params, is_stopped):
+            for piece in stream_answer(self.engine, self.renderer.tokenizer, prompt.ids, params, is_stopped, marks):
                 yield from self._collect(parts.push(piece), said)
         except DataError as error:
             raise DataError(f"{error}; /reset starts a new one") from error

@@ -8,13 +8,16 @@ Shapes: https://platform.openai.com/docs/api-reference, and vLLM's OpenAI-compat
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
-from runner.inference.answer_text import ChatAnswer, Part, TextStream, ToolCall
+from runner.core.chat_answer import ChatAnswer
+from runner.core.tool_formats import Part, ToolCall, ToolFormat
+from runner.inference.answer_text import TextStream
 from runner.inference.engine import GenerationRequest, SamplingParams, TokenEvent, TokenScore
 from runner.inference.openai_requests import ChatBody, CompletionBody, GenerationBody, Json
 from runner.inference.served_model import ServedModel, unix_seconds
@@ -64,11 +67,17 @@ class _Answer:
         self.choices: list[Choice] = []
         self.head: Json = {"id": f"{id}-{secrets.token_hex(12)}", "created": unix_seconds(), "model": body.model}
 
-    def add_choices(self, body: GenerationBody, prompt: tuple[int, ...], params: Sequence[SamplingParams]) -> None:
-        """Add the n choices of a prompt."""
+    def add_choices(
+        self,
+        body: GenerationBody,
+        prompt: tuple[int, ...],
+        params: Sequence[SamplingParams],
+        tool_format: ToolFormat | None = None,
+    ) -> None:
+        """Add the n choices of a prompt, whose text shows the marks of `tool_format`."""
         for one in params:
             self.requests.append(GenerationRequest("", prompt, one))
-            self.choices.append(Choice(len(self.choices), prompt, self.served.text_stream(body)))
+            self.choices.append(Choice(len(self.choices), prompt, self.served.text_stream(body, tool_format)))
 
     async def generate(self) -> AsyncGenerator[tuple[Choice, str, TokenEvent], None]:
         """Every new token, with the text that it adds to its choice."""
@@ -223,9 +232,10 @@ class ChatCompletions(_Answer):
         params = body.sampling_params(
             served.new_tokens(served.vocabulary_ids(prompt), body.new_tokens), body.top_logprobs, adapter
         )
-        self.add_choices(body, prompt, params)
-        tools = bool(body.tools) and body.tool_choice == "auto"
-        self.answers = [ChatAnswer(tools, is_thinking) for _ in params]
+        self.add_choices(body, prompt, params, served.tool_format)
+        tools = body.conversation()[1] if body.tool_choice == "auto" else []
+        own = served.tool_format if tools or served.tool_format.has_channels else None
+        self.answers = [ChatAnswer(own, is_thinking, tools) for _ in params]
 
     async def whole(self) -> Json:
         """The answer as one object."""
@@ -308,5 +318,5 @@ def _call_json(call: ToolCall) -> Json:
     return {
         "id": f"call_{secrets.token_hex(12)}",
         "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
+        "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
     }

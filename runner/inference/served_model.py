@@ -15,6 +15,7 @@ import psutil
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from runner.core.media import without_media
+from runner.core.tool_formats import FORMATS, ToolFormat
 from runner.data.chat import Renderer
 from runner.data.chat_template import unread_fault
 from runner.data.config import ChatConfig
@@ -165,14 +166,18 @@ class ServedModel:
 
     # --- answers ---
 
-    def text_stream(self, body: GenerationBody) -> TextStream:
-        """What makes an answer's text of its ids."""
-        hidden = self._hidden_ids if body.skip_special_tokens else frozenset[int]()
-        return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output)
-
     @cached_property
-    def _hidden_ids(self) -> frozenset[int]:
-        return hidden_token_ids(self.tokenizer, self.info.stop_token_ids)
+    def tool_format(self) -> ToolFormat:
+        """The format of tool calls: of the chat template, or else that of most models."""
+        own = self._renderer.template.tool_format if self.tokenizer.chat_template else None
+        return own or FORMATS["hermes"]
+
+    def text_stream(self, body: GenerationBody, tool_format: ToolFormat | None = None) -> TextStream:
+        """What makes an answer's text of its ids; it shows the marks of `tool_format`."""
+        hidden = frozenset[int]()
+        if body.skip_special_tokens:
+            hidden = hidden_token_ids(self.tokenizer, self.info.stop_token_ids, tool_format)
+        return TextStream(self.decode, hidden, body.stop, body.include_stop_str_in_output)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""

@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from runner.core.errors import SpecError as SpecError
     from runner.core.metrics import Metrics as Metrics
     from runner.core.rng import derive_seed as derive_seed
+    from runner.interfaces.environments import Environment as Environment
+    from runner.interfaces.environments import EnvironmentFactory as EnvironmentFactory
+    from runner.interfaces.environments import EnvironmentReply as EnvironmentReply
+    from runner.interfaces.environments import Environments as Environments
+    from runner.interfaces.environments import EpisodeBatch as EpisodeBatch
+    from runner.interfaces.environments import ExtendConversation as ExtendConversation
+    from runner.interfaces.environments import Observation as Observation
     from runner.interfaces.learning import LOGPROBS as LOGPROBS
     from runner.interfaces.learning import Algorithm as Algorithm
     from runner.interfaces.learning import AlgorithmInputs as AlgorithmInputs
@@ -67,14 +74,10 @@ if TYPE_CHECKING:
     from runner.interfaces.rewards import unscored_group as unscored_group
     from runner.interfaces.sampling import Completion as Completion
     from runner.interfaces.sampling import Data as Data
-    from runner.interfaces.sampling import Environment as Environment
-    from runner.interfaces.sampling import EnvironmentBatch as EnvironmentBatch
-    from runner.interfaces.sampling import EnvironmentFactory as EnvironmentFactory
+    from runner.interfaces.sampling import EpisodeResult as EpisodeResult
     from runner.interfaces.sampling import EvalQuestion as EvalQuestion
-    from runner.interfaces.sampling import ExtendConversation as ExtendConversation
     from runner.interfaces.sampling import LabeledCompletion as LabeledCompletion
     from runner.interfaces.sampling import ModelLimits as ModelLimits
-    from runner.interfaces.sampling import Observation as Observation
     from runner.interfaces.sampling import PreferencePair as PreferencePair
     from runner.interfaces.sampling import Prompt as Prompt
     from runner.interfaces.sampling import Request as Request

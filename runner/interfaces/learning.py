@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
     from runner.core.batch import Batch
     from runner.core.metrics import Metrics
+    from runner.interfaces.environments import Environments, ExtendConversation
     from runner.interfaces.model import Decide
-    from runner.interfaces.sampling import Data, EnvironmentFactory, ExtendConversation, Reward, Sampler
+    from runner.interfaces.sampling import Data, Reward, Sampler
 
 T = TypeVar("T")
 
@@ -313,7 +314,7 @@ class AlgorithmInputs:
     decide: Decide
     sampler: Sampler | None = None
     reward: Reward | None = None
-    environments: EnvironmentFactory | None = None
+    environments: Environments | None = None
     frozen_models: Mapping[Role, HeadedModel] = field(default_factory=dict)
     extend: ExtendConversation | None = None
 

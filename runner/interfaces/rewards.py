@@ -11,6 +11,7 @@ A reward function or service gets a group in TRL's arguments, as plain JSON valu
 
 prompts, completions: texts, or lists of messages where the data has messages
 completion_ids: token ids      every column of the data: one value per answer
+environment_scores, environments: of episodes, where an environment says them
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ log = logging.getLogger("runner")
 CHOSEN = "the reward returned None for every sample"
 RESERVED_ARGUMENTS = ("prompts", "completions", "completion_ids")  # what a function or service gets beside the columns
 TRL_ARGUMENTS = ("trainer_state", "log_extra", "log_metric")  # what a function gets too
+# and of an environment: each episode's score, and the object's attributes, in TRL the object itself
+ENVIRONMENT_ARGUMENTS = ("environment_scores", "environments")
 MOST_KINDS = 20  # of failures, which are printed one by one; further kinds are only counted
 
 
@@ -191,7 +194,8 @@ def require_text(completion: Completion, name: str, option: str) -> str:
 def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
     """name → one value per answer of the group. Raises DataError for a column named like an argument."""
     columns = dict.fromkeys(name for completion in group for name in completion.prompt.columns)
-    for name in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS):
+    results = [completion.environment for completion in group if completion.environment is not None]
+    for name in (*RESERVED_ARGUMENTS, *TRL_ARGUMENTS, *(ENVIRONMENT_ARGUMENTS if results else ())):
         if name in columns:
             raise DataError(
                 f"the data has a column '{name}', a name that the run passes to rewards itself\n  rename the column"
@@ -201,6 +205,8 @@ def reward_arguments(group: Sequence[Completion]) -> dict[str, Any]:
         "completions": [_completion(c) for c in group],
         "completion_ids": [list(c.ids) for c in group],
         **{name: [c.prompt.columns.get(name) for c in group] for name in columns},
+        **({"environment_scores": [one.score for one in results]} if results else {}),
+        **({"environments": [dict(one.state) for one in results]} if results else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Records of the data, and of rollouts: requests, completions, environments, rewards, samplers."""
+"""Records of the data, and of rollouts: requests, completions, rewards, samplers."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Completion:
 
     ids: of all of the policy's turns; text: of the last one, with its special tokens but the one that ends it;
     messages: the whole conversation, where there is one; step: optimizer steps before the one that it is sampled for,
-    or before the evaluation
+    or before the evaluation; environment: what the environment knows of the episode, where it says it
     """
 
     prompt: Prompt
@@ -194,60 +194,20 @@ class Completion:
     finish: str
     messages: tuple[Mapping[str, Any], ...] | None = None
     step: int = 0
+    environment: EpisodeResult | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
-    """What an environment says to a turn of the policy; context for the next turn, and never trained on."""
+class EpisodeResult:
+    """What an environment knows of an episode that is over.
 
-    role: str
-    text: str
-
-
-class Environment(Protocol):
-    """Environment of one episode, used once: returns a reply to a turn, or None to end the episode."""
-
-    def reset(self, prompt: Prompt) -> None: ...
-
-    def step(self, answer: str) -> Observation | None: ...
-
-
-# The ids of a conversation that ends with the policy's turn, and a message → the ids that follow, up to the next turn.
-# Raises EnvironmentProblem if the chat template cannot write the message.
-ExtendConversation = Callable[[Sequence[int], Mapping[str, Any]], list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentFactory:
-    """Makes an environment for each episode, of at most `max_turns` turns of the policy.
-
-    roles: those of its observations, as far as they are known before the first one
+    score: its own, None = it has none; state: attributes of the user's object, as JSON values; failure: why the
+    episode is left out, empty if it is not
     """
 
-    make: Callable[[], Environment]
-    max_turns: int
-    roles: tuple[str, ...] = field(default=(), kw_only=True)
-
-    def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """An environment for an episode of each prompt."""
-        return EnvironmentBatch({at: self.start_episode(prompt) for at, prompt in enumerate(prompts)})
-
-    def start_episode(self, prompt: Prompt) -> Environment:
-        """An environment for one episode."""
-        environment = self.make()
-        environment.reset(prompt)
-        return environment
-
-
-@dataclass(frozen=True, slots=True)
-class EnvironmentBatch:
-    """The environments of several episodes, by the numbers of these."""
-
-    environments: Mapping[int, Environment]
-
-    def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """What each says to its episode's turn, given as (number, text)."""
-        return [self.environments[at].step(text) for at, text in turns]
+    score: float | None = None
+    state: Mapping[str, Any] = field(default_factory=dict)
+    failure: str = ""
 
 
 class Reward(Protocol):

@@ -124,7 +124,7 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
     here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
     DataError, NotReady.
     """
-    parts = ("data", "chat", "model", "algorithm", "reward", "evaluation")
+    parts = ("data", "chat", "model", "algorithm", "reward", "environment", "evaluation")
     spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
     if spec.model.source is not None or spec.reward.uses_device_model() or spec.evaluation.sets:
         from runner.inference.model_source import resolve_model_path

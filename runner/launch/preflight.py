@@ -32,6 +32,7 @@ def preflights(spec: JobSpec, *, here: bool) -> Iterator[tuple[str, Callable[[],
     yield "parallelism", spec.parallelism.preflight
     yield "sampler", spec.sampler.preflight
     yield "reward", spec.reward.preflight
+    yield "environment", spec.environment.preflight
     yield "data", lambda: spec.data.preflight(spec.algorithm.item_kind)
     yield "chat", spec.chat.preflight
     yield "evaluation", spec.evaluation.preflight

@@ -53,9 +53,9 @@ CHAT_TEMPLATE = """\
     {%- if message['role'] == 'assistant' %}
         {%- generation %}
             {{- message['content'] or '' }}
-            {%- if message['tool_calls'] %}
-                {{- '<tool_calls>' + message['tool_calls'] | tojson + '</tool_calls>' }}
-            {%- endif %}
+            {%- for call in message['tool_calls'] or [] %}
+                {{- '<tool_call>' + (call['function'] or call) | tojson + '</tool_call>' }}
+            {%- endfor %}
             {{- '<|im_end|>' }}
         {%- endgeneration %}
     {%- else %}

@@ -20,10 +20,10 @@ from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
     Completion,
-    Environment,
-    EnvironmentBatch,
-    EnvironmentFactory,
-    Observation,
+    EnvironmentReply,
+    Environments,
+    EpisodeBatch,
+    EpisodeResult,
     Prompt,
     RankCollectives,
     Request,
@@ -192,30 +192,71 @@ def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedRewar
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedEnvironments(EnvironmentFactory):
-    """Each episode's environment runs on one rank, which broadcasts its observations."""
+class PartitionedEnvironments:
+    """Each episode's environment runs on one rank, which broadcasts what it says; see `Environments`."""
 
+    inner: Environments
     peers: RankCollectives
 
-    def start_episodes(self, prompts: Sequence[Prompt]) -> EnvironmentBatch:
-        """See `EnvironmentFactory`; all ranks start the same episodes."""
-        made: dict[int, Environment] = {}
+    @property
+    def max_turns(self) -> int:
+        """See `Environments`."""
+        return self.inner.max_turns
 
-        def work(mine: list[int]) -> list[None]:
-            made.update({at: self.start_episode(prompts[at]) for at in mine})
-            return [None] * len(mine)
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """See `Environments`."""
+        return self.inner.roles
 
-        run_partitioned(self.peers, [at % self.peers.size for at in range(len(prompts))], work)
-        return PartitionedEpisodes(made, self.peers)
+    @property
+    def max_episode_tokens(self) -> int | None:
+        """See `Environments`."""
+        return self.inner.max_episode_tokens
+
+    def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
+        """See `Environments`; all ranks start the same episodes."""
+        batches: list[EpisodeBatch] = []
+
+        def work(mine: list[int]) -> Sequence[tuple[Prompt, str]]:
+            batches.append(self.inner.start_episodes([prompts[at] for at in mine], [seeds[at] for at in mine]))
+            return batches[0].starts
+
+        owners = [at % self.peers.size for at in range(len(prompts))]
+        starts = run_partitioned(self.peers, owners, work)
+        return PartitionedEpisodes(starts, batches[0] if batches else None, self.peers)
+
+    def close(self) -> None:
+        """See `Environments`; not collective."""
+        self.inner.close()
 
 
 @dataclass(frozen=True, slots=True)
-class PartitionedEpisodes(EnvironmentBatch):
-    """The episodes of this rank; other ranks have the others."""
+class PartitionedEpisodes:
+    """The episodes of this rank; other ranks have the others. See `EpisodeBatch`; all ranks pass the same."""
 
+    starts: Sequence[tuple[Prompt, str]]
+    mine: EpisodeBatch | None
     peers: RankCollectives
 
-    def step(self, turns: Sequence[tuple[int, str]]) -> list[Observation | None]:
-        """See `EnvironmentBatch`; all ranks pass the same turns."""
-        owners = [at % self.peers.size for at, _ in turns]
-        return run_partitioned(self.peers, owners, lambda mine: EnvironmentBatch.step(self, [turns[i] for i in mine]))
+    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
+        """See `EpisodeBatch`."""
+
+        def work(chosen: list[int]) -> list[EnvironmentReply]:
+            assert self.mine is not None
+            return self.mine.step([(turns[i][0] // self.peers.size, turns[i][1]) for i in chosen], is_last)
+
+        return run_partitioned(self.peers, [at % self.peers.size for at, _ in turns], work)
+
+    def finish(self) -> list[EpisodeResult]:
+        """See `EpisodeBatch`."""
+
+        def work(_: list[int]) -> list[EpisodeResult]:
+            assert self.mine is not None
+            return self.mine.finish()
+
+        return run_partitioned(self.peers, [at % self.peers.size for at in range(len(self.starts))], work)
+
+    def close(self) -> None:
+        """See `EpisodeBatch`; not collective."""
+        if self.mine is not None:
+            self.mine.close()

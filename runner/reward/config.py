@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_serializer
 
-from runner.core.errors import EnvironmentProblem, Problem, RunnerError, SpecError
+from runner.core.errors import EnvironmentProblem, RunnerError
 from runner.reward.base import (
     ANSWER,
     PooledConfig,
@@ -26,6 +26,7 @@ from runner.reward.base import (
 )
 from runner.reward.base import RewardConfig as RewardConfig
 from runner.spec.base import Dtype, ResolveSource, absolute_if_local, address_problem
+from runner.user_code.config import UserCodeConfig
 
 # YAML and command lines have lists only; what a part may hold is decided by the component that it names.
 Parts = Annotated[tuple[dict[str, Any], ...], Field(strict=False, min_length=1)]
@@ -118,6 +119,18 @@ class IfevalConfig(FallibleConfig):
         return [("reward.name", name) for name in ("instruction_id_list", "kwargs")]
 
 
+class EnvironmentRewardConfig(FallibleConfig):
+    """The score that the environment gives an episode, by its method score()."""
+
+    factory: ClassVar[str] = "runner.reward.rules:build_environment"
+    name: Literal["environment"] = "environment"
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        if job.environment.has_score:
+            return []
+        return [("reward", f"environment={job.environment.name} gives no score; type environment=function")]
+
+
 class LengthConfig(RewardConfig):
     """A score for the length of completions, in tokens: DAPO's soft overlong penalty, or a target."""
 
@@ -180,46 +193,15 @@ class CountdownConfig(ExtractConfig):
         return [("reward.numbers", self.numbers), ("reward.target", self.target)]
 
 
-class FunctionConfig(FallibleConfig, PooledConfig):
+class FunctionConfig(UserCodeConfig, FallibleConfig, PooledConfig):
     """Your own Python function, which runs in separate processes."""
 
     factory: ClassVar[str] = "runner.reward.function:build"
+    path_example: ClassVar[str] = "my_reward.py:score"
     name: Literal["function"] = "function"
-    path: str = Field(min_length=1, description="File and function, e.g. my_reward.py:score.")
-    env: tuple[str, ...] = Field(
-        default=(), strict=False, description="Further environment variables that are passed to the function."
-    )
-
-    @property
-    def file(self) -> Path:
-        """The file named by `path`."""
-        return Path(self.path.rpartition(":")[0]).expanduser()
-
-    @property
-    def function(self) -> str:
-        """The function named by `path`."""
-        return self.path.rpartition(":")[2]
-
-    def problems(self, job: Any) -> list[tuple[str, str]]:
-        if str(self.file).endswith(".py") and self.function.isidentifier():
-            return []
-        return [("reward.path", f"expected FILE.py:FUNCTION, got '{self.path}'; e.g. reward.path=my_reward.py:score")]
-
-    def with_absolute_paths(self) -> Self:
-        return self.model_copy(update={"path": f"{absolute_if_local(str(self.file))}:{self.function}"})
-
-    def with_user_files(self, change: Callable[[Path], Path]) -> Self:
-        return self.model_copy(update={"path": f"{change(self.file)}:{self.function}"})
 
     def answer_column(self) -> str | None:
         return ANSWER
-
-    def preflight(self) -> None:
-        """Raise SpecError where the file or the function in it is missing; nothing of it is run."""
-        from runner.reward.preflight import function_fault
-
-        if message := function_fault(self.file, self.function):
-            raise SpecError([Problem("reward.path", message)])
 
     def required_columns(self) -> list[tuple[str, str]]:
         from runner.reward.preflight import required_columns
@@ -386,6 +368,7 @@ class SumConfig(RewardConfig):
 COMPONENTS = (
     NoRewardConfig,
     ExactConfig,
+    EnvironmentRewardConfig,
     NumericConfig,
     FormatConfig,
     IfevalConfig,

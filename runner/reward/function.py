@@ -13,8 +13,9 @@ from runner.core.errors import Problem, SpecError
 from runner.core.rng import derive_seed
 from runner.interfaces.rewards import Group, GroupScorer, GroupScores, ScoringFailures, encode_json, reward_arguments
 from runner.reward.config import FunctionConfig
-from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
+from runner.reward.worker_pool import WorkerPool
 from runner.run_dir.user_files import original_path
+from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
@@ -38,7 +39,7 @@ def build(
         FunctionTarget(file, config.function, env=config.env, copy=source),
         config.workers,
         config.timeout_s,
-        CapturedOutput(label, folder),
+        CapturedOutput(label, None if folder is None else folder / "reward.log"),
     )
     try:
         pool.start()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from runner.core.errors import EnvironmentProblem
 from runner.interfaces.rewards import GroupScorer, ScoringFailures, UnscorableError, require_text, score_each
 from runner.reward.config import MathConfig
-from runner.reward.worker_pool import CapturedOutput, FunctionTarget, WorkerPool, WorkerStartError
+from runner.reward.worker_pool import WorkerPool
+from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Completion
@@ -19,7 +20,8 @@ EQUALITY = FunctionTarget(Path(__file__).with_name("equality.py"), "score", impo
 def build(config: MathConfig, *, folder: Path | None = None, **_: Any) -> GroupScorer:
     """Start the first process. Raises EnvironmentProblem if math-verify is missing or broken."""
     config.preflight()
-    pool = WorkerPool(EQUALITY, config.workers, config.timeout_s, CapturedOutput("reward=math", folder))
+    log = None if folder is None else folder / "reward.log"
+    pool = WorkerPool(EQUALITY, config.workers, config.timeout_s, CapturedOutput("reward=math", log))
     try:
         pool.start()
     except WorkerStartError as error:

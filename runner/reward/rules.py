@@ -32,6 +32,7 @@ from runner.interfaces.rewards import (
 )
 from runner.reward.config import (
     CountdownConfig,
+    EnvironmentRewardConfig,
     ExactConfig,
     ExtractConfig,
     FormatConfig,
@@ -104,6 +105,19 @@ def build_exact(config: ExactConfig, **_: Any) -> GroupScorer:
         score_each(rate),
         ScoringFailures("reward=exact", config.max_failures, "set reward.column to a column of your data"),
     )
+
+
+def build_environment(config: EnvironmentRewardConfig, **_: Any) -> GroupScorer:
+    """The reward; an episode whose environment has no score is not scored."""
+
+    def rate(completion: Completion) -> float:
+        score = None if completion.environment is None else completion.environment.score
+        if score is None:
+            raise UnscorableError("no score", "the environment gave the episode no score (method score())")
+        return score
+
+    remedy = "give the environment's class a method score() that returns a number"
+    return GroupScorer(score_each(rate), ScoringFailures("reward=environment", config.max_failures, remedy))
 
 
 def build_format(config: FormatConfig, **_: Any) -> GroupScorer:

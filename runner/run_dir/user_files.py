@@ -3,8 +3,9 @@
     my_reward.py ─────────copy_user_files──▶ user_files/home/me/my_reward.py ──with_copied_files──▶ each process
     helper.py, imported by it ─────────────▶ user_files/home/me/helper.py
 
-spec.yaml keeps the paths that the user gave. Copied are reward functions with the modules beside them that they import
-by a statement, and chat templates. Data and models are compared by their digests instead (`run_identity`).
+spec.yaml keeps the paths that the user gave. Copied are reward functions and environments with the modules beside them
+that they import by a statement, and chat templates. Data and models are compared by their digests instead
+(`run_identity`).
 """
 
 from __future__ import annotations
@@ -90,5 +91,7 @@ def _copy_of(folder: RunFolder, file: Path) -> Path:
 
 def _with_files(spec: JobSpec, change: Callable[[Path], Path]) -> JobSpec:
     """The spec with each file of the user's changed."""
-    parts = {name: getattr(spec, name).with_user_files(change) for name in ("chat", "reward", "evaluation")}
+    parts = {
+        name: getattr(spec, name).with_user_files(change) for name in ("chat", "reward", "environment", "evaluation")
+    }
     return spec.model_copy(update=parts)

@@ -108,7 +108,7 @@ class EvaluationConfig(AnswersConfig):
 
     def with_absolute_paths(self) -> EvaluationConfig:
         """The same config with the paths of local files made absolute."""
-        return self._with_parts(("data", "reward"), lambda component: component.with_absolute_paths())
+        return self._with_parts(COMPONENTS, lambda component: component.with_absolute_paths())
 
     def with_resolved_source(self, resolve: Any) -> EvaluationConfig:
         """The same config with the folder or hub id that a set's reward model means."""
@@ -116,7 +116,7 @@ class EvaluationConfig(AnswersConfig):
 
     def with_user_files(self, change: Callable[[Path], Path]) -> EvaluationConfig:
         """The same config with the paths of the user's own code changed."""
-        return self._with_parts(("reward",), lambda component: component.with_user_files(change))
+        return self._with_parts(("reward", "environment"), lambda component: component.with_user_files(change))
 
     def _with_parts(self, groups: Sequence[str], change: Callable[[Any], ComponentConfig]) -> EvaluationConfig:
         """The same config with components of these groups changed. Raises SpecError with the set's keys."""
@@ -132,8 +132,9 @@ class EvaluationConfig(AnswersConfig):
         """Raise what the data and rewards of sets find wrong with files and packages; imports no torch."""
         for one in self.decoded_sets():
             with prefix_set_errors(one.name):
-                if (reward := one.components.get("reward")) is not None:
-                    reward.preflight()  # type: ignore[attr-defined]
+                for group in ("reward", "environment"):
+                    if (component := one.components.get(group)) is not None:
+                        component.preflight()  # type: ignore[attr-defined]
                 if (data := one.components.get("data")) is not None:
                     data.as_held_out().preflight("prompts")  # type: ignore[attr-defined]
 

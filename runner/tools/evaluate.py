@@ -149,6 +149,7 @@ def _evaluate_set(
     source: ModelSource, loaded: LoadedModel, one: EvaluationSet, spec: JobSpec, engine: Any, journal: Any
 ) -> SetResult:
     from runner.build.components import build_device
+    from runner.build.environments import EnvironmentBuilder
     from runner.build.evaluation import AnswerParts, build_set
     from runner.build.rewards import EvaluationRewards, RewardBuilder
     from runner.inference.answer_journal import JournaledSampler
@@ -169,13 +170,16 @@ def _evaluate_set(
     def score(items: Sequence[TokenizedExample]) -> list[list[float]]:
         return [[token.logprob for token in engine.score(item.ids, 0)] for item in items]
 
-    answers = AnswerParts(spec, loaded.model, world, decide, rewards.build, None, None, score, make_sampler)
+    environments = EnvironmentBuilder(loaded.tokenizer, decide, journal.path.parent)
+    parts = (rewards.build, environments, None, None, score, make_sampler)
+    answers = AnswerParts(spec, loaded.model, world, decide, *parts)
     known = journal.num_known
     try:
         evaluator = build_set(one, answers)
         report = evaluator.evaluate(loaded.step or 0)
     finally:
         rewards.close()
+        environments.close()
         world.close()
     known = journal.num_known - known
     if one.options.choices is None:

@@ -102,7 +102,7 @@ def test_an_episode_has_the_ids_of_the_template_or_is_refused(name: str, role: s
     if (name, role) == ("GLM-4.5", "tool"):
         first.pop()  # it ends a turn with the token of the next role, and the policy cannot know that one
     try:
-        ids = [*first, *renderer.extend(first, messages[2])]
+        ids = [*first, *renderer.extend(first, messages[2:3])]
     except Exception as error:
         assert (name, role) in {("Gemma-3", "tool"), ("Gemma-4", "tool"), ("Cohere", "tool"), ("Mistral", "tool")}
         assert "of role tool" in str(error) and "environment.role=user" in str(error)
@@ -130,7 +130,7 @@ def test_control_tokens_in_messages_are_text() -> None:
     assert tokenizer.decode(row.ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     assert spans(tokenizer, row.ids, row.loss_mask) == [f"no {HOSTILE}<|im_end|>", "ok<|im_end|>"]
     renderer = Renderer(tokenizer)
-    found = renderer.extend(row.ids[: row.answer[1]], {"role": "tool", "content": HOSTILE})
+    found = renderer.extend(row.ids[: row.answer[1]], [{"role": "tool", "content": HOSTILE}])
     prompt = renderer.control.ids_of(renderer.render_prompt(messages[:1]))
     assert tokenizer.decode([i for i in prompt if i in special]) == "<|im_start|><|im_end|><|im_start|>"
     marks = [i for i in found if i in special]

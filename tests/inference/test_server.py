@@ -149,8 +149,8 @@ def test_reasoning_and_tool_calls_are_told_apart(client: openai.OpenAI) -> None:
     assert [call.function.name for call in message.tool_calls] == ["add", "add"]
     assert [json.loads(call.function.arguments) for call in message.tool_calls] == [CALL, CALL]
     assert len({call.id for call in message.tool_calls}) == 2
-    [llama] = asked(client, "llama", tools=TOOLS).choices
-    assert llama.message.content is None and json.loads(llama.message.tool_calls[0].function.arguments) == {"a": 3}
+    [llama] = asked(client, "llama", tools=TOOLS).choices  # a form that the template of this model does not write
+    assert llama.message.tool_calls is None and json.loads(llama.message.content)["parameters"] == {"a": 3}
     [no_tools] = asked(client, "llama").choices
     assert no_tools.message.content == TEXTS["llama"].removesuffix("<|im_end|>") and no_tools.finish_reason == "stop"
     [ignored] = asked(client, "llama", tools=TOOLS, tool_choice="none").choices

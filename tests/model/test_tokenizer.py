@@ -50,7 +50,7 @@ def test_tools_and_tool_calls_are_not_dropped() -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
     chat = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "tool_calls": [call]}]
     text = TOKENIZER.apply_chat_template(chat, tools=[tool], tokenize=False)
-    assert text.startswith("<|im_start|>tools\n[") and '<tool_calls>[{"type": "function"' in text
+    assert text.startswith("<|im_start|>tools\n[") and '<tool_call>{"name": "add", "arguments"' in text
 
 
 def test_it_survives_a_folder(tmp_path: Path) -> None:

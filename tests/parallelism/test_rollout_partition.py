@@ -11,7 +11,7 @@ from torch import Tensor
 
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.distributed.work_partition import SingleProcess
-from runner.interfaces import Completion, Observation, Prompt, Request, Rollout
+from runner.interfaces import Completion, EnvironmentFactory, Observation, Prompt, Request, Rollout
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
     PartitionedEnvironments,
@@ -178,11 +178,12 @@ MADE: list[str] = []
 
 def spoken(world: ParallelContext) -> tuple[list[Any], list[str]]:
     MADE.clear()
-    environments = PartitionedEnvironments(Counter, 5, world.peers)
-    partners = environments.start_episodes([Prompt((1,), name) for name in "abcde"])
+    environments = PartitionedEnvironments(EnvironmentFactory(Counter, 5), world.peers)
+    partners = environments.start_episodes([Prompt((1,), name) for name in "abcde"], range(5))
     turns = [[(at, f"x{at}") for at in range(5)], [(1, "y"), (4, "z")], [(4, "w"), (0, "v")]]
     said = [partners.step(one) for one in turns]
-    return [[None if one is None else one.text for one in turn] for turn in said], MADE
+    assert len(partners.finish()) == 5 and not any(reply.messages for reply in partners.step(turns[0], is_last=True))
+    return [[one.messages[0]["content"] if one.messages else None for one in turn] for turn in said], MADE
 
 
 def test_an_environment_lives_on_one_rank_and_all_hear_it() -> None:

@@ -32,6 +32,8 @@ from runner.interfaces.rewards import GroupScorer
 from runner.reward import worker_pool
 from runner.reward.config import FunctionConfig
 from runner.reward.worker import validate_scores
+from runner.user_code import process as user_process
+from runner.user_code.process import CapturedOutput
 from tests.reward.samples import answer, made
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -398,7 +400,7 @@ def test_no_process_below_the_function_can_write_scores(
     reward = function(FORGES)
     later = [answer("later"), answer("later")]  # while a child of the first group still writes
     assert reward.score([[answer(way), answer(way)], later, later]) == [[0.5, 0.25]] * 3
-    assert ("wrote to the score socket; this is ignored" in caplog.text) == (way == "forked unseen by Python")
+    assert ("wrote to its socket; this is ignored" in caplog.text) == (way == "forked unseen by Python")
     assert "not scored" not in caplog.text
 
 
@@ -442,8 +444,8 @@ def test_everything_dies_with_a_killed_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
     program = f"""
 from pathlib import Path
-from runner.reward.worker_pool import CapturedOutput
-from runner.reward.worker_pool import FunctionTarget, WorkerPool
+from runner.reward.worker_pool import WorkerPool
+from runner.user_code.process import CapturedOutput, FunctionTarget
 target = FunctionTarget(Path("{tmp_path}/mine.py"), "score")
 pool = WorkerPool(target, workers=1, timeout_s=600, output=CapturedOutput("", None))
 pool.call({{"completions": ["h"]}}, size=1, seed=0)
@@ -460,8 +462,8 @@ pool.call({{"completions": ["h"]}}, size=1, seed=0)
 
 def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(textwrap.dedent(LEAVES_CHILDREN))
-    process = worker_pool.RewardWorker(
-        worker_pool.FunctionTarget(tmp_path / "mine.py", "score"), worker_pool.CapturedOutput("", None)
+    process = user_process.UserProcess(
+        worker_pool.PROGRAM, user_process.FunctionTarget(tmp_path / "mine.py", "score"), CapturedOutput("", None)
     )
     held = os.dup(process._process.stdin.fileno())  # what a process has that was forked from the run
     question = {"arguments": {"completions": ["4"]}, "size": 1, "seed": 0, "timeout_s": 60.0}
@@ -469,7 +471,7 @@ def test_a_forked_child_of_the_run_does_not_keep_a_worker_alive(tmp_path: Path) 
     begin = time.monotonic()
     process.end()
     os.close(held)
-    assert time.monotonic() - begin < worker_pool.END_S
+    assert time.monotonic() - begin < user_process.END_S
     assert len(pids(tmp_path)) == 3 and not any(map(alive, pids(tmp_path)))
 
 
@@ -538,20 +540,20 @@ def test_the_first_lines_are_said_and_all_are_kept(
     reward.close()
     said = [r.message for r in caplog.records if r.message.startswith("mine.py:score| ")]
     assert said[:3] == [f"mine.py:score| {line}" for line in ("during the import", "line 0", "line 1")]
-    assert len(said) == worker_pool.PRINTED_LINES + 2 and said[-1].startswith(
+    assert len(said) == user_process.PRINTED_LINES + 2 and said[-1].startswith(
         "mine.py:score| 1004 lines were printed in "
     )
     kept = (tmp_path / "reward.log").read_text().splitlines()
     assert kept[:1001] == ["during the import", *(f"line {i}" for i in range(1000))] and kept[1001].startswith(
         "\ufffdxxx"
     )
-    assert max(map(len, kept)) <= worker_pool.LINE_BYTES
+    assert max(map(len, kept)) <= user_process.LINE_BYTES
 
 
 def test_what_is_kept_is_bounded(
     function: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_pool, "LOGGED_BYTES", 1000)
+    monkeypatch.setattr(user_process, "LOGGED_BYTES", 1000)
     caplog.set_level("INFO", "runner")
     reward = function("def score(completions):\n  print('x\\n' * 5000)\n  return [1, 1]", folder=tmp_path)
     one(reward)
@@ -583,7 +585,7 @@ def test_a_file_that_cannot_be_used_is_a_problem_of_the_spec(source: str, said: 
 
 
 def test_an_import_that_never_ends_is_given_up(function: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_pool, "START_S", 0.3)
+    monkeypatch.setattr(user_process, "START_S", 0.3)
     with pytest.raises(SpecError, match=r"the import takes longer than 0\.3 s"):
         function("def score(): ...\nwhile True: pass")
 

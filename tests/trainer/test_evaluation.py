@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from runner.build.components import build_tokenizer
-from runner.build.data import build_data, build_extend
+from runner.build.data import build_data
+from runner.build.environments import build_extend
 from runner.build.evaluation import build_evaluation
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import rollouts
+from runner.algorithm.episode import FAILED
 from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
@@ -36,7 +37,7 @@ from runner.algorithm.policy.config import PolicyConfig
 from runner.algorithm.policy.total_loss import losses_by_role, teacher_log_ratio
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector, make_experience
 from runner.core.batch import Batch, row_of_tokens, select_units, with_tokens, with_totals
-from runner.core.errors import TrainingDiverged
+from runner.core.errors import EnvironmentProblem, TrainingDiverged
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.core.rng import derive_seed
 from runner.interfaces import LossFn, Model, Role, Sample, State
@@ -132,9 +133,12 @@ class PolicyOptimization:
         """
         drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
         drop &= not self.config.counts_dropped_groups
-        learnt = [g for g in experience.groups if g.has_reward_variance or not drop]
+        played = [g for g in experience.groups if any(one.ids for one in g.samples)]
+        if not played:
+            raise EnvironmentProblem("no episode of the step reached its first turn\n  fix the environment")
+        learnt = [g for g in played if g.has_reward_variance or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
-        trees = [self._tree(group, silent) for group in learnt or experience.groups[:1]]
+        trees = [self._tree(group, silent) for group in learnt or played[:1]]
         batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
@@ -145,7 +149,9 @@ class PolicyOptimization:
     def _tree(self, group: Group, silent: bool) -> Tree:
         branches = []
         for one in group.samples:
-            unscored = self.config.needs_reward and one.reward is None
+            if not one.ids:  # it failed before its first turn
+                continue
+            unscored = one.finish == FAILED or (self.config.needs_reward and one.reward is None)
             left_out = silent or unscored or (self.config.mask_truncated and one.finish == "length")
             channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
             branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))

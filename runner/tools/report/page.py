@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -288,8 +289,21 @@ def _samples(page: Page, rows: Sequence[Mapping[str, Any]]) -> None:
     page.head("Newest samples")
     names = list(dict.fromkeys(name for row in rows for name in row if name != "images"))
     names.sort(key=lambda name: name in ("prompt", "answer"))
-    cells = [TableRow([_text(row.get(name)) for name in names]) for row in rows]
+    shown = [{**row, "turns": _conversation(row["turns"])} if row.get("turns") else row for row in rows]
+    cells = [TableRow([_text(row.get(name)) for name in names]) for row in shown]
     page.table(names, cells, wrap=True)
+
+
+def _conversation(turns: Sequence[Mapping[str, Any]]) -> str:
+    """Messages of an episode, one a line: what was said, the calls and their results."""
+    lines = []
+    for message in turns:
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        made = [f"{call['name']}({json.dumps(call['arguments'], ensure_ascii=False)})" for call in calls]
+        lines.append(
+            " ".join([f"{message['role']}:", *([str(message["content"])] if message["content"] else []), *made])
+        )
+    return "\n".join(lines)
 
 
 def _text(value: Any) -> str:

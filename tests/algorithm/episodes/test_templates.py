@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from runner.algorithm.rollouts import RolloutCollector
-from runner.build.data import build_extend
+from runner.build.environments import build_extend
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.errors import EnvironmentProblem

@@ -12,7 +12,7 @@ import torch
 from runner.algorithm import rollouts
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector
-from runner.build.data import build_extend
+from runner.build.environments import build_extend
 from runner.core.auto_choices import Decisions
 from runner.core.completion_text import completion_text
 from runner.core.errors import EnvironmentProblem
@@ -249,7 +249,7 @@ def test_an_evaluation_with_an_environment_compares_the_last_turn() -> None:
 def test_a_turn_without_its_end_token_is_closed() -> None:
     extend = Renderer(TOKENIZER).extend
     message = {"role": "tool", "content": "x"}
-    assert extend(ids_of("4"), message) == [END, *extend((*ids_of("4"), END), message)]
+    assert extend(ids_of("4"), [message]) == [END, *extend((*ids_of("4"), END), [message])]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_continued() -> None:
@@ -258,7 +258,7 @@ def test_a_template_that_rewrites_earlier_turns_is_continued() -> None:
         "{% for m in messages %}<|im_start|>{% if loop.last and m.role == 'assistant' %}<think></think>{% endif %}"
         "{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
     )
-    found = Renderer(tokenizer).extend((*ids_of("<think></think>calc 1"), END), {"role": "tool", "content": "x"})
+    found = Renderer(tokenizer).extend((*ids_of("<think></think>calc 1"), END), [{"role": "tool", "content": "x"}])
     assert tokenizer.decode(found) == "<|im_start|>x<|im_end|><|im_start|>"
 
 
@@ -266,7 +266,7 @@ def test_a_template_that_writes_nothing_of_an_observation_is_refused() -> None:
     tokenizer = byte_tokenizer(512)
     tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>{% endfor %}"
     with pytest.raises(EnvironmentProblem, match="does not render the environment's messages of role tool: 'x'"):
-        Renderer(tokenizer).extend((1,), {"role": "tool", "content": "x"})
+        Renderer(tokenizer).extend((1,), [{"role": "tool", "content": "x"}])
     with pytest.raises(EnvironmentProblem, match=r"does not render(?s:.)*environment\.role=user"):
         build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig()), Decisions())
     assert build_extend(job_spec(), tokenizer, calculator.build(CalculatorConfig(role="user")), Decisions())

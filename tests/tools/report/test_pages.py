@@ -104,6 +104,16 @@ def test_a_damaged_sample_is_left_out_and_one_with_a_line_separator_is_whole(tmp
     assert "Newest samples" in page and "one\u2028two" in page
 
 
+def test_an_episode_is_shown_as_a_conversation_with_calls_and_results(tmp_path: Path) -> None:
+    folder = a_run(tmp_path / "a")
+    call = {"type": "function", "function": {"name": "buy", "arguments": {"item": "tea"}}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": "2 coins"}]
+    with folder.samples.open("a") as file:
+        file.write(json.dumps({"step": 3, "prompt": "p", "turns": turns, "answer": "bought"}) + "\n")
+    write_page(folder, tmp_path / "r.html")
+    assert "assistant: buy({&quot;item&quot;: &quot;tea&quot;})\ntool: 2 coins" in (tmp_path / "r.html").read_text()
+
+
 def test_a_runs_report_is_whole_and_harmless(tmp_path: Path) -> None:
     folder = a_run(tmp_path / "a", name="<b>mine</b>")
     write_page(folder, tmp_path / "r.html")

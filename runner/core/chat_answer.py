@@ -1,0 +1,148 @@
+"""The text of a chat turn, as it comes: reasoning, content and calls of tools apart.
+
+text ─ChatAnswer.push─▶ (reasoning | content, text) … calls, and what is wrong with those that cannot be read
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from runner.core.tool_formats import Part, ToolCall, ToolFormat, Tools
+
+THINK, END_THINK = "<think>", "</think>"
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of a text that begins a marker without being all of it."""
+    most = min(len(text), len(marker) - 1)
+    return next((size for size in range(most, 0, -1) if text.endswith(marker[:size])), 0)
+
+
+@dataclass
+class ChatAnswer:
+    """Splits the text of a turn.
+
+    Text that was begun as a call, and is none, is content, and an entry of `errors`.
+
+    format: of calls; None = they are text; is_thinking: the prompt has opened a block of reasoning; tools: their
+    schemas, which say the type of a value that is written as plain text
+    """
+
+    format: ToolFormat | None
+    is_thinking: bool = False
+    tools: Tools = ()
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    _held: str = ""
+    _is_first: bool = True  # no content yet: reasoning, and calls that are whole turns, stand only there
+    _block: str | None = None  # the text of a block of calls that has begun
+    _skips_newlines: bool = False  # a marker has just ended
+
+    def __post_init__(self) -> None:
+        self._skips_newlines = self.is_thinking
+
+    def push(self, text: str) -> list[tuple[Part, str]]:
+        """What more text adds."""
+        self._held += text
+        found: list[tuple[Part, str]] = []
+        while self._step(found):
+            pass
+        return [(part, piece) for part, piece in found if piece]
+
+    def close(self) -> list[tuple[Part, str]]:
+        """What is left, once the turn has ended."""
+        found: list[tuple[Part, str]] = []
+        while self._block is not None:
+            self._end_block(found)
+        rest, self._held = self._held, ""
+        part: Part = "reasoning" if self.is_thinking else "content"
+        if rest.strip("\n") or (rest and not self._skips_newlines):
+            found.append((part, rest))
+        return [(part, piece) for part, piece in found if piece]
+
+    def _step(self, found: list[tuple[Part, str]]) -> bool:
+        """Move held text to where it belongs; whether there may be more of it to move."""
+        if self._block is not None:
+            return self._extend_block(found)
+        if self.is_thinking:
+            return self._split_at(END_THINK, "reasoning", found)
+        if self._is_first:
+            start = self._held.lstrip()
+            whole = self.format.opens if self.format and self.format.is_whole_turn else ()
+            if any(marker.startswith(start) for marker in (THINK, *whole) if len(start) < len(marker)):
+                return False  # too short to tell
+            self._is_first = False
+            if start.startswith(THINK):
+                self._held, self.is_thinking, self._skips_newlines = start.removeprefix(THINK), True, True
+                return True
+            if start.startswith(whole) and whole:
+                self._block, self._held = start, ""
+                return False
+        if self.format is not None and not self.format.is_whole_turn:
+            return self._split_at(self.format.opens[0], "content", found)
+        found.append(("content", self._without_newlines(self._held)))
+        self._held = ""
+        return False
+
+    def _split_at(self, marker: str, part: Part, found: list[tuple[Part, str]]) -> bool:
+        """Give the text before the marker.
+
+        Line feeds before it wait: they belong to the text only if more of it follows.
+        """
+        before, mark, after = self._held.partition(marker)
+        before = self._without_newlines(before)
+        text = before[: len(before) - (0 if mark else overlap(before, marker))].rstrip("\n")
+        found.append((part, text))
+        if not mark:
+            self._held = before[len(text) :]
+            return False
+        self._held, self._skips_newlines = after, True
+        if part == "reasoning":
+            self.is_thinking = False
+        else:
+            self._block = ""
+        return True
+
+    def _without_newlines(self, text: str) -> str:
+        """The text without the line feeds that follow a marker."""
+        if self._skips_newlines:
+            text = text.lstrip("\n")
+            self._skips_newlines = not text
+        return text
+
+    def _extend_block(self, found: list[tuple[Part, str]]) -> bool:
+        """Read the block once it is closed; the mark may be a part of an argument, too."""
+        assert self.format is not None and self._block is not None
+        block, closes = self._block + self._held, self.format.closes
+        self._block, self._held = block, ""
+        at = block.find(closes) if closes else -1
+        while at >= 0:
+            if self._read(block[:at], found) is None:
+                self._block, self._held, self._skips_newlines = None, block[at + len(closes) :], True
+                return True
+            at = block.find(closes, at + 1)
+        return False
+
+    def _end_block(self, found: list[tuple[Part, str]]) -> None:
+        """The turn ends in a block: it is read as it is, or else its text up to the first mark is content."""
+        assert self.format is not None and self._block is not None
+        block, self._block = self._block, None
+        if (error := self._read(block, found)) is None:
+            return
+        self.errors.append(error)
+        head, mark, rest = block.partition(self.format.closes) if self.format.closes else (block, "", "")
+        found.append(("content", ("" if self.format.is_whole_turn else self.format.opens[0]) + head + mark))
+        found += self.push(rest)
+
+    def _read(self, block: str, found: list[tuple[Part, str]]) -> str | None:
+        """Add the calls of a block; what is wrong with it, None = nothing."""
+        assert self.format is not None
+        try:
+            pieces = self.format.read(block, self.tools)
+        except (ValueError, RecursionError) as error:
+            return str(error)
+        if not pieces:
+            return "no call between the marks"
+        self.calls += [piece for piece in pieces if isinstance(piece, ToolCall)]
+        found += [piece for piece in pieces if not isinstance(piece, ToolCall)]
+        return None

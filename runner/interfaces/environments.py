@@ -1,0 +1,139 @@
+"""What answers the policy between its turns: environments and their episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from runner.core.tool_formats import ToolFormat, Tools
+from runner.interfaces.sampling import EpisodeResult, Prompt
+
+Message = Mapping[str, Any]  # as chat templates take it: role, content, perhaps tool_calls
+
+# The ids of a conversation that ends with the policy's turn, and messages → the ids that follow, up to the next turn.
+# Raises EnvironmentProblem if the chat template cannot write the messages.
+ExtendConversation = Callable[[Sequence[int], Sequence[Message]], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeChat:
+    """How prompts with tools become ids, and calls are written.
+
+    render: messages and JSON schemas → ids, their text, whether they open a block of reasoning; raises DataError for
+    what the chat template refuses; tool_format: None = the template writes no calls
+    """
+
+    render: Callable[[Sequence[Message], Tools], tuple[tuple[int, ...], str, bool]]
+    tool_format: ToolFormat | None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What an environment says to a turn of the policy; context for the next turn, and never trained on."""
+
+    role: str
+    text: str
+
+
+class Environment(Protocol):
+    """Environment of one episode, used once: returns a reply to a turn, or None to end the episode."""
+
+    def reset(self, prompt: Prompt) -> None: ...
+
+    def step(self, answer: str) -> Observation | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentReply:
+    """What comes of a turn of the policy.
+
+    messages: context for the next turn; none = the episode is over; turn: the policy's own as a message, where its
+    calls were parsed; failure: why the episode is left out; counts: for metrics environment/NAME
+    """
+
+    messages: tuple[Message, ...] = ()
+    turn: Message | None = None
+    failure: str = ""
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class EpisodeBatch(Protocol):
+    """The environments of several episodes, by the numbers of these."""
+
+    @property
+    def starts(self) -> Sequence[tuple[Prompt, str]]: ...  # what each begins with, and why it is left out, or ""
+
+    # turns: (number, text); is_last: nothing that is said to them is read any more
+    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]: ...
+
+    def finish(self) -> list[EpisodeResult]: ...  # of every episode, once
+
+    def close(self) -> None: ...  # also of episodes that are not finished
+
+
+class Environments(Protocol):
+    """Environments for episodes of at most `max_turns` turns of the policy.
+
+    roles: those of its messages, as far as they are known before the first one; max_episode_tokens: of turns and
+    messages, None = no limit
+    """
+
+    @property
+    def max_turns(self) -> int: ...
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    @property
+    def max_episode_tokens(self) -> int | None: ...
+
+    # seeds: of each episode's random numbers, the same for episodes that are to begin alike
+    def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> EpisodeBatch: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFactory:
+    """Makes an environment for each episode, in this process; see `Environments`."""
+
+    make: Callable[[], Environment]
+    max_turns: int
+    roles: tuple[str, ...] = field(default=(), kw_only=True)
+    max_episode_tokens: int | None = field(default=None, kw_only=True)
+
+    def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> LocalEpisodes:
+        """An environment for an episode of each prompt."""
+        return LocalEpisodes([(prompt, "") for prompt in prompts], [self.start_episode(prompt) for prompt in prompts])
+
+    def start_episode(self, prompt: Prompt) -> Environment:
+        """An environment for one episode."""
+        environment = self.make()
+        environment.reset(prompt)
+        return environment
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalEpisodes:
+    """Episodes in this process; see `EpisodeBatch`."""
+
+    starts: Sequence[tuple[Prompt, str]]
+    environments: Sequence[Environment]
+
+    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
+        """See `EpisodeBatch`."""
+        if is_last:
+            return [EnvironmentReply() for _ in turns]
+        said = [self.environments[at].step(text) for at, text in turns]
+        return [EnvironmentReply(() if o is None else ({"role": o.role, "content": o.text},)) for o in said]
+
+    def finish(self) -> list[EpisodeResult]:
+        """See `EpisodeBatch`; these environments have no score."""
+        return [EpisodeResult() for _ in self.environments]
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -1,0 +1,426 @@
+"""environment=function: a user's class in processes of its own, whose tools are called as the template writes calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from runner.algorithm.rollouts import Group, RolloutCollector
+from runner.build.environments import EnvironmentBuilder, build_extend
+from runner.cli.job_builder import compose_job
+from runner.core.auto_choices import Decisions
+from runner.core.errors import EnvironmentProblem, SpecError
+from runner.data.chat import Renderer
+from runner.distributed.work_partition import SINGLE_PROCESS
+from runner.environment import calculator
+from runner.environment.config import CalculatorConfig, FunctionEnvironmentConfig
+from runner.environment.worker import cut_middle
+from runner.interfaces import Completion, Prompt, Request, Rollout
+from runner.model.tiny import byte_tokenizer
+from runner.reward import function
+from runner.reward.config import EnvironmentRewardConfig
+from runner.reward.config import FunctionConfig as RewardFunction
+from runner.reward.rules import build_environment
+from runner.spec.job import JobSpec
+from tests.data.test_renderer import tokenizer_of
+
+TOKENIZER = byte_tokenizer(4096)
+END = TOKENIZER.eos_token_id
+SHOP = '''
+import asyncio
+
+class Shop:
+    def reset(self, prompt, stock=3, **columns):
+        self.stock, self.sold, self._secret = stock, [], object()
+        return f" ({stock} left)" if stock else None
+
+    def buy(self, name: str, count: int = 1) -> str:
+        """Buy things.
+
+        Args:
+            name: what
+            count: how many
+        """
+        if count > self.stock:
+            raise ValueError("not enough")
+        self.stock -= count
+        self.sold.append(name)
+        return f"{count} x {name}"
+
+    async def price(self, name: str) -> float:
+        """The price.
+
+        Args:
+            name: what
+        """
+        await asyncio.sleep(0.01)
+        return len(name) / 2
+
+    def score(self):
+        return len(self.sold)
+
+    def is_done(self):
+        return self.stock == 0
+'''
+
+
+def call(tool: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': tool, 'arguments': arguments})}</tool_call>"
+
+
+class Lines:
+    """A sampler that says these lines, turn by turn, to every request, and keeps the prompts."""
+
+    temperature, max_new_tokens = 1.0, 512
+
+    def __init__(self, lines: list[str], max_model_len: int | None = None) -> None:
+        self.lines, self.prompts, self.max_model_len = list(lines), list[str](), max_model_len
+
+    def sample(self, requests: list[Request]) -> list[Rollout]:
+        self.prompts += [TOKENIZER.decode(request.prompt) for request in requests]
+        line = self.lines.pop(0)
+        whole = (*TOKENIZER(line, add_special_tokens=False)["input_ids"], END)
+        turns = [whole[: request.max_new_tokens] for request in requests]
+        ends = ["stop" if ids == whole else "length" for ids in turns]
+        return [
+            Rollout(ids, (-0.5,) * len(ids), (-0.5,) * len(ids), 0, end) for ids, end in zip(turns, ends, strict=True)
+        ]
+
+
+class Seen:
+    """A reward that keeps what it sees."""
+
+    def __init__(self) -> None:
+        self.completions: list[Completion] = []
+
+    def score(self, groups: Any) -> list[list[float | None]]:
+        self.completions += [one for group in groups for one in group]
+        return [[1.0] * len(group) for group in groups]
+
+    def close(self) -> None:
+        """Nothing was started."""
+
+
+@cache
+def demo() -> JobSpec:
+    return compose_job(["+recipe=grpo_demo"]).spec
+
+
+Play = Callable[..., tuple[list[Group], Lines, Seen]]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    """Plays episodes of the source's class with a policy that says the lines."""
+    builders: list[EnvironmentBuilder] = []
+
+    def run(
+        source: str, lines: list[str], target: str = "Shop", size: int = 1, room: int | None = None,
+        columns: tuple[dict[str, Any], ...] = ({},), decide: Decisions | None = None, **options: Any,
+    ) -> tuple[list[Group], Lines, Seen]:  # fmt: skip
+        (tmp_path / "shop.py").write_text(source)
+        config, decide = (
+            FunctionEnvironmentConfig(path=f"{tmp_path}/shop.py:{target}", **options),
+            decide or Decisions(),
+        )
+        spec = demo().model_copy(update={"environment": config})
+        builders.append(EnvironmentBuilder(TOKENIZER, decide, tmp_path))
+        environments = builders[-1].build(spec, SINGLE_PROCESS)
+        sampler, reward = Lines(lines, room), Seen()
+        extend = build_extend(spec, TOKENIZER, environments, decide)
+        collector = RolloutCollector(sampler, reward, TOKENIZER, 0, size, environments, extend)
+        messages = ({"role": "user", "content": "buy tea"},)
+        ids = TOKENIZER.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
+        asked = [Prompt(tuple(ids), "buy tea", messages, own) for own in columns]
+        return collector.collect_groups(asked, 0, 0), sampler, reward
+
+    run.builders = builders  # type: ignore[attr-defined]
+    yield run
+    for one in builders:
+        one.close()
+
+
+def test_methods_are_tools_and_their_results_are_context(play: Play) -> None:
+    decide = Decisions()
+    turns = [call("price", name="tea") + call("buy", name="tea", count=2), "2 teas"]
+    [group], sampler, reward = play(SHOP, turns, size=2, decide=decide)
+    first, second = group.samples
+    assert first == second and first.text == "2 teas"
+    prompt = TOKENIZER.decode(group.prompt.ids)
+    assert '"name": "buy", "description": "Buy things."' in prompt and '"required": ["name"]' in prompt
+    assert prompt.endswith("<|im_start|>user\nbuy tea (3 left)<|im_end|>\n<|im_start|>assistant\n")
+    assert sampler.prompts[2].startswith(f"{prompt}{turns[0]}<|im_end|>\n<|im_start|>tool\n1.5<|im_end|>\n")
+    trained = TOKENIZER.decode([i for i, mine in zip(first.ids, first.mask, strict=True) if mine])
+    assert trained == f"{turns[0]}<|im_end|>{turns[1]}<|im_end|>"
+    asked, price, bought = first.history
+    assert [c["function"] for c in asked["tool_calls"]] == [
+        {"name": "price", "arguments": {"name": "tea"}},
+        {"name": "buy", "arguments": {"name": "tea", "count": 2}},
+    ]
+    assert (price["content"], bought["content"], bought["name"]) == ("1.5", "2 x tea", "buy")
+    assert first.counts == {"turns": 2, "calls": 2, "malformed_calls": 0, "tool_errors": 0}
+    [seen, _] = reward.completions
+    assert seen.environment is not None and seen.environment.score == 1.0
+    assert seen.environment.state == {"stock": 1, "sold": ["tea"]}  # no private attribute
+    assert seen.messages is not None and [m["role"] for m in seen.messages] == [
+        "user",
+        "assistant",
+        "tool",
+        "tool",
+        "assistant",
+    ]
+    assert ("tool calls", "hermes") in [(fact["feature"], fact["value"]) for fact in decide.records()["facts"]]
+
+
+def test_an_episode_ends_where_the_environment_is_done(play: Play) -> None:
+    [group], sampler, _ = play(SHOP, [call("buy", name="tea", count=3), "never said"])
+    assert group.samples[0].history == () and sampler.lines == ["never said"]
+
+
+def test_the_calls_of_the_last_turn_are_executed(play: Play) -> None:
+    _, _, reward = play(SHOP, [call("buy", name="a"), call("buy", name="b"), "unsaid"], max_turns=2)
+    assert reward.completions[0].environment.state["sold"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "counted"),
+    [
+        (call("buy", name="tea", count=9), "error: not enough", "tool_errors"),
+        (call("buy", size=9), "unexpected keyword argument 'size'", "tool_errors"),
+        (call("score"), "error: no tool score; tools: buy, price", "tool_errors"),
+        ("<tool_call>{oops</tool_call>", "error: the call cannot be read as hermes: ", "malformed_calls"),
+        ('<tool_call>{"name": "buy"}</tool_call>', "the arguments are no JSON object", "malformed_calls"),
+    ],
+)
+def test_a_wrong_call_is_answered_and_counted(said: str, answer: str, counted: str, play: Play) -> None:
+    [group], _, _ = play(SHOP, [said, "ok"])
+    [sample] = group.samples
+    assert answer in sample.history[1]["content"] and sample.counts[counted] == 1 and sample.finish == "stop"
+
+
+def test_columns_reach_reset_and_a_group_begins_with_what_its_episodes_share(play: Play) -> None:
+    groups, _, _ = play(SHOP, ["no", "no"], columns=({"stock": 5}, {"stock": 0}))
+    assert "(5 left)" in TOKENIZER.decode(groups[0].prompt.ids) and "left" not in TOKENIZER.decode(groups[1].prompt.ids)
+    own = SHOP.replace('f" ({stock} left)"', "f\" ({__import__('time').time_ns()} left)\"")  # two episodes differ
+    [group], _, _ = play(own, ["no"], size=2)
+    first, second = group.samples
+    assert first.ids != second.ids and first.mask[0] == second.mask[0] == 0.0
+    assert TOKENIZER.decode(group.prompt.ids).rstrip("0123456789").endswith("buy tea (")
+    assert TOKENIZER.decode(first.ids).endswith(" left)<|im_end|>\n<|im_start|>assistant\nno<|im_end|>")
+
+
+def test_a_function_answers_until_it_returns_none(play: Play) -> None:
+    source = "async def respond(messages):\n    n = len(messages)\n    return None if n > 3 else f'{n} so far'\n"
+    [group], sampler, reward = play(source, ["a", "b", "c"], target="respond")
+    assert [m["content"] for m in group.samples[0].history] == ["a", "2 so far"] and sampler.lines == ["c"]
+    assert group.samples[0].history[1]["role"] == "user" and reward.completions[0].environment.score is None
+
+
+def finish(play: Any, caplog: pytest.LogCaptureFixture) -> str:
+    """Close what was built; all that was logged."""
+    for one in play.builders:
+        one.close()
+    return caplog.text
+
+
+FAILING = {
+    "raises": ("raise RuntimeError('broken')", "RuntimeError at shop.py:"),
+    "hangs": ("import time; time.sleep(60)", "timeout"),
+    "dies": ("import os; os._exit(3)", "died"),
+    "is killed": ("import os; os.kill(os.getpid(), 9)", "died"),
+    "kills its parent": ("import os; os.kill(os.getppid(), 9); import time; time.sleep(60)", "died"),
+    "exits": ("raise SystemExit", "died"),
+}
+
+
+@pytest.mark.parametrize("way", FAILING)
+def test_an_environment_that_fails_leaves_its_episode_out(
+    way: str, play: Play, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other episode of the group goes on; the one that fails has no reward and is counted by kind."""
+    line, kind = FAILING[way]
+    source = SHOP.replace("    def is_done(self):\n", f"    def is_done(self):\n        if self.bad: {line}\n")
+    source = source.replace("self.sold, ", "self.bad, self.sold, ").replace("= stock, []", "= stock, bad, []")
+    source = source.replace("stock=3,", "stock=3, bad=False,")
+    begin = time.monotonic()
+    groups, _, reward = play(source, [call("buy", name="x"), "end"], timeout_s=1.5, columns=({}, {"bad": True}))
+    good, bad = (group.samples[0] for group in groups)
+    assert (good.finish, good.reward, good.text) == ("stop", 1.0, "end")
+    assert (bad.finish, bad.reward) == ("failed", None) and len(reward.completions) == 1
+    assert f"1 of 2 episodes were left out: 1 × {kind}" in finish(play, caplog)
+    assert time.monotonic() - begin < 30
+
+
+def test_what_an_episode_started_ends_with_it(play: Play, tmp_path: Path) -> None:
+    """Also in sessions of their own, and as orphans."""
+    fork = "from subprocess import Popen as P"
+    fork += "; pids = [P(['sleep', '300'], start_new_session=k % 2 > 0).pid for k in range(20)]"
+    fork += f"; open('{tmp_path}/pids', 'w').write(str(pids))"
+    source = SHOP.replace("    def score(self):\n", f"    def score(self):\n        {fork}\n")
+    play(source, ["end"])
+    pids = json.loads((tmp_path / "pids").read_text())
+    end = time.monotonic() + 20
+    while any(psutil.pid_exists(pid) for pid in pids) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(pids) == 20 and not [pid for pid in pids if psutil.pid_exists(pid)]
+
+
+def test_what_an_environment_prints_and_returns_is_limited(play: Play, tmp_path: Path) -> None:
+    source = SHOP.replace(
+        'return f"{count} x {name}"', "print('y' * 2_000_000 + '\\\\n'); return 'a' * 3_000_000 + 'b\\ud800'"
+    )
+    [group], _, _ = play(source, [call("buy", name="x"), "end"], max_tool_output=100)
+    said = group.samples[0].history[1]["content"]
+    assert said == "a" * 50 + "\n[… 2999902 characters left out …]\n" + "a" * 48 + "b?"
+    assert (tmp_path / "environment.log").stat().st_size < 10 << 20
+
+
+def test_secrets_stay_out_of_the_environment(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "canary-7f")
+    source = SHOP.replace("return len(self.sold)", "import os; self.all = dict(os.environ); return 0")
+    _, _, reward = play(source, ["end"])
+    state = reward.completions[0].environment.state
+    assert state["all"] and "canary-7f" not in json.dumps(state)
+
+
+def test_too_many_failures_in_a_row_end_the_run(play: Play) -> None:
+    source = SHOP.replace("return len(self.sold)", "raise OSError('no disk')")
+    with pytest.raises(EnvironmentProblem, match=r"(?s)2 episodes in a row failed.*OSError: no disk.*fix the env"):
+        play(source, ["end"], max_failures=2, size=2)
+
+
+def test_an_episode_stays_below_its_tokens(play: Play) -> None:
+    [group], sampler, _ = play(SHOP, [call("price", name="tea")] * 9, max_episode_tokens=300)
+    [sample] = group.samples
+    assert sample.finish == "length" and 200 < len(sample.ids) <= 300
+    [group], sampler, _ = play(SHOP, ["unsaid"], room=100)  # the schemas alone are longer
+    assert sampler.lines == ["unsaid"] and group.samples[0].finish == "length" and group.samples[0].ids == ()
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("class Shop:\n    pass", "Shop has no method reset"),
+        (SHOP.replace("name: what", "x: what"), "name"),
+        (f"{SHOP}\nraise ValueError('at import')", "at import"),
+        ("class Shop(", "syntax error"),
+        ("class Shp: ...", "did you mean 'Shp'"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_before_the_model_is_loaded(source: str, said: str, play: Play) -> None:
+    with pytest.raises(SpecError, match=rf"environment\.path: .*{said}"):
+        play(source, [])
+
+
+def test_the_middle_of_a_long_text_is_left_out() -> None:
+    assert cut_middle("abcdef", 6) == "abcdef"
+    assert cut_middle("abcdefgh", 6) == "abc\n[… 2 characters left out …]\nfgh"
+
+
+CALCULATOR = """
+from runner.core.untrusted_text import NotArithmetic, evaluate
+
+def respond(messages):
+    text = messages[-1]["content"]
+    if not text.startswith("calc "):
+        return None
+    try:
+        return {"role": "tool", "content": str(evaluate(text.removeprefix("calc "))[0])}
+    except NotArithmetic as error:
+        return {"role": "tool", "content": f"error: {error}"}
+"""
+
+
+def test_the_calculator_as_a_function_is_the_calculator(play: Play) -> None:
+    """Its samples are those of environment=calculator, token by token, up to the counts that only a function has."""
+    lines = ["calc 12*(3+4)", "calc 1/0", "calc nonsense", "84"]
+    groups, sampler, _ = play(CALCULATOR, lines, target="respond", size=2, max_turns=8)
+    made = calculator.build(CalculatorConfig(max_turns=8))
+    other, reward = Lines(lines), Seen()
+    extend = build_extend(demo(), TOKENIZER, made, Decisions())
+    collector = RolloutCollector(other, reward, TOKENIZER, 0, 2, made, extend)
+    [prompt] = [group.prompt for group in groups]
+    wanted = collector.collect_groups([prompt], 0, 0)
+    assert sampler.prompts == other.prompts and len(groups[0].samples[0].history) == 6
+    assert [[replace(s, counts={}) for s in g.samples] for g in groups] == [list(g.samples) for g in wanted]
+
+
+TRL_CLASS = '''
+class CounterEnv:
+    """TRL's convention: reset(**kwargs), tools, get_reward."""
+
+    def __init__(self):
+        self.reward = 0.0
+
+    def reset(self, **kwargs):
+        self.reward, self.target = 0.0, len(kwargs["prompt"][0]["content"])
+        return "\\\\nReach the target."
+
+    def increment(self, step: int) -> str:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        if self.reward:
+            raise ValueError("Game over.")
+        self.reward = float(step)
+        return f"counter: {step}"
+
+    def get_reward(self) -> float:
+        return self.reward
+'''
+
+
+def test_a_class_of_trl_runs_as_it_is_and_its_reward_function_too(play: Play, tmp_path: Path) -> None:
+    lines = [call("increment", step=4), call("increment", step=1), "done"]
+    [group], _, seen = play(TRL_CLASS.replace("\\\\n", "\\n"), lines, target="CounterEnv")
+    [completion] = seen.completions
+    assert completion.environment is not None and completion.environment.score == 4.0
+    assert group.samples[0].history[3]["content"] == "error: Game over."
+    (tmp_path / "rate.py").write_text(
+        "def rate(environments, environment_scores, **kwargs):\n"
+        "    return [e.reward + e.target + s for e, s in zip(environments, environment_scores)]\n"
+    )
+    reward = function.build(RewardFunction(path=f"{tmp_path}/rate.py:rate"), seed=0, decide=Decisions())
+    assert reward.score([[completion]]) == [[4.0 + len("buy tea") + 4.0]]
+    reward.close()
+    assert build_environment(EnvironmentRewardConfig()).score([[completion]]) == [[4.0]]
+
+
+NAMES = {"Qwen2.5": True, "Qwen3.5": True, "GLM-4.5": True, "gpt-oss": False}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_results_continue_a_turn_of_calls_as_the_template_writes_them(name: str) -> None:
+    """The ids of an episode are those of the template over the whole conversation."""
+    tokenizer = tokenizer_of(name)
+    renderer = Renderer(tokenizer)
+    calls = [
+        {"type": "function", "id": f"c0001000{at}", "function": {"name": "price", "arguments": {"key": word}}}
+        for at, word in enumerate(["tea", "cup"] if NAMES[name] else ["tea"])
+    ]
+    results = [
+        {"role": "tool", "name": "price", "tool_call_id": one["id"], "content": f"{at} coins"}
+        for at, one in enumerate(calls)
+    ]
+    before = [{"role": "user", "content": "buy"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    whole = renderer.control.ids_of(renderer.render_prompt([*before, *results]))
+    begin = renderer.control.ids_of(renderer.render_prompt(before[:1]))
+    [row] = renderer.render(before)
+    written = renderer.control.ids_of([s for s in row if s.is_trained])
+    prompt = renderer.control.ids_of([s for s in row[: [x.is_trained for x in row].index(True)]])
+    assert prompt == begin
+    assert [*prompt, *written, *renderer.extend([*prompt, *written], results)] == whole
