@@ -43,7 +43,7 @@ def evaluate(
     batch_size: int,
     collect: Callable[..., list[Group]] = collect,
 ) -> Report:
-    collector: Any = SimpleNamespace(reward=None, group_size=1, collect_groups=collect)
+    collector: Any = SimpleNamespace(reward=None, tokenizer=None, group_size=1, collect_groups=collect)
     loss = partial(question_loss, [one.item for one in questions], partial(score_items, model), batch_size)
     return AnswerEvaluator(asked, asked, collector, loss, "eval", "evaluation", 1.0, is_greedy=True).evaluate()
 
