@@ -1,25 +1,25 @@
 """The environment of recipe agent_demo: a class whose public methods are the tools, as in TRL."""
 
-import random
-
 
 class Vault:
-    """A vault whose content the policy is to say: hint() says the code, and unlock() the content."""
+    """A vault that unlock() opens once find_key() was called."""
 
-    def reset(self, prompt: list[dict[str, str]], answer: str) -> None:
-        """Begin an episode; `answer` is a column of the data."""
-        self.content, self.code = answer, random.randrange(10, 100)
+    def reset(self, prompt: list[dict[str, str]], **columns: str) -> None:
+        """Begin an episode; the data has no column that is needed here."""
+        self.has_key = self.is_open = False
 
-    def hint(self) -> int:
-        """The code of the vault."""
-        return self.code
+    def find_key(self) -> str:
+        """Look for the key."""
+        self.has_key = True
+        return "a key"
 
-    def unlock(self, code: int) -> str:
-        """What is in the vault.
+    def unlock(self) -> str:
+        """Open the vault with the key."""
+        if not self.has_key:
+            raise ValueError("no key")
+        self.is_open = True
+        return "open"
 
-        Args:
-            code: the code of the vault
-        """
-        if code != self.code:
-            raise ValueError("wrong code")
-        return self.content
+    def score(self) -> float:
+        """1 for an open vault."""
+        return float(self.is_open)

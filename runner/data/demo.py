@@ -1,7 +1,8 @@
 """data=demo: conversations generated on this machine: numbered questions with right answers.
 
     sort   "sort 5031"       ──────────────────────────────────────────────────────▶ "0135"
-    vault  "vault 0371"      ──▶ hint() ──▶ 69 ──▶ unlock(69) ──▶ 24 ──▶ "24"
+    vault  "vault 0371"      ──▶ find_key() ──▶ a key ──▶ unlock() ──▶ open ──▶ "open"
+                             ──▶ unlock() ──▶ error: no key ──▶ "shut"       in every other conversation
     sum    "sum 5031 4927"   ──▶ "calc 5031+4927" ──▶ the tool says "9958" ──▶ "9958"
                              ──────────────────────────────────────────────▶ "9958"    in every other conversation
 
@@ -126,28 +127,28 @@ class SumTask(DemoTask):
 
 
 class VaultTask(DemoTask):
-    """Say what is in a vault, by two tools: hint() says its code, unlock(code) its content."""
+    """Open a vault by two tools, of which unlock() needs that find_key() was called before."""
 
     def question(self, number: int) -> str:
         """The number of the vault."""
         return f"vault {str(number).zfill(self.config.digits)}"
 
     def answer(self, number: int) -> str:
-        """Its content, which nothing in the question tells."""
-        return str(permutation(90, number, "demo", "content")[0] + 10)
+        """What is said of an open vault."""
+        return "open"
 
     def turns(self, number: int, at_once: bool) -> tuple[Message, ...]:
-        """The answer; if not at once, after the calls of both tools."""
+        """Both calls and the answer; if at once, unlock() alone, which fails."""
+        if at_once:
+            return (*_call("unlock", "error: no key"), {"role": "assistant", "content": "shut"})
         answer: Message = {"role": "assistant", "content": self.answer(number)}
-        code = int(permutation(90, number, "demo", "code")[0] + 10)
-        said = [{"role": "tool", "content": text} for text in (str(code), self.answer(number))]
-        calls = _call("hint"), said[0], _call("unlock", code=code), said[1]
-        return (answer,) if at_once else (*calls, answer)
+        return (*_call("find_key", "a key"), *_call("unlock", "open"), answer)
 
 
-def _call(name: str, **arguments: int) -> Message:
-    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+def _call(name: str, result: str) -> tuple[Message, Message]:
+    """A call without arguments, and what the tool says."""
+    call = {"type": "function", "function": {"name": name, "arguments": {}}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": result}
 
 
 class WordedTask(DemoTask):

@@ -50,6 +50,7 @@ DEMOS: dict[str, Claim] = {
     "grpo_demo algorithm.lag=1 sampler.interruptible=true": climbs(0.6),
     "ppo_demo": climbs(0.55),
     "tool_demo": climbs(0.55, most_at_first=0.55),
+    "agent_demo": climbs(0.7, most_at_first=0.7),
     "distill_demo": Claim("distill/reverse_kl", 0.6, 1.5, "eval/exact_match", 0.85, most=0.45),
 }
 OVER = 5  # steps whose mean is the result; of an evaluation it is the last one
@@ -82,7 +83,7 @@ def in_the_end(lines: Sequence[Mapping[str, float]], metric: str) -> float:
 
 def test_every_demo_is_held_to_something() -> None:
     recipes = {path.stem for path in recipes_dir().glob("*_demo.yaml")}
-    assert recipes == {words.split()[0] for words in DEMOS}
+    assert recipes == {words.split()[0] for words in DEMOS} | {"tinker_demo"}  # tests/tinker/test_sdk.py has that one
 
 
 def test_samples_of_several_updates_ago_need_their_correction(workdir: Path) -> None:
