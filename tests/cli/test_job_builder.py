@@ -256,7 +256,7 @@ def test_one_mistake_in_a_recipe_names_the_file(text: str, key: str, message: st
     [
         (b"a: [1", r"broken YAML: .*recipes/bad\.yaml\", line 1"),
         (b"a: 1\na: 2", "recipes/bad.yaml"),
-        (b'name: "\xff"', "recipes/bad.yaml: not UTF-8"),
+        (b'name: "\xff"', "recipes/bad.yaml:1: not UTF-8"),
         (b"- 1", "expected the sections of a job"),
         (b"defaults: [bad]", "in a cycle"),
         (b"defaults: 3", "defaults"),

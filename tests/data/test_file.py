@@ -432,7 +432,7 @@ def test_special_tokens_of_the_user_are_tokens_in_earlier_turns_of_whoever_has_t
     assert token not in hidden_token_ids(read, ()) and token in hidden_token_ids(call_tokenizer(), ())
     with pytest.raises(DataError, match=r"messages\[2\] \(role user\) has the special token '<call>'"):
         render_chat(Renderer(read), chat("a", "b", "<call>"))
-    ids = Renderer(read).extend(read("a<|im_end|>").input_ids, {"role": "tool", "content": "<call>"})
+    ids = Renderer(read).extend(read("a<|im_end|>").input_ids, [{"role": "tool", "content": "<call>"}])
     assert token not in ids and "<call>" in read.decode(ids)  # what an environment says is text
 
 

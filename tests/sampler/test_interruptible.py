@@ -188,7 +188,7 @@ def test_each_rank_switches_by_itself() -> None:
 def test_a_sample_says_how_many_tokens_each_version_drew() -> None:
     episode = Episode(Prompt((1, 2), "ab"))
     episode.append_action(Rollout((5, 6, 7), (-1.0,) * 3, (-1.0,) * 3, 3, "stop", (3, 3, 4)), "x")
-    sample = rollouts.to_sample(episode, 1.0, {})
+    sample = rollouts.to_sample(episode, 1.0, {}, shared=2)
     experience = rollouts.Experience(4, (rollouts.Group(episode.prompt, (sample,)),), 1)
     [line] = rollouts.sample_records(experience, rewarded=True, tokenizer=None)
     assert json.loads(json.dumps(line))["versions"] == [[3, 2], [4, 1]] and line["version"] == 3

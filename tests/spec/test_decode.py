@@ -280,6 +280,7 @@ COMPONENTS = [
 VALUES: dict[tuple[str, str], dict[str, Any]] = {
     ("reward", "length"): {"target": 3},
     ("reward", "function"): {"path": "x.py:y"},
+    ("environment", "function"): {"path": "x.py:Y"},
     ("reward", "http"): {"url": "http://x/y"},
     ("sampler", "server"): {"url": "http://localhost:1", "weight_sync": "reload"},
     ("reward", "sum"): {"parts": ({**ExactConfig().model_dump(), "weight": 1.0},)},
@@ -302,6 +303,8 @@ def test_a_dumped_spec_decodes_to_itself(group: str, cls: Any) -> None:
         others |= {"algorithm": {"name": "tinker"}, "data": {"name": "none"}, "adapter": {"name": "lora"}} | {
             "sampler": {"name": "torch"}
         }
+    if (group, name) == ("reward", "environment"):
+        others |= {"environment": {"name": "function", "path": "x.py:Y"}}
     if group == "parallelism" and name != "single":
         others |= {"launch": {"devices": 4}, "model": {"name": "tiny_moe" if name == "ep" else "tiny"}}
     spec = decode(job(**{**others, group: section}), {})
