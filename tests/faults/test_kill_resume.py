@@ -102,7 +102,8 @@ class Run:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """A JSONL file's records without what no two runs share."""
-        records = [json.loads(line) for line in (self.latest / name).read_text().splitlines()]
+        text = (self.latest / name).read_text().replace(str(self.cwd), "CWD")  # paths of images are in its cache
+        records = [json.loads(line) for line in text.splitlines()]
         return [{k: v for k, v in record.items() if not k.startswith(MACHINE_METRICS)} for record in records]
 
 
