@@ -41,7 +41,7 @@ def served(cwd: Path, *words: str, **environment: str) -> Iterator[tuple[str, co
     (cwd / "printed").touch()
     started = command.Command(*words, cwd=cwd, printed=cwd / "printed", **environment)
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 300  # a busy machine builds the simulated NPU first
         while "TINKER_BASE_URL=" not in (said := started.said()):
             assert started.poll() is None and time.monotonic() < deadline, said
             time.sleep(0.1)
