@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from runner.cli.args import UsageError
 from runner.cli.user_yaml import compose_yaml, load_yaml
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.core.fsync_io import atomic_write
+from runner.core.fsync_io import atomic_write, error_reason
 from runner.spec import migrate
 from runner.spec.saved_spec import options_of_group
 from runner.spec.suggest import Job
@@ -67,7 +67,7 @@ def run(args: Namespace) -> int:
                 text = file.read()
             new, undecided = migrated_text(text, word)
         except (OSError, ValueError, yaml.YAMLError) as error:
-            raise EnvironmentProblem(f"{word}: {error}") from error
+            raise EnvironmentProblem(f"{word}: {error_reason(error)}") from error
         if new != text:
             load_yaml(new, word)
             atomic_write(path, new.encode())
