@@ -51,12 +51,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import export_probe, torch
 from transformers import AutoTokenizer
-asked = {"text": "h\u00e9", "style": "text", "begin": [257], "answer": json.load(sys.stdin), "max_new_tokens": 1}
+asked = {"text": "h\u00e9", "style": "text", "begin": [257], "answer": json.load(sys.stdin), "max_new_tokens": 1, "image": None}
 found = {}
 for path in sys.argv[2:]:
     try:
         loaded, tokenizer = export_probe.load(Path(path), "float32"), AutoTokenizer.from_pretrained(path)
-        found[path] = export_probe.answer(loaded, tokenizer, asked)
+        found[path] = export_probe.answer(loaded, tokenizer, Path(path), asked)
     except Exception as error:
         found[path] = {"error": str(error)}
 print(json.dumps(found))
