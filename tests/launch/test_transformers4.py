@@ -51,7 +51,8 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import export_probe, torch
 from transformers import AutoTokenizer
-asked = {"text": "h\u00e9", "style": "text", "begin": [257], "answer": json.load(sys.stdin), "max_new_tokens": 1, "image": None}
+asked = {"text": "h\u00e9", "style": "text", "begin": [257], "max_new_tokens": 1, "image": None}
+asked["answer"] = json.load(sys.stdin)
 found = {}
 for path in sys.argv[2:]:
     try:
