@@ -237,7 +237,7 @@ def test_missing_weights_are_seen_before_torch_is_imported(base: Path, tmp_path:
         "import sys; from runner.cli.main import main; code = main(); print('torch' in sys.modules); sys.exit(code)"
     )
     data = ["data.items=64", "data.held_out=8", "tracker=none"]
-    sft, opd = ["+recipe=sft_demo", *data], ["+recipe=grpo_demo", "tracker=none", "algorithm=opd"]
+    sft, opd = ["+recipe=sft_demo", *data], ["+recipe=grpo_demo", "tracker=none", "algorithm=opd", "reward=none"]
     for words in (
         ["infer", "model", "hi"],
         ["infer", "adapter", "hi"],

@@ -201,7 +201,7 @@ def numbers(client: Client, model_id: str, first: int, count: int) -> list[float
     return found
 
 
-POINTS = {"step": "tinker.optim_step:kill", "save": "tinker.before_rename:kill"}
+POINTS = {"step": "tinker.optim_step:kill", "save": "replace_folder.before_renames:kill"}
 
 
 @pytest.mark.parametrize("when", ["pass", "step", "save"])
