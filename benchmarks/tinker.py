@@ -18,6 +18,7 @@ import argparse
 import http.client
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,7 @@ from runner.cli.job import SERVER
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import RankInfo
+from runner.core.signals import StopSignal
 from runner.interfaces import LOGPROBS
 from runner.interfaces.learning import OptimSettings
 from runner.run_dir.folder import RunFolder
@@ -152,20 +154,20 @@ def sdk_client(python: str, url: str, asked: argparse.Namespace) -> Iterator[Cal
 @contextmanager
 def served(built: BuiltServer, spec: Any) -> Iterator[str]:
     """The URL of the server, which a thread runs."""
-    stop, ready, said = threading.Event(), threading.Event(), list[str]()
+    stop, ready, said = StopSignal(), threading.Event(), list[str]()
 
     def say(text: str) -> None:
         said.append(text)
         if text.startswith("ready"):
             ready.set()
 
-    thread = threading.Thread(target=lead, args=(spec, built, NoRecords(), say, stop.is_set), daemon=True)
+    thread = threading.Thread(target=lead, args=(spec, built, NoRecords(), say, stop), daemon=True)
     thread.start()
     ready.wait()
     try:
         yield said[-1].split("TINKER_BASE_URL=")[1].split()[0]
     finally:
-        stop.set()
+        stop.number = signal.SIGTERM
         thread.join()
 
 

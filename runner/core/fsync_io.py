@@ -29,7 +29,7 @@ from runner.core.errors import StorageError
 
 FULL = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the disk quota is used up"}
 TOO_LARGE = {errno.EFBIG: "the file is larger than this shell (ulimit -f) or the file system allows"}
-STAGED = ".staging-"
+STAGED, REPLACED = ".staging-", ".replaced-"
 STALE = timedelta(hours=1)  # a younger file may be in use by another process
 OS_ERROR = re.compile(r"\(os error ([0-9]+)\)")  # the form of an errno in safetensors' errors
 
@@ -63,6 +63,34 @@ def atomic_write(path: Path, content: bytes) -> None:
         fsync_path(path.parent)
     finally:
         staged.unlink(missing_ok=True)
+
+
+def replace_folder(staged: Path, target: Path) -> None:
+    """Put a folder that is written in the place of `target`, an older one or none; flushed. Raises OSError.
+
+    A crash leaves one of the two at `target`, or none until `recover_folder`.
+    """
+    old = target.with_name(f"{REPLACED}{target.name}")
+    recover_folder(target)
+    failpoint("replace_folder.before_renames")
+    if target.exists():
+        os.rename(target, old)
+    try:
+        failpoint("replace_folder.between_renames")
+        os.rename(staged, target)
+        fsync_path(target.parent)
+        failpoint("replace_folder.after_renames")
+    finally:
+        recover_folder(target)
+
+
+def recover_folder(target: Path) -> None:
+    """Finish a `replace_folder` that was interrupted: the older folder is put back where the newer is not there."""
+    old = target.with_name(f"{REPLACED}{target.name}")
+    if old.exists() and not target.exists():
+        os.rename(old, target)
+    elif old.exists():
+        shutil.rmtree(old)
 
 
 def remove_leftovers(folder: Path) -> None:

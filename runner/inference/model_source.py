@@ -106,8 +106,14 @@ def parse_source(
     """The model that `text` means. Reads folder names and small configs only.
 
     base: the base of an adapter or a run, where it is not where they name it; adapters: more of them, each
-    `FOLDER` or `NAME=FOLDER`. Raises EnvironmentProblem where there is no such model.
+    `FOLDER` or `NAME=FOLDER`. Raises EnvironmentProblem where there is no such model, and what a damaged folder raises.
     """
+    source = _parse_source(text, checkpoint, base, adapters)
+    _check_folders(source, "model.path")
+    return source
+
+
+def _parse_source(text: str, checkpoint: Checkpoint, base: str | None, adapters: Sequence[str] = ()) -> ModelSource:
     source = _parse_model(text, checkpoint, base)
     if checkpoint != "last" and source.kind != "run":
         raise EnvironmentProblem(f"--checkpoint {checkpoint} is for a run, but {text} is not a run; leave it out")
@@ -120,6 +126,11 @@ def parse_source(
         names = ", ".join(adapter.name for adapter in named)
         raise EnvironmentProblem(f"two adapters have the same name ({names}); type names: --adapter NAME=FOLDER")
     return replace(source, adapters=named)
+
+
+def _check_folders(source: ModelSource, key: str, *, needs_weights: bool = True) -> None:
+    for path in (*(adapter.path for adapter in source.adapters), *([source.path] if source.kind == "folder" else ())):
+        check_model_folder(Path(path), key, needs_weights=needs_weights)
 
 
 def _parse_model(text: str, checkpoint: Checkpoint, base: str | None) -> ModelSource:
@@ -374,14 +385,14 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     return model.with_peft_module(model.module, decide=decide) if more else model, names
 
 
-def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
+def resolve_model_path(path: str, key: str, base: str | None = None, needs_weights: bool = True) -> str:
     """The folder or hub id that `path`, the value of the option `key`, means.
 
     A run is its export; a model of ModelScope is downloaded. Raises SpecError where there is none, and what a damaged
     folder raises.
     """
     try:
-        source = parse_source(path, base=base)
+        source = _parse_source(path, "last", base)
         source = fetch_source(source) if source.kind == "modelscope" else source  # of the hub: a job's preflight
     except EnvironmentProblem as error:
         raise SpecError([Problem(key, str(error))]) from error
@@ -393,5 +404,6 @@ def resolve_model_path(path: str, key: str, base: str | None = None) -> str:
         folder = RunFolder(folder).export
         if not folder.is_dir():
             raise SpecError([Problem(key, f"{path} is a run without an export; to write one, type: run export {path}")])
-    check_model_folder(folder, key)
+        source = replace(source, kind="folder", path=str(folder))
+    _check_folders(source, key, needs_weights=needs_weights)
     return str(folder)

@@ -1,11 +1,10 @@
 """Writes an export with its model card: staged, then renamed, so that it is never incomplete.
 
-model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .export.<hex>.old ─▶ gone
+model, card ─▶ .export.<hex>/ ─ rename ─▶ export/        an earlier export/ ─ rename ─▶ .replaced-export ─▶ gone
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ import yaml
 from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
-from runner.core.fsync_io import error_reason
+from runner.core.fsync_io import error_reason, replace_folder
 from runner.model.model_folder import BASE_WEIGHTS, MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
 from runner.run_dir.folder import display_path
 from runner.run_dir.manifest import PromptStyle
@@ -65,7 +64,7 @@ def write_export(
             base_weights = model.base_fingerprint.get("weights") if is_adapter(staging) else None
             write_card(staging, spec, facts, found, base_weights)
             _open_to_readers(staging)
-            _replace_target(staging, target)
+            replace_folder(staging, target)
         finally:
             if staging.exists():
                 shutil.rmtree(staging)
@@ -77,15 +76,6 @@ def _open_to_readers(staging: Path) -> None:
     mode = (staging / MODEL_CARD).stat().st_mode
     for path in staging.iterdir():
         path.chmod(mode)
-
-
-def _replace_target(staging: Path, target: Path) -> None:
-    old = staging.with_name(f"{staging.name}.old")
-    if target.exists():
-        os.rename(target, old)
-    os.rename(staging, target)
-    if old.exists():
-        shutil.rmtree(old)
 
 
 @contextmanager

@@ -108,9 +108,8 @@ def begin_attempt(spec: JobSpec, folder: RunFolder, attempt: int, typed: Mapping
 
 
 def prepare_spec(spec: JobSpec) -> JobSpec:
-    """The checked spec with its day and its weights. Raises as `check_spec`, or as a recipe ends."""
+    """The checked spec with its weights. Raises as `check_spec`, or as a recipe ends."""
     spec = check_spec(spec, here=spec.launch.here)
-    spec = spec.model_copy(update={"chat": spec.chat.model_copy(update={"date": spec.chat.date or today()})})
     if spec.init_from is None and not spec.algorithm.upstream_models():
         return spec
     from runner.launch.upstream_runs import resolve_init_from, resolve_other_models
@@ -119,13 +118,15 @@ def prepare_spec(spec: JobSpec) -> JobSpec:
 
 
 def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
-    """The spec with absolute paths, if nothing is wrong that can be seen without torch.
+    """The spec with absolute paths and its day, if nothing is wrong that can be seen without torch.
 
     here: the job's processes run on this machine, so its device and packages are checked too. Raises SpecError,
     DataError, NotReady.
     """
     parts = ("data", "chat", "model", "algorithm", "reward", "environment", "evaluation")
-    spec = spec.model_copy(update={name: getattr(spec, name).with_absolute_paths() for name in parts})
+    found = {name: getattr(spec, name).with_absolute_paths() for name in parts}
+    found["chat"] = found["chat"].model_copy(update={"date": spec.chat.date or today()})
+    spec = spec.model_copy(update=found)
     if spec.model.source is not None or spec.reward.uses_device_model() or spec.evaluation.sets:
         from runner.inference.model_source import resolve_model_path
 
@@ -139,7 +140,8 @@ def check_spec(spec: JobSpec, *, here: bool = False) -> JobSpec:
 def resume(folder: RunFolder, before: JobSpec, spec: JobSpec, typed: Sequence[str] = ()) -> int:
     """Resume a run; `spec` is `before` with overrides. A finished run is left alone, with a message."""
     spec = mask_secrets(spec, dict.fromkeys((word.partition("=")[0] for word in typed), COMMAND_LINE))
-    refuse_other_job(before, spec)
+    if not is_other_machine(spec):  # there machine 0 compares, which may rewrite spec.yaml while it is read
+        refuse_other_job(before, spec)
     status, here = read_status(folder), display_path(folder.root)
     early = status.get("stopped_early") if spec.callbacks == before.callbacks else None
     longer = spec.steps > before.steps or spec.epochs is not None

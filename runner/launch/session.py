@@ -108,7 +108,7 @@ class Session:
         clients = TrainingClientRecords(self.spec, self.folder, records.decide, console)
         try:
             if self.place.is_rank0:
-                server.lead(self.spec, built, clients, console.message, lambda: self.stop.number is not None)
+                server.lead(self.spec, built, clients, console.message, self.stop)
             else:
                 server.follow(built.service, built.world)
         finally:
@@ -119,7 +119,9 @@ class Session:
         if self.spec.tinker.command and self.stop.number is None:
             return
         number = self.stop.number or signal.SIGTERM
-        raise Interrupted(number, f"{signal_name(number)}: the server stopped; clients continue from saved states")
+        raise Interrupted(
+            number, f"{signal_name(number)}: the server stopped; clients continue from their saved states"
+        )
 
     def _run(self, console: Console) -> None:
         records, store = self._prepare(console)

@@ -293,7 +293,7 @@ class HfConfig(ModelConfig):
         return self.model_copy(update={"path": absolute_if_local(self.path), "base": base, "tokenizer": tokenizer})
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base)})
+        return self.model_copy(update={"path": resolve(self.path, "model.path", self.base, not self.from_scratch)})
 
     def preflight(self) -> None:
         from runner.model.model_folder import check  # here, because every command reads this module

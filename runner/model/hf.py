@@ -360,7 +360,7 @@ def _check_path(path: str, key: str) -> str:
         return str(folder)
     if is_adapter(folder) and (folder / "config.json").exists():
         raise _both_error(path, key)
-    check_model_folder(folder, key)
+    check_model_folder(folder, key, needs_weights=False)  # checked before; a shape is enough for some
     return str(folder)
 
 

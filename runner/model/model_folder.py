@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
@@ -26,6 +27,8 @@ MODEL_CARD = "README.md"
 PROMPT_STYLE = "prompt_style"  # in the card's head, where prompts are plain text
 BASE_WEIGHTS = "base_weights"  # in the card's head of an adapter: the digest of its base's weights
 INDEX = "model.safetensors.index.json"
+LAYER = re.compile(r"\.(\d+)\.")  # layers.3.mlp, h.3.attn, of experts more than that
+INCOMPLETE = "copy or download all of its files"
 LFS_POINTER = b"version https://git-lfs"
 TOKENIZERS = ("tokenizer*", "vocab.*", "*.model")
 SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # bytes
@@ -142,11 +145,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_model_folder(folder: Path, key: str) -> None:
+def check_model_folder(folder: Path, key: str, *, needs_weights: bool = True) -> None:
     """Check the files of a model or an adapter; `key` is the option that names the folder.
 
-    Raises CheckpointError for a file that is damaged or missing, EnvironmentProblem for quantized weights,
-    SecurityError for pickles.
+    needs_weights: whether a folder without them is refused, too; of a model each layer has to have some, since
+    transformers allocates the whole model before it finds what is missing. Raises CheckpointError for a file that is
+    damaged or missing, EnvironmentProblem for quantized weights, SecurityError for pickles.
     """
     adapter = is_adapter(folder)
     if not adapter and not (folder / "config.json").exists():
@@ -158,9 +162,12 @@ def check_model_folder(folder: Path, key: str) -> None:
     shards = sorted(folder.glob(ADAPTER_WEIGHTS if adapter else "*.safetensors"))
     if not shards:
         _refuse_other_formats(folder, key)
-    dtypes = dict[str, str]()
+        if needs_weights:
+            raise CheckpointError(f"{key}={folder} has no weights (*.safetensors); {INCOMPLETE}")
+    dtypes, layers = dict[str, str](), set[int]()
     for shard in shards:
         for name, tensor in read_header(shard).items():
+            layers.update(int(number[1]) for number in LAYER.finditer(name))
             if len(tensor["shape"]) > 1 and tensor["dtype"] not in FLOATS:
                 dtypes.setdefault(tensor["dtype"], f"{name} in {shard.name}")
     quantization = config.get("quantization_config")
@@ -173,6 +180,10 @@ def check_model_folder(folder: Path, key: str) -> None:
         )
     if (folder / INDEX).is_file():
         _check_index(folder / INDEX)
+    count = (config.get("text_config") or config).get("num_hidden_layers") or 0
+    if needs_weights and not adapter and (missing := sorted({*range(count)} - layers)):
+        text = f"{key}={folder} has no weights of layer {missing[0]}; its config.json says that it has {count} layers"
+        raise CheckpointError(f"{text}; {INCOMPLETE}")
 
 
 def _check_index(path: Path) -> None:

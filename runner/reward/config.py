@@ -296,10 +296,10 @@ class ModelRewardConfig(FallibleConfig):
         return self.model_copy(update={"path": absolute_if_local(self.path)})
 
     def with_resolved_source(self, resolve: ResolveSource) -> Self:
-        return self.model_copy(update={"path": resolve(self.path, "reward.path", None)})
+        return self.model_copy(update={"path": resolve(self.path, "reward.path", None, True)})
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem for a folder that is no model, SecurityError for pickled weights."""
+        """Raise EnvironmentProblem for a folder that is no reward model."""
         from runner.reward.preflight import check_folder
 
         check_folder(self.path)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.core.errors import EnvironmentProblem, SecurityError
+from runner.core.errors import EnvironmentProblem
 from runner.core.untrusted_text import parse_json
 from runner.interfaces.rewards import ENVIRONMENT_ARGUMENTS, RESERVED_ARGUMENTS, TRL_ARGUMENTS
 from runner.user_code.source_check import name_bindings
@@ -30,11 +30,10 @@ def required_columns(file: Path, function: str) -> list[str]:
 
 LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "CAUSAL_LM")  # how their classes, and tasks of adapters, are called
 ADAPTER_CONFIG = "adapter_config.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_folder(path: str) -> None:
-    """Raise EnvironmentProblem or SecurityError; a hub id, which is not here, passes."""
+    """Raise EnvironmentProblem; a hub id, which is not here, passes."""
     folder = Path(path).expanduser()
     if not folder.exists():
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:
@@ -50,15 +49,6 @@ def check_folder(path: str) -> None:
         )
     else:
         refuse_language_model(path, _read_config(folder / "config.json").get("architectures"))
-    if list(folder.glob("*.safetensors")):
-        return
-    if pickles := sorted(found.name for pattern in PICKLES for found in folder.glob(pattern)):
-        raise SecurityError(
-            f"reward.path={path} has pickle weights ({pickles[0]}), which can run code when they are loaded\n"
-            "  convert them once, if you trust them: "
-            "AutoModelForSequenceClassification.from_pretrained(...).save_pretrained(...)"
-        )
-    raise EnvironmentProblem(f"reward.path={path} has no weights (*.safetensors)")
 
 
 def _read_config(file: Path) -> Mapping[str, Any]:

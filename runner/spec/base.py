@@ -71,7 +71,8 @@ class ComponentConfig(Config):
         return cls
 
 
-ResolveSource = Callable[[str, str, str | None], str]  # of an option's value, the option, and the base of an adapter
+# of an option's value, the option, the base of an adapter, and whether its weights are needed
+ResolveSource = Callable[[str, str, str | None, bool], str]
 
 
 def absolute_if_local(path: str) -> str:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from runner.core import fsync_io
 from runner.core.errors import CheckpointError, DataError, StorageError
-from runner.core.fsync_io import failpoint
 from runner.model.model_folder import ADAPTER_WEIGHTS
 from runner.run_dir.folder import read_mapping, write_json
 
@@ -167,7 +166,7 @@ class ClientStore:
     def checkpoints(self, model_id: str) -> list[tuple[CheckpointPath, CheckpointRecord]]:
         """Those of a client that have a name and are not expired, the newest first."""
         paths = [path.parent for kind in KINDS for path in (self.folder(model_id) / kind).glob(f"*/{RECORD}")]
-        named = [path for path in paths if not path.name.startswith((UNNAMED, fsync_io.STAGED))]
+        named = [path for path in paths if not path.name.startswith((UNNAMED, "."))]
         every = [CheckpointPath(model_id, path.parent.name, path.name) for path in named]
         found = [(one, record) for one in every if not (record := self.record(one)).is_expired]
         return sorted(found, key=lambda one: one[1].created, reverse=True)
@@ -185,23 +184,27 @@ class ClientStore:
     def delete(self, checkpoint: CheckpointPath) -> None:
         """Raises NotFoundError."""
         self.record(checkpoint)
-        gone = _staging_path(self.path(checkpoint))
-        os.replace(self.path(checkpoint), gone)
+        self._delete(self.path(checkpoint))
+
+    def _delete(self, folder: Path) -> None:
+        gone = _staging_path(folder)
+        os.replace(folder, gone)
         shutil.rmtree(gone)
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed server left half written; while nobody writes."""
+        """Delete what a killed server left half written, and put back what it was replacing; while nobody writes."""
         for staged in self._root.glob(f"*/*/{fsync_io.STAGED}*"):
             shutil.rmtree(staged)
+        for old in self._root.glob(f"*/*/{fsync_io.REPLACED}*"):
+            fsync_io.recover_folder(old.with_name(old.name.removeprefix(fsync_io.REPLACED)))
 
     def delete_expired(self) -> list[str]:
         """Delete all whose TTL has passed; returns their paths."""
-        found = []
-        for path in self._root.glob(f"*/*/[!.]*/{RECORD}"):
-            if CheckpointRecord(**read_mapping(path)).is_expired:
-                shutil.rmtree(path.parent)
-                found.append(str(path.parent))
-        return found
+        found = [path.parent for path in self._root.glob(f"*/*/[!.]*/{RECORD}")]
+        expired = [one for one in found if CheckpointRecord(**read_mapping(one / RECORD)).is_expired]
+        for folder in expired:
+            self._delete(folder)
+        return list(map(str, expired))
 
     def write(
         self,
@@ -220,7 +223,7 @@ class ClientStore:
         folder = self.path(checkpoint)
         if folder.exists() and not overwrite:
             raise DataError(f"{checkpoint} exists; choose another name, or pass overwrite=True")
-        staged, old = _staging_path(folder), _staging_path(folder)
+        staged = _staging_path(folder)
         with _storage_errors(folder):
             try:
                 staged.mkdir(parents=True)
@@ -234,14 +237,9 @@ class ClientStore:
                     fsync_io.fsync_path(path)
                 sizes, sums = sum(p.stat().st_size for p in files), {p.name: fsync_io.sha256(p) for p in files}
                 write_json(staged / RECORD, asdict(replace(record, files=sums, size_bytes=sizes)))
-                failpoint("tinker.before_rename")
-                if folder.exists():
-                    os.replace(folder, old)
-                os.replace(staged, folder)
-                fsync_io.fsync_path(folder.parent)
+                fsync_io.replace_folder(staged, folder)
             finally:
-                for path in (staged, old):
-                    shutil.rmtree(path, ignore_errors=True)
+                shutil.rmtree(staged, ignore_errors=True)
 
     def read(
         self, checkpoint: CheckpointPath, *, optimizer: bool

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
@@ -29,9 +29,9 @@ from runner.build.components import build_device, build_model, build_tokenizer
 from runner.core.auto_choices import Decisions
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.core.rank_info import RankInfo
+from runner.core.signals import StopSignal
 from runner.core.subprocess import ChildProcess
 from runner.data.readers import read_whole_text
-from runner.inference.engine import TokenEvent
 from runner.inference.http import HttpLimits, http_url, listen, serve_in_thread
 from runner.interfaces import Device, GenerativeModel
 from runner.parallelism.parallel_context import ParallelContext
@@ -39,12 +39,11 @@ from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.spec.registry import default_registry
 from runner.tinker.checkpoints import ClientStore
-from runner.tinker.messages import SampleResult
 from runner.tinker.requests import Futures, Operation, Result
 from runner.tinker.rest_routes import rest_routes
 from runner.tinker.routes import make_app
 from runner.tinker.sampling_routes import sampling_routes
-from runner.tinker.service import PromptScores, RequestFailure, SampleEvent, SampleRequest, TrainingService
+from runner.tinker.service import TrainingService
 from runner.tinker.state import BaseModel, ServerState
 from runner.tinker.training_routes import training_routes
 
@@ -61,52 +60,48 @@ SWITCH_INTERVAL_S = 1e-4  # the event loop gets the interpreter from the thread 
 STOP, BEAT = "stop", "beat"
 
 
-@dataclass(slots=True)
-class PendingSample:
-    """A sampling request whose answers are not complete. left: answers and scores that are missing."""
-
-    request: SampleRequest
-    future: Future[Result]
-    left: int
-    answers: list[list[TokenEvent]]
-    scores: PromptScores | None = None
-
-    def add(self, event: TokenEvent | PromptScores) -> None:
-        """Keep what came; the last of it makes the result."""
-        if isinstance(event, PromptScores):
-            self.scores, self.left = event, self.left - 1
-        else:
-            self.answers[int(event.request_id.rpartition("#")[2])].append(event)
-            self.left -= event.finish_reason is not None
-        if self.left:
-            return
-        result = SampleResult(self.answers, bool(self.request.params.logprobs))
-        if self.scores is not None:
-            logprobs = [None, *(one.logprob for one in self.scores.scores)]
-            top = [(), *(one.top_logprobs for one in self.scores.scores)] if self.request.prompt_logprobs else None
-            result = replace(result, prompt_logprobs=logprobs, prompt_top=top)
-        self.future.set_result(result)
-
-
 class Leader:
     """Runs operations on all ranks from the thread of rank 0 that has the model."""
 
     def __init__(self, service: TrainingService, world: ParallelContext, queue: SimpleQueue[Operation]) -> None:
         self._service, self._peers, self._queue = service, world.world_peers, queue
-        self._sampling: dict[str, PendingSample] = {}
+        self._sampling: dict[str, Future[Result]] = {}
 
-    def run(self, is_stopping: Callable[[], bool]) -> None:
-        """Compute until `is_stopping`; what is then unanswered fails."""
+    def run(self, stop: StopSignal, is_over: Callable[[], bool], say: Callable[[str], None]) -> None:
+        """Compute until a signal, or until `is_over`; what is then unanswered fails.
+
+        A signal saves each training client that has made steps since its last state; SIGUSR1 saves and continues.
+        """
         beaten = time.monotonic()
-        while not is_stopping():
+        while not is_over():
+            stop.agree_across_ranks(lambda own: [own])
+            if stop.is_requested or stop.checkpoint_requested:
+                self._save_clients(say)
+            if stop.is_requested:
+                break
             with suppress(Empty):
                 self._run(self._queue.get(timeout=0 if self._sampling else POLL_S))
             if self._sampling:
-                self._deliver(self._everywhere("advance", TOKENS_AT_ONCE if self._queue.empty() else 1))
+                found = self._everywhere("advance", TOKENS_AT_ONCE if self._queue.empty() else 1)
+                for id, result in found.items():
+                    future = self._sampling.pop(id)
+                    if isinstance(result, str):
+                        future.set_exception(DataError(result))
+                    else:
+                        future.set_result(result)
             if time.monotonic() - beaten > BEAT_S:
                 beaten = time.monotonic()
                 self._everywhere(BEAT)
+
         self._everywhere(STOP)
+
+    def _save_clients(self, say: Callable[[str], None]) -> None:
+        for target in self._service.unsaved():
+            try:
+                self._everywhere("save", target, True, None, None)
+                say(f"saved    {target}")
+            except RunnerError as error:
+                say(f"lost     the newest steps of {target.model_id}: {error}")
 
     def _everywhere(self, verb: str, *arguments: Any) -> Any:
         if self._peers.size > 1:
@@ -122,9 +117,7 @@ class Leader:
             if finish is not None:
                 future.set_result(finish(found))
             else:
-                request: SampleRequest = operation.arguments[0]
-                left = request.count + (request.prompt_logprobs is not None)
-                self._sampling[request.id] = PendingSample(request, future, left, [[] for _ in range(request.count)])
+                self._sampling[operation.arguments[0].id] = future
         except torch.OutOfMemoryError as error:
             text = "the device's memory is exhausted; send fewer tokens, or end other clients"
             future.set_exception(RunnerError(f"{text}: {str(error).splitlines()[0]}"))
@@ -135,19 +128,6 @@ class Leader:
             future.set_exception(error)
             if self._peers.size > 1:  # the other ranks may have done it, or wait
                 raise
-
-    def _deliver(self, events: list[SampleEvent]) -> None:
-        for event in events:
-            id = event.request_id.partition("#")[0]
-            if (pending := self._sampling.get(id)) is None:
-                continue
-            if isinstance(event, RequestFailure):
-                self._everywhere("cancel", id, pending.request.count)
-                pending.future.set_exception(DataError(event.message))
-            else:
-                pending.add(event)
-            if pending.future.done():
-                del self._sampling[id]
 
 
 def follow(service: TrainingService, world: ParallelContext) -> None:
@@ -220,9 +200,9 @@ def lead(
     built: BuiltServer,
     records: TrainingClientRecords,
     say: Callable[[str], None],
-    is_stopping: Callable[[], bool],
+    stop: StopSignal,
 ) -> None:
-    """Listen, and answer until `is_stopping`. Raises EnvironmentProblem."""
+    """Listen, and answer until a signal, or until tinker.command ends. Raises EnvironmentProblem."""
     config, keys = spec.tinker, read_keys(spec.tinker.key_file)
     queue: SimpleQueue[Operation] = SimpleQueue()
     state = ServerState(config, built.base, built.store, queue, records, Futures(config.max_requests))
@@ -248,13 +228,12 @@ def lead(
         say(f"model    {built.base.name}")
         say(f"ready    export TINKER_BASE_URL={url} TINKER_API_KEY={key}")
         leader = Leader(built.service, built.world, queue)
-        if not config.command:
-            leader.run(is_stopping)
-            return
-        client = start_client(config.command, url, "tml-local" if keys is None else min(keys))
-        ends.callback(client.stop, CLIENT_GRACE_S)
-        leader.run(lambda: is_stopping() or not client.is_running())
-        if client.returncode:
+        client = None
+        if config.command:
+            client = start_client(config.command, url, "tml-local" if keys is None else min(keys))
+            ends.callback(client.stop, CLIENT_GRACE_S)
+        leader.run(stop, lambda: client is not None and not client.is_running(), say)
+        if client is not None and client.returncode:
             raise RunnerError(f"tinker.command={shlex.join(config.command)} ended with exit code {client.returncode}")
 
 

@@ -32,7 +32,7 @@ from runner.parallelism.parallel_context import ParallelContext
 from runner.spec.job import JobSpec
 from runner.tinker.checkpoints import CheckpointPath, CheckpointRecord, ClientStore, LoraSettings, now_text
 from runner.tinker.losses import check_data, check_loss, pack_data, split_logprobs
-from runner.tinker.messages import Datum, PassResult
+from runner.tinker.messages import Datum, PassResult, SampleResult
 from runner.trainer.learner import LocalLearner
 from runner.trainer.optimizer_state import load_parameters, restore_learner_state
 from runner.weight_sync.weight_checksum import weights_digest
@@ -40,12 +40,13 @@ from runner.weight_sync.weight_checksum import weights_digest
 
 @dataclass(slots=True)
 class Tenant:
-    """A training client. peft_name: of its adapter in the base; steps: finished optimizer steps."""
+    """A training client. peft_name: of its adapter in the base; steps: finished optimizer steps; saved: that many."""
 
     learner: LocalLearner
     peft_name: str
     parameters: Mapping[str, torch.nn.Parameter]
     steps: int = 0
+    saved: int = 0
 
     def file_name(self, parameter: str) -> str:
         """A parameter's name in a PEFT folder."""
@@ -66,23 +67,24 @@ class SampleRequest:
     prompt_logprobs: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Scores of a prompt's tokens but the first."""
+@dataclass(slots=True)
+class PendingSample:
+    """A sampling request of this rank, and what there is of its answers. scores: of the prompt but its first token."""
 
-    request_id: str
-    scores: Sequence[TokenScore]
+    request: SampleRequest
+    key: str | None
+    answers: list[list[TokenEvent]]
+    scores: Sequence[TokenScore] | None = None
 
-
-@dataclass(frozen=True, slots=True)
-class RequestFailure:
-    """A sampling request that cannot be answered."""
-
-    request_id: str
-    message: str
-
-
-SampleEvent = TokenEvent | PromptScores | RequestFailure
+    def result(self) -> SampleResult | None:
+        """The answers if they are complete."""
+        if not all(answer and answer[-1].finish_reason for answer in self.answers):
+            return None
+        has_top, scores = bool(self.request.params.logprobs), self.scores
+        if scores is None:
+            return SampleResult(self.answers, has_top)
+        top = [(), *(one.top_logprobs for one in scores)] if self.request.prompt_logprobs else None
+        return SampleResult(self.answers, has_top, [None, *(one.logprob for one in scores)], top)
 
 
 class TrainingService:
@@ -108,8 +110,9 @@ class TrainingService:
         self._engine.leave_generation_mode()
         self._samplers: OrderedDict[str, str] = OrderedDict()  # what requests name → peft name, oldest first
         self._num_adapters = self._num_requests = 0
-        self._scores: list[tuple[SampleRequest, str | None]] = []
-        self._keys: dict[str, str | None] = {}  # running requests of all ranks' engines → the sampler's name
+        self._running: dict[str, str | None] = {}  # requests of all ranks → the sampler's name
+        self._own: dict[str, PendingSample] = {}  # those of this rank
+        self._dropped: list[str] = []  # answers of this rank whose sampler was removed
         self.limits = model.limits()
 
     # --- training ---
@@ -220,6 +223,13 @@ class TrainingService:
             self._store.write(target, record, adapter, config, tensors, overwrite=overwrite)
 
         run_on_rank0(self._world.world_peers, write)
+        if groups is not None:
+            tenant.saved = tenant.steps
+
+    def unsaved(self) -> list[CheckpointPath]:
+        """Where training clients that have made steps since their last state are saved at a signal."""
+        found = {id: one.steps for id, one in self._tenants.items() if one.steps != one.saved}
+        return [CheckpointPath(id, "weights", f"signal-{steps:06d}") for id, steps in found.items()]
 
     def load(self, model_id: str, source: CheckpointPath, with_optimizer: bool) -> None:
         """Load an adapter and, if requested, the optimizer's state; without it the optimizer starts again.
@@ -244,7 +254,7 @@ class TrainingService:
             load_parameters(tenant.parameters, tensors)
             tenant.learner.optimizer.state.clear()
         tenant.learner.optimizer.zero_grad(set_to_none=True)
-        tenant.steps = record.step
+        tenant.steps = tenant.saved = record.step
 
     def publish(self, key: str, target: CheckpointPath, *more: Any) -> None:
         """Save an adapter for the sampler `key`, which continues with it from its next token on.
@@ -272,16 +282,14 @@ class TrainingService:
             self._samplers.move_to_end(key)
         params = replace(request.params, adapter=key)
         self._engine.check_request(GenerationRequest(request.id, request.prompt_ids, params))
+        self._running[request.id] = key
         self._num_requests += 1
-        is_here = self._num_requests % self._world.world_peers.size == self._world.world_peers.rank
-        if is_here and request.prompt_logprobs is not None:
-            self._scores.append((request, key))
+        if self._num_requests % self._world.world_peers.size != self._world.world_peers.rank:
+            return
+        self._own[request.id] = PendingSample(request, key, [[] for _ in range(request.count)])
         for number in range(request.count):
-            own = f"{request.id}#{number}"
-            self._keys[own] = key
-            if is_here:
-                seeded = replace(params, seed=derive_seed(params.seed, "sample", number))
-                self._engine.submit(GenerationRequest(own, request.prompt_ids, seeded))
+            seeded = replace(params, seed=derive_seed(params.seed, "sample", number))
+            self._engine.submit(GenerationRequest(f"{request.id}#{number}", request.prompt_ids, seeded))
 
     def load_sampler(self, key: str, source: CheckpointPath) -> None:
         """Put a checkpoint's adapter on the device under the name `key`, in place of one that has this name.
@@ -298,32 +306,34 @@ class TrainingService:
             self._remove_sampler(key)
             raise DataError(f"{source}: the sampler's weights are {found}, not {record.digest}; save them again")
 
-    def advance(self, tokens: int) -> list[SampleEvent]:
-        """Score waiting prompts and make up to `tokens` steps of this rank's engine; events of all ranks."""
+    def advance(self, tokens: int) -> dict[str, SampleResult | str]:
+        """Score waiting prompts and make up to `tokens` steps of this rank's engine.
+
+        Returns the requests of all ranks that are complete, and of those that failed the reason.
+        """
         self._engine.enter_generation_mode()
-        events: list[SampleEvent] = [self._score(request, key) for request, key in self._scores]
-        self._scores.clear()
+        done: dict[str, SampleResult | str] = {}
+        for id, pending in self._own.items():
+            if (count := pending.request.prompt_logprobs) is not None and pending.scores is None:
+                try:
+                    pending.scores = self._engine.score(pending.request.prompt_ids, count, pending.key)
+                except (DataError, TrainingDiverged) as error:
+                    done[id] = str(error)
         for _ in range(tokens):
-            events += self._engine.step()
-        text = "the sampler's logits are not finite; sample from an earlier checkpoint"
-        events += [RequestFailure(id, text) for id in self._engine.pop_failed()]
-        gathered = [event for own in self._world.world_peers.all_gather(events) for event in own]
-        for event in gathered:
-            if isinstance(event, RequestFailure) or (isinstance(event, TokenEvent) and event.finish_reason):
-                self._keys.pop(event.request_id, None)
+            for event in self._engine.step():
+                id, _, number = event.request_id.rpartition("#")
+                self._own[id].answers[int(number)].append(event)
+        for name in (*self._engine.pop_failed(), *self._dropped):
+            done[name.rpartition("#")[0]] = "the sampler's logits are not finite; sample from an earlier checkpoint"
+        self._dropped.clear()
+        done |= {id: found for id, one in self._own.items() if id not in done and (found := one.result()) is not None}
+        for id in done:
+            for number in range(self._own.pop(id).request.count):
+                self._engine.cancel(f"{id}#{number}")
+        gathered = {id: found for own in self._world.world_peers.all_gather(done) for id, found in own.items()}
+        for id in gathered:
+            del self._running[id]
         return gathered
-
-    def cancel(self, request_id: str, count: int) -> None:
-        """Drop the answers of a request that are not finished."""
-        for number in range(count):
-            self._engine.cancel(f"{request_id}#{number}")
-            self._keys.pop(f"{request_id}#{number}", None)
-
-    def _score(self, request: SampleRequest, key: str | None) -> PromptScores | RequestFailure:
-        try:
-            return PromptScores(request.id, self._engine.score(request.prompt_ids, request.prompt_logprobs or 0, key))
-        except (DataError, TrainingDiverged) as error:
-            return RequestFailure(request.id, str(error))
 
     def _new_name(self) -> str:
         self._num_adapters += 1
@@ -345,11 +355,11 @@ class TrainingService:
         for key in list(self._samplers):
             if len(self._samplers) < self._spec.tinker.max_samplers:
                 return
-            if key not in self._keys.values():
+            if key not in self._running.values():
                 self._remove_sampler(key)
 
     def _remove_sampler(self, key: str) -> None:
-        self._engine.remove_adapter(key)
+        self._dropped += self._engine.remove_adapter(key)
         self._model.remove_adapter(self._samplers.pop(key))
 
     def _sampler_parameters(self, peft_name: str) -> dict[str, torch.nn.Parameter]:

@@ -195,10 +195,12 @@ def test_a_stranger_on_the_port_of_a_dead_sampler_is_not_taken_for_it(
     with running(HTTPServer(("127.0.0.1", 0), Stranger)) as address, client(redirect(tmp_path, dead, address)) as pool:
         thread, found = in_background(lambda: pool.load_weights(shelf.get(1), 1))
         until(lambda: ("status 401: hello" if stranger == "refuses" else "cannot be read: b'hello'") in caplog.text)
-        with samplers(tmp_path):
+        with samplers(tmp_path, begun=tmp_path / "begun"):
             thread.join()
             assert found == [None]
-            assert pool.sample(REQUESTS[:3]) == local(1).sample(REQUESTS[:3])
+            sampled = pool.sample(REQUESTS[:3])
+            assert (tmp_path / "begun").read_text() == "3\n", "all three in one call, as here"
+            assert sampled == local(1).sample(REQUESTS[:3])
 
 
 def test_endpoint_files_are_read_as_they_are_written_and_damaged_ones_named(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ sbatch ─▶ keeper ─▶ the script, again if it was requeued        srun ─
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -26,14 +28,21 @@ POLL_S = 0.05
 CODE = Path(__file__).resolve().parents[2]
 
 
+def first_job(state: Path) -> int:
+    """The number of the first job: a port follows from it, and another run of these tests may be under way."""
+    return 17 + zlib.crc32(bytes(state)) % 10_000
+
+
 def job_of(number: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / f"{number}.json").read_text()))
 
 
 def change(number: str, **changes: Any) -> None:
     path = ROOT / f"{number}.json"
-    path.with_suffix(".new").write_text(json.dumps({**(job_of(number) if path.exists() else {}), **changes}))
-    path.with_suffix(".new").rename(path)
+    with (ROOT / "lock").open("w") as lock:  # the keeper and srun change a job
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        path.with_suffix(".new").write_text(json.dumps({**(job_of(number) if path.exists() else {}), **changes}))
+        path.with_suffix(".new").rename(path)
 
 
 def sbatch(arguments: list[str]) -> int:
@@ -46,7 +55,7 @@ def sbatch(arguments: list[str]) -> int:
         return 1
     if "--test-only" in arguments:
         return 0
-    number = str(17 + len(list(ROOT.glob("*.json"))))
+    number = str(first_job(ROOT) + len(list(ROOT.glob("*.json"))))
     change(number, state="PENDING", reason="Resources", options=options, script=files[0], starts=0, pid=0, tasks=[])
     keeper = [sys.executable, "-m", __spec__.name, "keeper", number]
     quiet = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": (ROOT / f"{number}.errors").open("w")}
@@ -96,6 +105,12 @@ def srun(arguments: list[str]) -> int:
         signal.signal(forwarded, lambda number, frame: pass_on(running, number))
     if (ROOT / f"{number}.json").exists():
         change(number, tasks=[task.pid for task in running])
+    while all(task.poll() is None for task in running):
+        time.sleep(POLL_S)
+    end = time.monotonic() + float(options["wait"])
+    while any(task.poll() is None for task in running) and time.monotonic() < end:
+        time.sleep(POLL_S)
+    pass_on([task for task in running if task.poll() is None], signal.SIGKILL)
     return max(code if code >= 0 else 128 - code for code in (task.wait() for task in running))
 
 

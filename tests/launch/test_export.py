@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from runner.cli.job_builder import compose_job
 from runner.core.errors import StorageError
+from runner.core.fsync_io import recover_folder
 from runner.launch.export import CardFacts, write_export
 
 SPEC = compose_job(["+recipe=sft_demo"]).spec
@@ -88,3 +92,31 @@ def test_a_folder_that_may_not_be_written_is_a_storage_error(tmp_path: Path) -> 
             write_export(Toy(1.0), tmp_path / "export", SPEC, CardFacts(1, {}))
     finally:
         tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("point", "left", "then"),
+    [("before_renames", 1.0, 1.0), ("between_renames", None, 1.0), ("after_renames", 2.0, 2.0)],
+)
+def test_a_kill_at_any_point_loses_neither_version(tmp_path: Path, point: str, left: float | None, then: float) -> None:
+    target, staged = tmp_path / "it", tmp_path / "staged"
+    for folder, number in ((target, 1.0), (staged, 2.0)):
+        Toy(number).save(folder)
+    program = (
+        "import pathlib, sys; from runner.core.fsync_io import *; replace_folder(*map(pathlib.Path, sys.argv[1:]))"
+    )
+    environment = os.environ | {"RUNNER_FAILPOINT": f"replace_folder.{point}:kill"}
+    done = subprocess.run([sys.executable, "-c", program, staged, target], env=environment, check=False)
+    assert done.returncode == -signal.SIGKILL and (value(target) if target.exists() else None) == left
+    recover_folder(target)
+    assert value(target) == then
+    write_export(Toy(3.0), target, SPEC, CardFacts(1, {}))
+    assert value(target) == 3.0 and not list(tmp_path.glob(".*"))
+
+
+def test_a_rename_that_fails_puts_the_older_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_export(Toy(1.0), tmp_path / "export", SPEC, CardFacts(1, {}))
+    monkeypatch.setenv("RUNNER_FAILPOINT", "replace_folder.between_renames:EIO")
+    with pytest.raises(StorageError):
+        write_export(Toy(2.0), tmp_path / "export", SPEC, CardFacts(1, {}))
+    assert value(tmp_path / "export") == 1.0 and len(list(tmp_path.iterdir())) == 1

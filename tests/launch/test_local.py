@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from runner.cli.job_builder import compose_job
-from runner.core.errors import SpecError
-from runner.launch.local import next_attempt, read_status, refuse_other_job, resume, write_spec
+from runner.core.errors import DeadlineExceeded, SpecError
+from runner.data.config import today
+from runner.launch.local import check_spec, next_attempt, read_status, refuse_other_job, resume, write_spec
 from runner.launch.run_messages import longer_schedule_note
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import check_spec_unchanged, immutable_fields
 from runner.schedule.config import CosineConfig, cosine
 from runner.spec.job import JobSpec
 from tests import command
+from tests.ports import free_port
 from tests.small import TINY
 
 
@@ -47,6 +49,21 @@ def test_what_the_curve_depends_on_is_refused_all_at_once() -> None:
 def test_fewer_steps_are_refused() -> None:
     with pytest.raises(SpecError, match="steps can only increase"):
         refuse_other_job(spec(), spec(steps=5))
+
+
+def test_another_machine_may_read_the_spec_while_machine_0_rewrites_it(tmp_path: Path) -> None:
+    words = ("parallelism=ddp", "launch.nodes=2", "launch.node_rank=1", "parallelism.timeout_s=0.3")
+    before = spec(*words, f"launch.rdzv_endpoint=127.0.0.1:{free_port()}")
+    after = before.model_copy(update={"init_from": "outputs/stages/quick"})
+    with pytest.raises(SpecError, match="init_from: cannot change"):
+        refuse_other_job(before, after)
+    with pytest.raises(DeadlineExceeded, match="machine 0 does not respond"):
+        resume(RunFolder(tmp_path), before, after)
+
+
+def test_a_day_is_that_of_the_first_command() -> None:
+    assert check_spec(spec()).chat.date == today()
+    assert check_spec(spec("chat.date=2026-01-02")).chat.date == "2026-01-02"
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from runner.launch.slurm.srun_task import SlurmTask
 from runner.run_dir.folder import RunFolder
 from tests.launch import slurm_stand_in
 from tests.launch.several import DEADLINE_S, Job, wait_until
+from tests.launch.slurm_stand_in import first_job
 
 STEP = {
     "SLURM_JOB_ID": "40",
@@ -93,6 +94,10 @@ def test_who_is_a_task() -> None:
     assert SlurmTask.from_environment(STEP) == SlurmTask(40, 2, 1, "here[0-1]")
     with pytest.raises(EnvironmentProblem, match=r"4 tasks on 2 machines.*--ntasks-per-node=1"):
         SlurmTask.from_environment({**STEP, "SLURM_STEP_NUM_TASKS": "4"})
+
+
+def test_a_machine_that_is_left_alone_ends() -> None:
+    assert "--wait=120" in srun_task.srun_command(["run"], 2)
 
 
 def test_the_cards_of_one_of_several_nodes(cluster: Path) -> None:
@@ -189,11 +194,11 @@ def test_a_refusal_is_slurms_and_leaves_nothing(cluster: Path, tmp_path: Path) -
 def test_a_job_on_two_machines_is_that_of_two_processes(cluster: Path, tmp_path: Path) -> None:
     job, alike = Job(tmp_path), Job(tmp_path / "alike")
     alike.cwd.mkdir()
-    said = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.follow=true")
-    assert "job 17 submitted: 2 machines, each 1 process" in said
+    said, number = job.run(*WORDS, "launch.nodes=2", "steps=3", "launch.follow=true"), first_job(cluster)
+    assert f"job {number} submitted: 2 machines, each 1 process" in said
     assert "rank 0" in said and "done      3 steps" in said, "followed"
     folder = RunFolder(job.latest.resolve())
-    assert (folder.slurm / "17.log").read_text() in said
+    assert (folder.slurm / f"{number}.log").read_text() in said
     typed = yaml.safe_load(folder.overrides.read_text())["typed"]
     assert "launch.nodes=2" in typed and job.status()["attempt"] == 1
     alike.run(*WORDS[:1], *WORDS[2:], "launch.devices=2", "steps=3")
@@ -259,16 +264,16 @@ def test_a_script_of_ones_own_is_requeued_into_the_same_folder(cluster: Path, tm
 
 @pytest.mark.slow
 def test_a_run_that_slurm_has_is_not_submitted_again(cluster: Path, tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    assert "job 17 submitted" in job.run(*WORDS, "launch.nodes=2", "steps=2000")
+    job, number = Job(tmp_path), first_job(cluster)
+    assert f"job {number} submitted" in job.run(*WORDS, "launch.nodes=2", "steps=2000")
     said = job.run("resume", "latest", code=2)
-    assert "this run is already in Slurm: job 17" in said and "scancel 17" in said
+    assert f"this run is already in Slurm: job {number}" in said and f"scancel {number}" in said
     slurm_stand_in.end_all(cluster)
-    assert "job 18 submitted" in job.run("resume", "latest", "steps=2001")
+    assert f"job {number + 1} submitted" in job.run("resume", "latest", "steps=2001")
 
 
-def slurm_stand_in_job(state: Path, number: str = "17") -> dict[str, int]:
-    return dict(json.loads((state / f"{number}.json").read_text()))
+def slurm_stand_in_job(state: Path) -> dict[str, int]:
+    return dict(json.loads((state / f"{first_job(state)}.json").read_text()))
 
 
 def test_a_job_that_came_no_further_is_not_requeued(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -102,6 +104,15 @@ def index_without_metadata(folder: Path) -> None:
     index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
 
 
+def no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+
+
+def no_layer(folder: Path) -> None:
+    """Weights of another model, which has the tensors of the first layers alone."""
+    rewrite(folder, lambda weights: [weights.pop(name) for name in list(weights) if ".layers.1." in name])
+
+
 def missing_shard(folder: Path) -> None:
     split(folder)
     (folder / SHARDS[0]).unlink()
@@ -155,6 +166,8 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
     (gguf, 2, "model-q4.gguf is a GGUF file"),
     (gguf_alone, 2, "model-q4.gguf is a GGUF file"),
     (index_without_metadata, 4, "model.safetensors.index.json has no metadata"),
+    (no_weights, 4, "model has no weights (*.safetensors)"),
+    (no_layer, 4, "has no weights of layer 1; its config.json says that it has 2 layers"),
     (missing_shard, 4, "lacks model-00001-of-00002.safetensors"),
     (transposed, 4, "model.layers.0.mlp.up_proj.weight has shape [32, 48]"),
     (int8, 2, "model.layers.0.mlp.up_proj.weight in model.safetensors is I8"),
@@ -167,7 +180,7 @@ SPOILT: list[tuple[Callable[[Path], object], int, str]] = [
 ]
 
 
-TRAINED = (pointer, index_without_metadata, transposed, without_tokenizer)
+TRAINED = (pointer, no_weights, no_layer, index_without_metadata, transposed, without_tokenizer)
 CASES = [("infer", *case) for case in SPOILT] + [("run", *case) for case in SPOILT if case[0] in TRAINED]
 
 
@@ -197,7 +210,7 @@ def test_a_damaged_adapter_is_named(base: Path, tmp_path: Path, capfd: pytest.Ca
     for spoil, said in (
         (lambda: weights.write_bytes(weights.read_bytes()[:-8]), "adapter_model.safetensors is incomplete or damaged"),
         (lambda: weights.write_text(POINTER), "adapter_model.safetensors is a Git-LFS pointer"),
-        (weights.unlink, "adapter_model.safetensors cannot be read"),
+        (weights.unlink, "a has no weights (*.safetensors)"),
     ):
         spoil()
         assert main(["infer", str(adapter), "hi", "device=cpu"]) == 4
@@ -214,3 +227,28 @@ def test_an_adapter_whose_weights_are_no_numbers_is_refused_by_name(
     save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
     assert main(["infer", str(adapter), "hi", "device=cpu"]) == 2
     assert f"NaN or infinity: {name} (1 numbers)" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_missing_weights_are_seen_before_torch_is_imported(base: Path, tmp_path: Path) -> None:
+    no_weights(shutil.copytree(base, tmp_path / "model"))
+    write_adapter(tmp_path / "adapter", tmp_path / "model")
+    program = (
+        "import sys; from runner.cli.main import main; code = main(); print('torch' in sys.modules); sys.exit(code)"
+    )
+    data = ["data.items=64", "data.held_out=8", "tracker=none"]
+    sft, opd = ["+recipe=sft_demo", *data], ["+recipe=grpo_demo", "tracker=none", "algorithm=opd", "reward=none"]
+    for words in (
+        ["infer", "model", "hi"],
+        ["infer", "adapter", "hi"],
+        ["serve", "model"],
+        ["eval", "model"],
+        ["export", "adapter", "--merge", "--out", "merged"],
+        [*sft, "model=hf", "model.path=model"],
+        [*sft, "init_from=model"],
+        [*opd, "algorithm.teacher=model"],
+        ["tinker", "model=hf", "model.path=model"],
+    ):
+        done = subprocess.run([sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == ["False"] and done.returncode in (2, 4), (words, done.stderr)
+        assert "no weights" in done.stderr

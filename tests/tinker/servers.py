@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from runner.cli.job import SERVER
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import RankInfo
+from runner.core.signals import StopSignal
 from runner.run_dir.folder import RunFolder
 from runner.spec.job import JobSpec
 from runner.tinker.checkpoints import ClientRecord, LoraSettings
@@ -53,6 +55,8 @@ class Records:
     def __init__(self) -> None:
         self.steps: list[tuple[str, Mapping[str, float]]] = []
         self.ended: list[str] = []
+        self.said: list[str] = []
+        self.stop = StopSignal()
 
     def open(self, record: ClientRecord) -> None:
         """Nothing to open."""
@@ -70,7 +74,7 @@ class Records:
 @contextmanager
 def running(folder: Path, *words: str) -> Iterator[tuple[str, Records, BuiltServer]]:
     """The URL of a server that a thread runs."""
-    spec, stop, said = spec_of("tinker.port=0", *words), threading.Event(), list[str]()
+    spec, stop, said = spec_of("tinker.port=0", *words), StopSignal(), list[str]()
     ready, records = threading.Event(), Records()
     built = build_server(spec, RunFolder(folder), Decisions(), RankInfo())
 
@@ -79,13 +83,14 @@ def running(folder: Path, *words: str) -> Iterator[tuple[str, Records, BuiltServ
         if text.startswith("ready"):
             ready.set()
 
-    thread = threading.Thread(target=lead, args=(spec, built, records, say, stop.is_set), daemon=True)
+    thread = threading.Thread(target=lead, args=(spec, built, records, say, stop), daemon=True)
     thread.start()
     assert ready.wait(60)
     try:
+        records.said, records.stop = said, stop
         yield said[-1].split("TINKER_BASE_URL=")[1].split()[0], records, built
     finally:
-        stop.set()
+        stop.number = signal.SIGTERM
         thread.join(60)
 
 

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -26,6 +27,7 @@ from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
 from runner.tinker.checkpoints import CheckpointPath, ClientStore
 from tests import command
+from tests.inference.scripted import serve
 from tests.tinker.servers import SIZES, Client, supervised
 
 ENVIRONMENT = Path(os.environ.get("RUN_TINKER_VENV", ""))
@@ -201,7 +203,7 @@ def numbers(client: Client, model_id: str, first: int, count: int) -> list[float
     return found
 
 
-POINTS = {"step": "tinker.optim_step:kill", "save": "tinker.before_rename:kill"}
+POINTS = {"step": "tinker.optim_step:kill", "save": "replace_folder.before_renames:kill"}
 
 
 @pytest.mark.parametrize("when", ["pass", "step", "save"])
@@ -304,6 +306,15 @@ def test_the_demo_trains_over_http(tmp_path: Path) -> None:
     sources = (str(saved), "merged", str(run / "base"))
     words = [command.run("infer", one, *greedy, cwd=tmp_path).splitlines()[-1] for one in sources]
     assert words[0] == words[1] != words[2]
+    chat = [{"role": "user", "content": "a tiny"}, {"role": "assistant", "content": "model"}]
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": chat}))
+    command.run("eval", *sources, "+evaluation.sets.mine={data: {name: file, path: rows.jsonl}}", cwd=tmp_path)
+    [results] = tmp_path.glob("outputs/eval/*/results.json")
+    losses = [one["loss"] for one in json.loads(results.read_text())["sets"]["mine"]["values"].values()]
+    assert abs(losses[0] - losses[1]) < 1e-4 < abs(losses[0] - losses[2])
+    with serve(saved, cwd=tmp_path) as server:
+        body = {"model": server.model, "prompt": "a tiny", "max_tokens": 6, "temperature": 0}
+        assert httpx.post(f"{server.url}/completions", json=body).json()["choices"][0]["text"] == " model"
 
 
 def test_a_client_program_that_fails_is_the_jobs_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import pytest
 from runner.cli.main import main
 from runner.core.errors import EnvironmentProblem
 from runner.tinker import requests
+from runner.tinker.checkpoints import CheckpointPath
 from runner.tinker.messages import MESSAGES, Datum
 from runner.tinker.server import BuiltServer, read_keys
 from tests.tinker.servers import Client, Records, encode_pass, running, supervised
@@ -335,3 +337,20 @@ def test_malformed_bodies_are_errors_of_the_user(client: Client, body: bytes) ->
     wrong = encode_pass(model_id, 1, supervised(), "cross_entropy")[:-3]
     answer = client.http.post("forward_backward", content=wrong, headers={"Content-Type": "application/x-protobuf"})
     assert answer.status_code == 400
+
+
+def test_a_signal_saves_clients_that_have_new_steps(tmp_path: Path) -> None:
+    with running(tmp_path) as (url, records, built):
+        client = Client(url)
+        session = client.session()
+        trained, saved, fresh = (client.train(session, number) for number in range(3))
+        for model_id in (trained, saved):
+            losses(client, model_id, 1, 2)
+        client.result(client.post("save_weights", {"model_id": saved, "seq_id": 5, "path": "a"}))
+        records.stop._receive(signal.SIGUSR1, None)
+        losses(client, trained, 5, 1)
+    paths = [f"tinker://{trained}/weights/signal-00000{steps}" for steps in (2, 3)]
+    assert [line.split()[1] for line in records.said if line.startswith("saved")] == paths
+    record, _, optimizer = built.store.read(CheckpointPath.parse(paths[1]), optimizer=True)
+    assert record.step == 3 and optimizer
+    assert built.store.checkpoints(fresh) == []

@@ -19,7 +19,7 @@ from runner.tinker.checkpoints import CheckpointPath, ClientRecord, NotFoundErro
 from runner.tinker.messages import Datum
 from runner.tinker.sampling_routes import sampler_key
 from runner.tinker.server import BuiltServer
-from runner.tinker.service import PromptScores, RequestFailure, SampleRequest, TrainingService
+from runner.tinker.service import SampleRequest, TrainingService
 from tests.tinker.servers import LORA, built_server, supervised
 
 ADAM = OptimSettings(lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
@@ -201,15 +201,14 @@ def sample(
     key: str = "",
     **params: Any,
 ) -> dict[str, Any]:
-    """The events of a request, by answer; at temperature 1 unless it is given."""
+    """What became of the requests that are under way; at temperature 1 unless it is given."""
     own = SamplingParams(**{"max_new_tokens": 6, "seed": 5, "ignore_eos": True, **params})
     if source is not None and not key:
         key = sampler_key(source, service._store.record(source))
     service.submit(SampleRequest(id, (5, 6, 7), own, count, 2), source, key or None)
     found: dict[str, Any] = {}
     for _ in range(20):
-        for event in service.advance(4):
-            found.setdefault(event.request_id, []).append(event)
+        found |= service.advance(4)
     return found
 
 
@@ -222,11 +221,10 @@ def test_a_sampler_samples_from_the_weights_that_were_saved(service: TrainingSer
     wanted = sample(service, source)
     step(service, NAMES[0], 0)  # the sampler does not see it
     found = sample(service, source)
-    assert found == wanted and len({tuple(e.token_id for e in found[f"r#{n}"]) for n in range(2)}) == 2
-    [scores] = found["r"]
-    assert isinstance(scores, PromptScores)
-    np.testing.assert_allclose([one.logprob for one in scores.scores], logprobs[:2], atol=1e-5)
-    assert [len(one.top_logprobs) for one in scores.scores] == [2, 2]
+    assert found == wanted and len({tuple(e.token_id for e in answer) for answer in found["r"].sequences}) == 2
+    assert found["r"].prompt_logprobs[0] is None
+    np.testing.assert_allclose(found["r"].prompt_logprobs[1:], logprobs[:2], atol=1e-5)
+    assert [len(cell) for cell in found["r"].prompt_top] == [0, 2, 2]
     assert sample(service, None) != found
 
 
@@ -276,9 +274,21 @@ def test_weights_that_sample_nothing_fail_their_requests_alone(service: Training
     own = SamplingParams(max_new_tokens=6, seed=5, ignore_eos=True)
     service.submit(SampleRequest("bad", (5, 6, 7), own, 1), bad, "bad")
     found = sample(service, good)
-    [failure] = found.pop("bad#0")
-    assert isinstance(failure, RequestFailure) and "logits are not finite" in failure.message
+    assert "logits are not finite" in found.pop("bad")
     assert found == wanted
+
+
+def test_requests_of_weights_that_do_not_arrive_fail(service: TrainingService, built: BuiltServer) -> None:
+    service.create(NAMES[0], LORA)
+    step(service, NAMES[0], 0)
+    good, damaged = (save(service, NAMES[0], "sampler_weights", name) for name in "ab")
+    service.submit(SampleRequest("r", (5, 6, 7), SamplingParams(max_new_tokens=60, ignore_eos=True), 2), good, "shared")
+    service.advance(1)
+    record = built.store.path(damaged) / "checkpoint.json"
+    record.write_text(record.read_text().replace('"digest": "', '"digest": "x'))
+    with pytest.raises(DataError, match="save them again"):
+        service.load_sampler("shared", damaged)
+    assert list(service.advance(1)) == ["r"] and service.advance(1) == {}
 
 
 def test_a_checkpoint_is_a_peft_adapter(service: TrainingService, built: BuiltServer, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ DEFAULT = f"launch/{NAME}"  # the origin of a default
 FIRST_PORT, PORTS = 15000, 15000  # below the ephemeral ports
 SPECIAL_STEPS = 2**32 - 256  # from here on: a job's script or salloc's shell, not srun
 OF_SUBMISSION = {"partition", "account", "qos", "cpus", "time", "preempt_notice_s", "sbatch", "follow"}
+WAIT_S = 120  # from the first machine that ends to the last one: they end together
 REQUEUE_CODE = 75  # exit code of a run that can be requeued
 LIMIT, ENDED = signal.SIGUSR2, signal.SIGTERM
 WARNINGS = (signal.SIGUSR1, LIMIT)
@@ -182,10 +183,21 @@ def _say_few_cores(spec: JobSpec) -> None:
 
 
 def srun_command(command: Sequence[str], machines: int) -> list[str]:
-    """`command` as one task on each machine of this Slurm job, with all its cores there."""
+    """`command` as one task on each machine of this Slurm job, with all its cores there.
+
+    A machine that is left alone ends after WAIT_S: it may wait for one that failed before it connected.
+    """
     cores = os.environ.get("SLURM_CPUS_PER_TASK")  # srun does not inherit this from sbatch
     more = [f"--cpus-per-task={cores}"] if cores else []
-    return ["srun", f"--nodes={machines}", f"--ntasks={machines}", "--cpu-bind=none", *more, *command]
+    return [
+        "srun",
+        f"--nodes={machines}",
+        f"--ntasks={machines}",
+        "--cpu-bind=none",
+        f"--wait={WAIT_S}",
+        *more,
+        *command,
+    ]
 
 
 @contextmanager

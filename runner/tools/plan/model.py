@@ -60,10 +60,10 @@ def resolve_local_sources(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"model": spec.model.with_resolved_source(_local_folder), "init_from": first})
 
 
-def _local_folder(path: str, key: str, base: str | None = None) -> str:
+def _local_folder(path: str, key: str, base: str | None = None, _: bool = False) -> str:
     """The folder that a run, an export or an adapter on this machine means; any other name as it is."""
     here = path == "latest" or Path(path).expanduser().exists()
-    return resolve_model_path(path, key, base) if here else path
+    return resolve_model_path(path, key, base, needs_weights=False) if here else path
 
 
 def published_config(path: str, revision: str | None = None, base: str | None = None) -> tuple[Any, str]:
