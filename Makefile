@@ -93,7 +93,7 @@ test-torch: $(TORCH_VENV)/.installed  ## what meets torch, with another release 
 test-cuda:  ## the tests for an NVIDIA GPU, in the environment that is there (CUDA_PYTHON=python3)
 	@$(CUDA_PYTHON) -c 'import sys; from importlib.util import find_spec; \
 	  lacks = [name for name in ("torch", "transformers", "hydra", "pytest", "pytest_timeout", "hypothesis", "psutil") if not find_spec(name)]; \
-	  sys.exit(f"make test-cuda installs nothing, and {sys.executable} lacks {lacks}: see docs/devices.md" if lacks else 0)'
+	  sys.exit(f"make test-cuda installs nothing, and {sys.executable} lacks {lacks}: see docs/first-hour.md" if lacks else 0)'
 	OMP_NUM_THREADS=1 $(CUDA_PYTHON) -m pytest -m cuda tests/cuda $(ARGS)
 
 wheels-cuda: $(VENV)/.installed-dev  ## gather what a GPU machine without a network lacks (ARGS="--installed PIP_FREEZE.txt")
@@ -120,7 +120,8 @@ generate: $(VENV)/.installed  ## rewrite what is generated: conf/, the schema, d
 	$(BIN)/python docs/make_migrate.py
 	$(BIN)/python docs/make_versions.py
 
-docs: $(VENV)/.installed-dev  ## the site of docs/ in site/; a link that leads nowhere is an error
+docs: $(VENV)/.installed-dev  ## draw docs/pictures/, and build the site of docs/ in site/; a link that leads nowhere is an error
+	OMP_NUM_THREADS=1 $(BIN)/python docs/make_pictures.py
 	$(BIN)/zensical build --strict
 
 release: $(VENV)/.installed-dev  ## build wheel and sdist in dist/, and use the wheel in a fresh environment without a network

@@ -72,15 +72,15 @@ class Command:
             return file.read().decode()
 
 
-def run(*words: str, cwd: Path, code: int = 0, **environment: str) -> str:
+def run(*words: str, cwd: Path, code: int = 0, timeout_s: float = TIMEOUT_S, **environment: str) -> str:
     """Run a command to its end, which must be with `code`; returns what it printed."""
     with tempfile.NamedTemporaryFile() as printed:
         command = Command(*words, cwd=cwd, printed=Path(printed.name), **environment)
         try:
-            returned = command.wait(TIMEOUT_S)
+            returned = command.wait(timeout_s)
         except subprocess.TimeoutExpired:
             command.kill()
-            raise AssertionError(f"it did not end within {TIMEOUT_S:.0f} s:\n{command.said()}") from None
+            raise AssertionError(f"it did not end within {timeout_s:.0f} s:\n{command.said()}") from None
         assert returned == code, command.said()
         return command.said()
 

@@ -75,6 +75,20 @@ def test_a_page_begins_with_a_command(page: Path) -> None:
     assert any(kind == "fence" for n, kind, _ in lines(page) if n <= EARLY)
 
 
+def code(page: Path) -> list[str]:
+    """The lines of the code of a page without their comments."""
+    found = (re.sub(r"\s+#.*", "", line).strip() for _, kind, line in lines(page) if kind == "code")
+    return [line for line in found if not line.startswith("#")]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name.endswith(".zh.md")], ids=lambda page: page.name)
+def test_both_languages_have_the_same_code_and_names(page: Path) -> None:
+    english = page.with_name(page.name.replace(".zh.md", ".md"))
+    assert code(page) == code(english)
+    named = [set(re.findall(r"`([^`\n]+)`", path.read_text(encoding="utf-8"))) for path in (page, english)]
+    assert named[0] == named[1]
+
+
 def typed_jobs(page: Path) -> Iterator[str]:
     """The words of each command that starts or plans a job, but for one whose error the page shows."""
     code = "\n".join(line for _, kind, line in lines(page) if kind != "prose").replace("\\\n", "")

@@ -24,6 +24,7 @@ from runner.cli.hydra_compose import group_options
 from runner.cli.job_builder import JobDraft, decode_draft, draft
 from runner.core.auto_choices import Decisions
 from runner.core.errors import SpecError
+from runner.core.media import MEDIA_ID
 from runner.interfaces import LabeledCompletion, PreferencePair, Prompt, TokenizedExample
 from runner.interfaces.losses import Registration
 from runner.spec import suggest
@@ -255,10 +256,16 @@ def row_parts(item: Any) -> list[Part]:
     return [(label, ids, [weight] * len(ids)) for label, ids, weight in parts]
 
 
+def _token_text(tokenizer: Any, token: int) -> str:
+    if token >= MEDIA_ID:
+        return "<image>"
+    return escape_for_terminal(tokenizer.decode([token])) or f"<{token}>"
+
+
 def _token_lines(tokenizer: Any, ids: Sequence[int], weights: Sequence[float], colored: bool) -> Iterator[str]:
     """Tokens with a dot between them; each stretch of context or of trained tokens begins a line."""
     for trained, stretch in groupby(zip(ids, weights, strict=True), key=lambda pair: pair[1] > 0):
-        texts = [escape_for_terminal(tokenizer.decode([token])) or f"<{token}>" for token, _ in stretch]
+        texts = [_token_text(tokenizer, token) for token, _ in stretch]
         shown = " · ".join(text.replace(" ", "␣") for text in texts)
         on, off = (GREEN, PLAIN) if colored and trained else ("", "")
         options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}

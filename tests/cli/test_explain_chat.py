@@ -39,3 +39,9 @@ def test_answers_of_a_pair_and_options_of_the_section(workdir: Path, capsys: pyt
     assert main(["explain", "chat"]) == 0
     shown = capsys.readouterr().out
     assert "chat.train_on=assistant" in shown and "run explain chat +recipe=sft_demo" in shown
+
+
+def test_the_places_of_an_image_have_no_text_of_their_own(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "chat", "+recipe=vision_demo"]) == 0
+    shown = capsys.readouterr().out
+    assert "<image> · <image>" in shown and "trained" in shown
