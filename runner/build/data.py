@@ -31,7 +31,12 @@ PARALLELISM_WITHOUT_IMAGES = {
 def build_data(
     spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
 ) -> Data:
-    """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
+    """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`.
+
+    Raises UnsupportedModelError for a model without the head that is trained, before that.
+    """
+    if "scalar" in spec.algorithm.trained_models().values() and (factory := type(spec.model).architecture_factory):
+        resolve(factory)(spec.model, tokenizer, spec.init_from, head="scalar")
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
     if (reader := images_of(tokenizer)) and config.keeps_images:
         reader.keep_in(cache_folder() / "images")
