@@ -31,10 +31,17 @@ PARALLELISM_WITHOUT_IMAGES = {
 def build_data(
     spec: JobSpec, tokenizer: Any, decide: Decisions, config: DataConfig | None = None, kind: ItemKind | None = None
 ) -> Data:
-    """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`."""
+    """The data, read, checked and tokenized: of the job, or of `config` as items of `kind`.
+
+    Raises UnsupportedModelError for a model without the head that is trained, before that.
+    """
+    if "scalar" in spec.algorithm.trained_models().values() and (factory := type(spec.model).architecture_factory):
+        resolve(factory)(spec.model, tokenizer, spec.init_from, head="scalar")
     config, kind = config or spec.data, kind or spec.algorithm.item_kind
     if (reader := images_of(tokenizer)) and config.keeps_images:
-        reader.keep_in(cache_folder() / "images")
+        folder = cache_folder() / "images"
+        if removed := reader.keep_in(folder):
+            decide.record_fact(str(folder), f"{removed} images removed", "no job has used them for 30 days")
     chat = spec.chat.model_copy(update={"train_on": "all"}) if spec.algorithm.loss_on_prompt else spec.chat
     data: Data = build_component(
         config,
@@ -84,8 +91,9 @@ def check_images(spec: JobSpec, tokenizer: Any) -> None:
     if spec.parallelism.deepspeed:
         text = "DeepSpeed gathers the vision part in forwards that only ranks with images run"
         found.append(Problem("parallelism", f"{text}; type parallelism=ddp or fsdp"))
-    if spec.algorithm.needs_sampler and not spec.sampler.shares_model:
-        found.append(Problem("sampler", f"{spec.sampler.name} gets no images; type sampler=torch"))
+    if spec.algorithm.needs_sampler and spec.sampler.served:
+        text = "OpenAI's completions take no images beside token ids; type sampler=torch or sampler=vllm"
+        found.append(Problem("sampler", text))
     if spec.algorithm.needs_reward and spec.reward.runs_model:
         found.append(Problem("reward", "a reward model is given no images; type another reward, such as reward=exact"))
     if found:

@@ -23,6 +23,7 @@ from runner.core.auto_choices import Decisions
 from runner.core.rank_info import Host
 from runner.core.tolerance import tolerance_of
 from runner.interfaces import Device, GenerativeModel, Learner, Sampler, TrainableModel
+from runner.interfaces.media import ImageReader, images_of
 from runner.interfaces.sampling import InterruptibleSampler
 from runner.model.export import meta_tensors
 from runner.model.initial_weights import DTYPES
@@ -82,7 +83,8 @@ def _policy_head(spec: JobSpec) -> Head:
 def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> SamplerPool:
     assert isinstance(spec.sampler, SamplingConfig)  # or nothing would be sampled
     count, vocab_size = spec.launch.samplers // spec.sampler.cards(), policy.limits().vocab_size
-    return SamplerPool(spec.sampler, count, folder.samplers, token=job_token(), vocab_size=vocab_size)
+    options: dict[str, Any] = {"vocab_size": vocab_size, "images": images_of(policy.tokenizer)}
+    return SamplerPool(spec.sampler, count, folder.samplers, token=job_token(), **options)
 
 
 def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
@@ -120,8 +122,10 @@ def _report_episode_limit(spec: JobSpec, sampler: Sampler, decide: Decisions) ->
         decide.record_fact("environment", f"episodes are truncated at {sampler.max_model_len} tokens", asked)
 
 
-def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) -> tuple[Sampler, DeviceStats]:
-    """The sampler of a rollout server, and the reader of its device's load.
+def build_worker_sampler(
+    spec: JobSpec, decide: Decisions, folder: RunFolder
+) -> tuple[Sampler, DeviceStats, ImageReader | None]:
+    """The sampler of a rollout server, the reader of its device's load, and that of its images.
 
     The torch sampler starts with the job's initial weights, an engine without any.
     """
@@ -134,7 +138,7 @@ def build_worker_sampler(spec: JobSpec, decide: Decisions, folder: RunFolder) ->
     activity = DeviceStats(
         device.stats_readers() if spec.watch.device_stats_interval_s else (), spec.watch.device_stats_interval_s
     )
-    return make_local_sampler(spec, model, decide, folder), activity
+    return make_local_sampler(spec, model, decide, folder), activity, images_of(tokenizer)
 
 
 def build_publisher(

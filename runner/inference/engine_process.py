@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from runner.interfaces import GenerativeModel
 
 IDLE_WAIT_S = 3600.0
-MAX_IMAGES_BYTES = 2**30  # of images kept beside those of unfinished requests
 Json = dict[str, Any]
 
 
@@ -142,8 +141,9 @@ class EngineHost:
 
         content: of its file, in base64. Raises DataError for one that cannot be read
         """
-        reader: Any = images_of(self._model.tokenizer)
-        reader.forget(self.engine.image_ids(), MAX_IMAGES_BYTES)
+        reader = images_of(self._model.tokenizer)
+        assert reader is not None  # or the front end would have refused it
+        reader.forget(self.engine.image_ids())
         entry, made = reader.add(base64.b64decode(content), several=several)
         return entry.id, made.text, made.count
 

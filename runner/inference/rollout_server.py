@@ -32,10 +32,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from runner.core.errors import SamplerError
+from runner.core.errors import DataError, SamplerError
+from runner.core.media import MEDIA_ID
 from runner.inference.http import HttpLimits, TokenCheck, error_response, http_url, listen, serve_in_thread
 from runner.interfaces import Sampler
+from runner.interfaces.media import ImageReader
 from runner.sampler.server.protocol import (
+    ADD_IMAGE,
     BEAT_S,
     LOAD,
     MAX_BODY_BYTES,
@@ -72,9 +75,15 @@ class StaleWeightsError(Exception):
 class RolloutServer:
     """Serves one sampler. `run` belongs to the thread that has the sampler, `app` to the event loop."""
 
-    def __init__(self, sampler: Sampler, token: str, device_stats: Callable[[], Mapping[str, float]] = dict) -> None:
-        """device_stats: what was measured of the device since the last call."""
-        self._sampler, self._device_stats = sampler, device_stats
+    def __init__(
+        self,
+        sampler: Sampler,
+        token: str,
+        device_stats: Callable[[], Mapping[str, float]] = dict,
+        images: ImageReader | None = None,
+    ) -> None:
+        """device_stats: what was measured of the device since the last call; images: the reader of the sampler."""
+        self._sampler, self._device_stats, self._images = sampler, device_stats, images
         self.session = secrets.token_hex(8)
         self._held = HeldWeights(-1, "", self.session)
         self._queue: SimpleQueue[tuple[Future[bytes], Work]] = SimpleQueue()
@@ -82,6 +91,7 @@ class RolloutServer:
         self._last: tuple[str, bytes] = ("", b"")  # the newest batch of rollouts, by its request
         self._received: dict[WeightFile, int] = {}  # descriptors of files that were sent here
         self._verbs = {SAMPLE: self._sample, SCORE: self._score, RELEASE: self._release, LOAD: self._load}
+        self._verbs[ADD_IMAGE] = self._add_image
         routes = [Route(verb, self._post, methods=["POST"]) for verb in self._verbs]
         put = Route("/weights/{name}", self._put_file, methods=["PUT"])
         health = Route("/health", self._health)
@@ -181,7 +191,22 @@ class RolloutServer:
 
     def _sample(self, header: Json, arrays: Sequence[Array]) -> bytes:
         self._check_weights(header)
-        return encode_rollouts(self._sampler.sample(decode_requests(header, arrays)), self._header())
+        requests = decode_requests(header, arrays)
+        if self._images is not None:
+            used = {one for request in requests for one in request.prompt if one >= MEDIA_ID}
+            self._images.forget(used)
+            if missing := [one for one in used if one not in self._images]:
+                return encode({**self._header(), "missing": missing})
+        return encode_rollouts(self._sampler.sample(requests), self._header())
+
+    def _add_image(self, header: Json, arrays: Sequence[Array]) -> bytes:
+        assert self._images is not None  # it has asked for the image
+        entry, _ = self._images.add(arrays[0].tobytes(), several=header["several"])
+        if entry.id != header["id"]:
+            raise DataError(
+                "an image has another id than the trainer's; use one version of transformers on all machines"
+            )
+        return encode(self._header())
 
     def _score(self, header: Json, arrays: Sequence[Array]) -> bytes:
         self._check_weights(header)
@@ -237,14 +262,15 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 0,
     device_stats: Callable[[], Mapping[str, float]] = dict,
+    images: ImageReader | None = None,
 ) -> NoReturn:
     """Serve `sampler` as server number `index` of a job, until an error; this thread alone uses it.
 
     endpoints: the folder in which clients look for servers; host: the address of this machine to listen at, and at
-    which clients reach it; port: 0 = any free one. Raises EnvironmentProblem where the address cannot be had, OSError
-    where the endpoint file cannot be written.
+    which clients reach it; port: 0 = any free one; images: the reader of the sampler. Raises EnvironmentProblem where
+    the address cannot be had, OSError where the endpoint file cannot be written.
     """
-    with closing(sampler), closing(RolloutServer(sampler, token, device_stats)) as server:
+    with closing(sampler), closing(RolloutServer(sampler, token, device_stats, images)) as server:
         listener = listen(host, port)
         endpoint = Endpoint(http_url(host, listener.getsockname()[1]), os.getpid(), server.session)
         with serve_in_thread(server.app, listener, LIMITS), _endpoint_file(endpoint_path(endpoints, index), endpoint):

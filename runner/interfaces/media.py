@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,7 +68,8 @@ class ImageReader(ImageTokenizer, Protocol):
 
     def location(self, source: str | bytes) -> str: ...  # the path of an image, or a data URL of content without a file
 
-    def keep_in(self, folder: Path) -> None: ...  # contents from now on, which are in memory otherwise
+    # keep contents in files from now on; returns how many files it removed as they were not used for KEEP_DAYS
+    def keep_in(self, folder: Path) -> int: ...
 
     def register(self, entries: Iterable[ImageEntry]) -> None: ...  # that another process has added
 
@@ -82,7 +83,12 @@ class ImageReader(ImageTokenizer, Protocol):
 
     def __contains__(self, id: int) -> bool: ...  # whether the image can be read
 
-    def read(self, id: int) -> ProcessedImage: ...  # raises DataError for a file that is not what it was
+    def content(self, id: int) -> bytes: ...  # raises DataError for a file that is not what it was
+
+    def read(self, id: int) -> ProcessedImage: ...  # raises as `content`
+
+    # the oldest contents in memory above MAX_IMAGES_BYTES, but for `used` images
+    def forget(self, used: Collection[int]) -> None: ...
 
 
 def images_of(tokenizer: Any) -> ImageReader | None:

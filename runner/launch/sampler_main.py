@@ -54,10 +54,11 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
         from runner.inference.rollout_server import serve
 
         with translate_memory_errors(spec):
-            sampler, stats = build_worker_sampler(spec, decide, folder)
+            sampler, stats, images = build_worker_sampler(spec, decide, folder)
             stats.on_start(0)
             token, host = job_token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
-            serve(sampler, index, folder.samplers, token=token, host=host, device_stats=stats.pop_readings)
+            own = {"device_stats": stats.pop_readings, "images": images}
+            serve(sampler, index, folder.samplers, token=token, host=host, **own)
 
 
 if __name__ == "__main__":

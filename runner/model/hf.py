@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMaskedLM,
+    AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForSpeechSeq2Seq,
@@ -244,15 +245,16 @@ _OTHER_KINDS: dict[Any, str] = {  # of those that AutoModelForCausalLM lacks; th
     AutoModelForSeq2SeqLM: "an encoder-decoder",
     AutoModelForMaskedLM: "an encoder",
     AutoModelForCausalLM: "a causal language model",
+    AutoModelForMultimodalLM: "a model of text, images, sound and video, of which sound and video are not supported",
 }
 
 
-def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None) -> Any:
+def architecture(config: HfConfig, tokenizer: Any, init_from: str | None = None, head: Head = "lm") -> Any:
     """The transformers config of the model that `build` loads. Raises what `build` raises for such a path."""
     key = "model.path" if init_from is None else "init_from"
     weights = find_weights(config, key, init_from)
     with _translate_errors(weights.path, key):
-        return _architecture(weights.path, key, config.model_copy(update={"revision": weights.revision}), "lm")
+        return _architecture(weights.path, key, config.model_copy(update={"revision": weights.revision}), head)
 
 
 def _architecture(path: str, key: str, config: HfConfig, head: Head) -> Any:

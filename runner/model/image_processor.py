@@ -132,7 +132,7 @@ def load_image_processor(
     this processor does not have.
     """
     name = processing_auto.PROCESSOR_MAPPING_NAMES.get(architecture.model_type)  # type: ignore[attr-defined]
-    if name is None or (token_id := _image_token_id(architecture)) is None:
+    if name is None or (token_id := image_token_id(architecture)) is None:
         raise EnvironmentProblem(f"{path}: {architecture.model_type} has no image processor; use data without images")
     try:
         images = AutoImageProcessor.from_pretrained(path, revision=revision, backend="pil")
@@ -162,7 +162,8 @@ def make_processor(name: str, images: Any, tokenizer: Any, settings: Mapping[str
     return kind(**parts, **{key: settings[key] for key in known if key in settings and key not in PARTS})
 
 
-def _image_token_id(architecture: Any) -> int | None:
+def image_token_id(architecture: Any) -> Any:
+    """The token id of an image's places; None for a model that has none."""
     found = getattr(architecture, "image_token_id", None)
     return getattr(architecture, "image_token_index", None) if found is None else found
 

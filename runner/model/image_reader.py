@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import time
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +19,9 @@ from runner.core.images import MAX_IMAGE_BYTES, decode_image
 from runner.core.media import MEDIA_ID, media_id
 from runner.interfaces.media import ImageEntry, ProcessedImage
 from runner.model.image_processor import ImageProcessor
+
+MAX_IMAGES_BYTES = 2**30  # of contents in memory that no request needs
+KEEP_DAYS = 30  # that a kept file stays after its last use
 
 
 class FileImageReader:
@@ -85,7 +91,9 @@ class FileImageReader:
         """The file of an image that came without one."""
         assert self._folder is not None
         path = self._folder / hashlib.sha256(content).hexdigest()
-        if not path.exists():
+        if path.exists():
+            _mark_used(path)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_write(path, content)
         return path
@@ -123,26 +131,42 @@ class FileImageReader:
         """See `ImageReader`."""
         return id in self._entries
 
-    def keep_in(self, folder: Path) -> None:
+    def keep_in(self, folder: Path) -> int:
         """See `ImageReader`."""
-        self._folder = folder
+        self._folder, oldest = folder, time.time() - KEEP_DAYS * 86400
+        old = [path for path in folder.iterdir() if path.stat().st_atime < oldest] if folder.exists() else []
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
 
-    def forget(self, used: Collection[int], most_bytes: int) -> None:
-        """Forget the oldest contents in memory above `most_bytes`, but for `used` images."""
+    def forget(self, used: Collection[int]) -> None:
+        """See `ImageReader`."""
         held = sum(map(len, self._contents.values()))
         for one in [one for one in self._contents if one not in used]:
-            if held <= most_bytes:
+            if held <= MAX_IMAGES_BYTES:
                 return
             held -= len(self._contents.pop(one))
             del self._entries[one]
 
-    def read(self, id: int) -> ProcessedImage:
+    def content(self, id: int) -> bytes:
         """See `ImageReader`."""
         entry = self._entries[id]
         content = self._contents[id] if id in self._contents else _read(entry.path)
+        if self._folder is not None and Path(entry.path).parent == self._folder:
+            _mark_used(Path(entry.path))
         if media_id(content, self._processor.variant(several=entry.several)) != id:
             raise DataError(f"{entry.path} has changed since the data was tokenized; start a new run")
-        return self._processor.process(decode_image(content), several=entry.several)
+        return content
+
+    def read(self, id: int) -> ProcessedImage:
+        """See `ImageReader`."""
+        return self._processor.process(decode_image(self.content(id)), several=self._entries[id].several)
+
+
+def _mark_used(path: Path) -> None:
+    """Set the time of access, which not every file system keeps; the time of change stays."""
+    with suppress(FileNotFoundError):  # another process may have removed it
+        os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
 
 
 def _read(path: str) -> bytes:

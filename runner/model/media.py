@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from runner.core.batch import Batch
 from runner.core.media import MEDIA_ID, media_runs
 from runner.interfaces.media import ImageReader, ProcessedImage, images_of
+from runner.model.image_processor import image_token_id
 from runner.model.model_parts import has_vision_part, part_finder
 
 THREADS = 4
@@ -40,6 +41,7 @@ class MediaInputs:
         self._pool, self._lock = ThreadPoolExecutor(THREADS, "images"), Lock()
         self._found: OrderedDict[int, Future[ProcessedImage]] = OrderedDict()
         self._bytes = 0
+        self._token_id = image_token_id(inner.config)
         self.has_rotary_grid = hasattr(inner.base_model, "get_rope_index")
         self._had_images = False
         inner.base_model.register_forward_pre_hook(self._replace_inputs, with_kwargs=True)
@@ -90,7 +92,7 @@ class MediaInputs:
         ids = batch.tokens["ids"]
         if not self._reader.is_used or not bool((batch.structure.tokens["ids"] >= MEDIA_ID).any()):
             return batch
-        more = {"inputs": ids, "ids": torch.where(ids >= MEDIA_ID, self._reader.token_id, ids)}
+        more = {"inputs": ids, "ids": torch.where(ids >= MEDIA_ID, self._token_id, ids)}
         if self.has_rotary_grid:
             more["rope"] = self._batch_positions(batch.structure).to(ids.device, non_blocking=True)
         return replace(batch, tokens={**batch.tokens, **more})
@@ -114,7 +116,7 @@ class MediaInputs:
         row = torch.tensor([ids])
         kinds = (row >= MEDIA_ID).int()
         grids = torch.cat([image.values["image_grid_thw"] for image in images])
-        row = row.where(row < MEDIA_ID, self._reader.token_id)
+        row = row.where(row < MEDIA_ID, self._token_id)
         positions: Tensor = self._backbone.get_rope_index(row, mm_token_type_ids=kinds, image_grid_thw=grids)[0]
         return positions[:, 0].T
 
@@ -128,13 +130,15 @@ class MediaInputs:
         """The hook: pixels instead of media ids."""
         ids, self._had_images = keywords.get("input_ids"), False
         has_pixels = any(keywords.get(name) is not None for name in ("pixel_values", "mm_encoder_outputs"))
-        if not self._reader.is_used or ids is None or has_pixels:  # of a caller that knows no media ids
+        if ids is None or has_pixels:  # of a caller that knows no media ids
             return None
-        # a placeholder that a policy has written is no image, so the model reads another token in its place
-        ids = torch.where(ids == self._reader.token_id, STAND_IN, ids)
+        # A placeholder that a policy has written is no image, so the model reads another token in its place. A sampler
+        # that has seen no image does so, too: it computes what its trainer does.
+        ids = torch.where(ids == self._token_id, STAND_IN, ids)
         keywords = {**keywords, "input_ids": ids}
         # one more token of each row is never an image
-        runs = [media_runs(row, self._reader.count) for row in ids.tolist()] if ids.shape[1] > 1 else []
+        some = self._reader.is_used and ids.shape[1] > 1
+        runs = [media_runs(row, self._reader.count) for row in ids.tolist()] if some else []
         if not any(runs):
             return args, keywords
         self._had_images = True
@@ -151,7 +155,7 @@ class MediaInputs:
         moved = {n: v.to(ids.device, dtype if v.is_floating_point() else None) for n, v in more.items()}
         return args, {
             **keywords,
-            "input_ids": torch.where(ids >= MEDIA_ID, self._reader.token_id, ids),
+            "input_ids": torch.where(ids >= MEDIA_ID, self._token_id, ids),
             **types,
             **moved,
         }
@@ -180,7 +184,8 @@ class MediaInputs:
 
 def media_inputs(inner: Any, tokenizer: Any) -> MediaInputs | None:
     """What replaces images in a model's inputs, one for each model; None for a model of text alone."""
-    if (reader := images_of(tokenizer)) is None or not has_vision_part(inner):
+    reader = images_of(tokenizer)
+    if reader is None or not has_vision_part(inner) or image_token_id(inner.config) is None:
         return None
     if not hasattr(inner, "media_inputs"):
         inner.media_inputs = MediaInputs(inner, reader)

@@ -136,8 +136,10 @@ def _image_processor(config: TinyVlConfig, tokenizer: Any, least: int | None, mo
     return ImageProcessor(processor, tokenizer, token, tokenizer.convert_tokens_to_ids(token))
 
 
-def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None) -> Any:
-    """The shape of the model, as transformers has it."""
+def architecture(config: SmallConfig, tokenizer: Any, init_from: str | None = None, head: Head = "lm") -> Any:
+    """The shape of the model, as transformers has it. Raises UnsupportedModelError where it cannot have the head."""
+    if head == "scalar" and isinstance(config, TinyVlConfig):
+        raise UnsupportedModelError(f"model={config.name} has no form with a head of one number")
     common = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -197,15 +199,13 @@ def build(
     `place_on_device`), `admit` its config before that; `stored` is the data type of its weights, None = the one it
     computes in. Raises SpecError if rows of `longest` tokens are too long for it.
     """
-    shape = architecture(config, tokenizer)
+    shape = architecture(config, tokenizer, head=head)
     if head == "scalar":
         shape.num_labels = 1
     check_row_length(longest, max_row_length(shape))
     if admit is not None:
         admit(shape)
     kind, made = _KINDS[type(shape)][head == "scalar"], model_class_for_head(head)
-    if kind is None:
-        raise UnsupportedModelError(f"model={config.name} has no form with a head of one number")
     module: Any = init_with_seed(lambda: kind(shape), seed)
     source = WeightsSource(drawn=f"from seed {seed} for {_architecture_text(config)}")
     if init_from is not None:

@@ -29,7 +29,7 @@ from runner.build.rewards import refuse_missing_columns
 from runner.build.samplers import _report_padding
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
-from runner.core.errors import DataError, SpecError
+from runner.core.errors import DataError, SpecError, UnsupportedModelError
 from runner.device.config import CpuConfig
 from runner.device.cpu import Cpu
 from runner.model.tiny import byte_tokenizer
@@ -49,6 +49,13 @@ def test_continued_pre_training_learns_and_evaluates_every_token(algorithm: str,
     [question] = data.held_out_questions()
     assert len(item.ids) == 27, "26 bytes and the end of sequence"
     assert sum(item.weights) == sum(question.item.weights) == learnt
+
+
+def test_a_model_without_a_head_of_one_number_is_refused_before_its_data_is_read(workdir: Path) -> None:
+    Path("rows.jsonl").write_text("not a row")
+    spec = compose_job(["algorithm=rm", "model=tiny_vl", "data=file", "data.path=rows.jsonl", "data.cache=false"]).spec
+    with pytest.raises(UnsupportedModelError, match="model=tiny_vl has no form with a head of one number"):
+        build_data(spec, build_tokenizer(spec, Decisions()), Decisions())
 
 
 def test_variables_of_rows_are_refused_where_an_environment_continues_their_episodes(workdir: Path) -> None:

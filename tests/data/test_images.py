@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -223,6 +224,35 @@ def test_the_root_of_media(reading: Any, pictures: dict[str, bytes], tmp_path: P
     path = tmp_path / "rows" / "row.jsonl"
     path.write_text(json.dumps({"messages": chat("<image>", "a"), "images": ["a.png"]}) + "\n")
     assert any(one >= MEDIA_ID for one in ids(reading, tmp_path, path, media_root=str(tmp_path)))
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"messages": chat("a", "b"), "videos": ["a.mp4"]}, "column videos: video and sound cannot be trained on"),
+        ({"messages": chat("<audio>", "b"), "audio": {"path": "a.wav"}}, "column audio: video and sound cannot be"),
+        ({"messages": asked({"type": "video", "video": "a.mp4"})}, "expected parts of type text or image, found video"),
+        ({"messages": asked({"type": "input_audio", "input_audio": {"data": ""}})}, "or image, found input_audio"),
+        ({"messages": asked({"type": "text", "text": "a", "audio": "a.wav"})}, "expected parts of type text or image"),
+    ],
+)
+def test_video_and_sound_are_an_error_of_their_row(
+    row: Row, text: str, reading: Any, tmp_path: Path, jsonl: Any
+) -> None:
+    with pytest.raises(DataError, match=text):
+        data(reading, tmp_path, path=jsonl([row]))
+
+
+def test_kept_images_that_no_job_has_used_for_long_are_removed(
+    reading: Any, pictures: dict[str, bytes], tmp_path: Path
+) -> None:
+    reader, kept = reading.image_reader, tmp_path / "kept"
+    old, new = [reader.add(content, several=False)[0] for content in pictures.values()]
+    for entry in (old, new):
+        os.utime(entry.path, ns=(0, entry.mtime_ns))
+    reader.read(new.id)
+    assert reader.keep_in(kept) == 1 and [str(path) for path in kept.iterdir()] == [new.path]
+    assert Path(new.path).stat().st_mtime_ns == new.mtime_ns, "or its rows would be tokenized again"
 
 
 def test_a_model_of_text_says_what_to_type(

@@ -157,7 +157,7 @@ def test_images_that_no_request_needs_are_forgotten(
     loaded = load_source(parse_source(str(folder)), device="cpu")
     host = EngineHost(loaded.model, EngineSettings(source=str(folder)), {})
     reader = loaded.tokenizer.image_reader
-    monkeypatch.setattr("runner.inference.engine_process.MAX_IMAGES_BYTES", 0)
+    monkeypatch.setattr("runner.model.image_reader.MAX_IMAGES_BYTES", 0)
     first, second = (host._add_image(base64.b64encode(path.read_bytes()).decode(), False) for path in pictures)
     assert first[0] not in reader and second[0] in reader
     prompt = (3, *[second[0]] * second[2], 4)

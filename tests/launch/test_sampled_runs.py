@@ -105,6 +105,17 @@ def test_samplers_of_several_ranks_change_no_bit(job: Sampled, tmp_path: Path) -
     assert job.end() == colocated.end()
 
 
+@pytest.mark.slow
+def test_samplers_that_are_sent_images_change_no_bit(job: Sampled, tmp_path: Path) -> None:
+    own = [word for word in SMALL if word.startswith(("init_from", "reward", "algorithm", "evaluation", "tracker"))]
+    words = ("+recipe=vision_grpo_demo", *own, "data.items=64", "sampler.max_new_tokens=8", "steps=3")
+    job.run(*words, "launch.samplers=2")
+    (tmp_path / "colocated").mkdir()
+    colocated = Sampled(tmp_path / "colocated")
+    colocated.run(*words)
+    assert job.end(3) == colocated.end(3)
+
+
 @pytest.mark.soak
 def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) -> None:
     process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")

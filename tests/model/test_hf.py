@@ -214,6 +214,10 @@ def cached_on_hub(folder: Path, name: str, commit: str) -> None:
         ({"model_type": "clip"}, "model_type=clip, which is no language model"),
         ({"model_type": "t5"}, "model_type=t5, which is an encoder-decoder"),
         ({"model_type": "roberta"}, "model_type=roberta, which is an encoder"),  # each token would see all others
+        (
+            {"model_type": "qwen2_5_omni"},
+            "of text, images, sound and video, of which sound and video are not supported",
+        ),
         ({"model_type": "new_model"}, "model type `new_model`"),
         ({"hidden_size": 8}, "Should have a `model_type` key"),
     ],

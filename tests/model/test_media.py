@@ -242,7 +242,7 @@ def bare_losses(folder: Path, rows: Sequence[Sequence[int]], pictures: list[str]
     return losses
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl"])
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "internvl", "gemma3"])
 def test_ten_steps_are_those_of_a_bare_transformers_loop(kind: str, pictures: list[str], tmp_path: Path) -> None:
     folder = write_folder(kind, tmp_path)
     model, rows = built(folder, pictures)

@@ -23,6 +23,7 @@ from runner.core.errors import SamplerError
 from runner.core.http_client import CancellableRunner
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt
 from runner.interfaces import Request, Rollout
+from runner.interfaces.media import ImageReader
 from runner.sampler.base import SamplingConfig
 from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import AnswerLimits
@@ -45,13 +46,15 @@ class SamplerPool:
         token: str,
         vocab_size: int,
         silence_s: float = SILENCE_S,
+        images: ImageReader | None = None,
     ) -> None:
-        """The `count` servers of a job, whose endpoint files are in `folder`; token: the job's."""
+        """The `count` servers of a job, whose endpoint files are in `folder`; token: the job's; images: of prompts."""
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._timeout_s, self._metrics, self._runner = config.patience_s, PoolMetrics(), CancellableRunner()
         limits = AnswerLimits(vocab_size, config.max_new_tokens)
         self._clients = [
-            ServerClient(at, folder, token, limits, self._metrics, silence_s=silence_s) for at in range(count)
+            ServerClient(at, folder, token, limits, self._metrics, silence_s=silence_s, images=images)
+            for at in range(count)
         ]
         self._weights: StoredWeights | None = None
         self._longest: list[int | None] | None = None

@@ -3,7 +3,9 @@ r"""The protocol of a trainer and its rollout servers: a JSON header and arrays 
     safetensors of   "header": {"version": 7, "digest": …} as UTF-8   "0", "1", …: the arrays
 
     GET  /health            what the server holds, at once
-    POST /rollouts/sample   a step's requests in one call ─▶ token ids and log-probabilities, bit for bit
+    POST /rollouts/sample   a step's requests in one call ─▶ token ids and log-probabilities, bit for bit, or
+                            {"missing": [media ids]} of images that the server does not have
+    POST /rollouts/image    {"id", "several"} and the bytes of such an image
     POST /rollouts/score    rows ─▶ their log-probabilities by each engine
     POST /rollouts/release  give up memory until the next call
     POST /weights/load      {"version", "digest", "files"} ─▶ loaded, or {"missing": [names]}
@@ -34,6 +36,7 @@ from runner.weight_sync.weight_store import FIXED
 
 PROTOCOL = "posttrain-run rollouts 1"  # what /health says
 SAMPLE, SCORE, RELEASE, LOAD = "/rollouts/sample", "/rollouts/score", "/rollouts/release", "/weights/load"
+ADD_IMAGE = "/rollouts/image"
 BEAT_S = 1.0  # between two line feeds of a server that is at work
 MAX_BODY_BYTES = 1 << 30
 STALE = "StaleWeights"  # the kind of an error: other weights are held than were named
@@ -184,7 +187,7 @@ def encode_rows(rows: Sequence[Sequence[int]], header: Mapping[str, Any]) -> byt
 
 def _pack_rows(rows: Sequence[Sequence[int]]) -> tuple[Array, Array]:
     sizes = np.array([len(row) for row in rows], np.int32)
-    return sizes, np.array([value for row in rows for value in row], np.int32)
+    return sizes, np.array([value for row in rows for value in row], np.int64)  # which an image needs
 
 
 def unpack_rows(sizes: Array, values: Array) -> list[list[Any]]:

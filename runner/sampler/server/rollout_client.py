@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
+import numpy as np
 from aiohttp import ClientError
 
 from runner.core.errors import SamplerError
 from runner.core.http_client import failure_reason, request
 from runner.core.untrusted_text import parse_json
 from runner.interfaces import Request, Rollout
+from runner.interfaces.media import ImageReader
 from runner.run_dir.folder import display_path
 from runner.sampler.server.pool_metrics import PoolMetrics
 from runner.sampler.server.protocol import (
+    ADD_IMAGE,
     LOAD,
     MAX_BODY_BYTES,
     PROTOCOL,
@@ -106,12 +109,21 @@ class ServerClient:
     """
 
     def __init__(
-        self, index: int, folder: Path, token: str, limits: AnswerLimits, metrics: PoolMetrics, *, silence_s: float
+        self,
+        index: int,
+        folder: Path,
+        token: str,
+        limits: AnswerLimits,
+        metrics: PoolMetrics,
+        *,
+        silence_s: float,
+        images: ImageReader | None = None,
     ) -> None:
         """A server of the job in `folder`, where endpoint files and logs are.
 
-        silence_s: without a byte, after which a server counts as stopped
+        silence_s: without a byte, after which a server counts as stopped; images: those of prompts
         """
+        self._images = images
         self._name, self._path = f"sampler {index}", endpoint_path(folder, index)
         self._limits, self._metrics = limits, metrics
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/octet-stream"}
@@ -201,7 +213,10 @@ class ServerClient:
         while True:
             reply = await self._post(verb, body, deadline)
             if reply.error is None and reply.held.match(weights.version, weights.digest):
-                return reply
+                if not (missing := reply.header.get("missing")):
+                    return reply
+                await self._send_images(missing, deadline)
+                continue
             if reply.error is not None and reply.error.kind != STALE:
                 raise reply.error.to_exception(str(self))
             text = f"{self} has {reply.held}, but version {weights.version} was requested"
@@ -211,6 +226,15 @@ class ServerClient:
             self._metrics.add("resyncs")
             log.warning("%s; loading that version again", text)
             await self._reload(weights, deadline)
+
+    async def _send_images(self, missing: Sequence[int], deadline: float) -> None:
+        """Send images that the server does not have. Raises DataError, and what the server raised, as RunnerError."""
+        assert self._images is not None
+        for entry in self._images.entries(missing):
+            content = np.frombuffer(self._images.content(entry.id), np.uint8)
+            reply = await self._post(ADD_IMAGE, encode({"id": entry.id, "several": entry.several}, content), deadline)
+            if reply.error is not None:
+                raise reply.error.to_exception(str(self))
 
     async def _reload(self, weights: StoredWeights, deadline: float) -> None:
         """Load in the middle of a version, and check that the server scores rows as it did before."""
