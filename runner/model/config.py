@@ -114,7 +114,7 @@ class ModelConfig(ComponentConfig):
         if not job.algorithm.needs_sampler:
             return f"algorithm={job.algorithm.name} samples nothing"
         if not job.sampler.shares_model:
-            return f"sampler={job.sampler.name} does not return the experts of its tokens here; sampler=torch does"
+            return f"sampler={job.sampler.name} does not return the experts of its tokens: {job.sampler.lacks_experts}"
         return self.router_objection(job)
 
     def router_objection(self, job: Any) -> str | None:
