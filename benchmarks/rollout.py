@@ -1,4 +1,4 @@
-"""Rollouts: how weights come to samplers, what Ray costs, vLLM beside torch, and sampling beside training.
+"""Rollouts: weights to samplers, the cost of Ray, vLLM beside torch, sampler against trainer, sampling beside training.
 
     python benchmarks/rollout.py [--quick] [--only PART …] [--rounds N] [--vllm PYTHON] [--out FILE]
 
@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import measure
-from parts import engines, overlap, places, sync
+from parts import engines, mismatch, overlap, places, sync
 from parts.plan import Plan
 
 ROUNDS = 3
-PARTS: dict[str, Any] = {"sync": sync, "places": places, "engines": engines, "overlap": overlap}
+PARTS: dict[str, Any] = {"sync": sync, "places": places, "engines": engines, "mismatch": mismatch, "overlap": overlap}
 
 
 def parser() -> argparse.ArgumentParser:

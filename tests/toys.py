@@ -13,6 +13,7 @@ class Bigram:
 
     is_padded = False
     media = None
+    routing = None
 
     def __init__(self, vocab: int = 12, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)

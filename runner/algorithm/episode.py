@@ -15,7 +15,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from runner.core.completion_text import completion_text
 from runner.interfaces import (
@@ -29,6 +31,9 @@ from runner.interfaces import (
     Rollout,
 )
 
+if TYPE_CHECKING:
+    from runner.interfaces.sampling import Experts
+
 FAILED = "failed"  # the finish of an episode that its environment did not play to the end
 
 
@@ -39,7 +44,8 @@ class Episode:
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
     over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
-    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`
+    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`;
+    experts: see `Rollout`, of the prompt and the whole episode
     """
 
     prompt: Prompt
@@ -54,6 +60,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     result: EpisodeResult | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    experts: Experts | None = None
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""
@@ -66,6 +73,9 @@ class Episode:
         self.text, self.finish = text, rollout.finish
         self.version = rollout.version if len(self.messages) == 1 else min(self.version, rollout.version)
         self.versions += rollout.versions
+        if rollout.experts is not None:  # of tokens of earlier turns those that they were drawn with
+            known = self.experts if self.experts is not None else rollout.experts[:0]
+            self.experts = np.concatenate([known, rollout.experts[len(known) :]])
 
     def append_observation(self, messages: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> None:
         """Messages of the environment: context, never trained on."""

@@ -12,13 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, takewhile
+from itertools import groupby, islice, takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from runner.algorithm.episode import FAILED, Episode, EpisodeRunner
+from runner.core.batch import Batch
+from runner.core.prefix_tree import SHARED
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
@@ -32,6 +36,9 @@ from runner.interfaces import (
 )
 from runner.interfaces.media import sample_images
 
+if TYPE_CHECKING:
+    from runner.interfaces.sampling import Experts
+
 T = TypeVar("T")
 RewardComponents = Mapping[str, float | None]  # name → score of one part of a reward
 
@@ -43,7 +50,8 @@ class RolloutSample:
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
     logprobs, truncation, counts: see `Episode`; finish: stop, length, or failed, by its environment, which leaves it
     out; text: of the last turn; history: the earlier turns of the policy and its environment; components: the scores of
-    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`
+    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`; experts:
+    int16, of the prompt and all tokens but the last, see `Rollout`
     """
 
     ids: tuple[int, ...]
@@ -58,6 +66,7 @@ class RolloutSample:
     truncation: float = 0.0
     versions: tuple[int, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    experts: Experts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +75,11 @@ class Group:
 
     prompt: Prompt
     samples: tuple[RolloutSample, ...]
+
+    @property
+    def nonempty_samples(self) -> tuple[RolloutSample, ...]:
+        """Those whose episode reached its first turn."""
+        return tuple(sample for sample in self.samples if sample.ids)
 
     @property
     def has_reward_variance(self) -> bool:
@@ -219,8 +233,28 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, s
     zeros = (0.0,) * len(own)
     tokens = ((*own, *episode.ids), (*zeros, *episode.mask), (*zeros, *episode.logprobs))
     turn = (episode.text, episode.finish, episode.version)
-    versions, counts = tuple(episode.versions), dict(episode.counts)
-    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, versions, counts)
+    more = (tuple(episode.versions), dict(episode.counts), episode.experts)
+    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, *more)
+
+
+def expert_channel(batch: Batch, groups: Sequence[Group]) -> Tensor | None:
+    """The experts that the sampler used for each token, int16 [T, M, k]; None where it returned none.
+
+    -1 where they are not known: of the last token of a turn, which was drawn and not computed, and of what an
+    environment said after it. batch: made of the groups by `pack_trees`; a shared prompt has those of the first sample.
+    """
+    known = next((one.experts for group in groups for one in group.samples if one.experts is not None), None)
+    if known is None:
+        return None
+    parts = []
+    for tree, branch, length in zip(*(batch.rows[n].tolist() for n in ("tree", "branch", "lengths")), strict=True):
+        group = groups[tree]
+        sample = group.nonempty_samples[max(branch, 0)]
+        used = known[:0] if sample.experts is None else sample.experts
+        whole = np.full((len(group.prompt.ids) + len(sample.ids), *known.shape[1:]), -1, np.int16)
+        whole[: len(used)] = used
+        parts.append(whole[:length] if branch == SHARED else whole[-length:])  # a branch without its prompt, or with it
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
@@ -295,7 +329,7 @@ def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _more(sample: RolloutSample) -> tuple[Any, ...]:
-    return _runs(sample.versions), dict(sample.counts)
+    return _runs(sample.versions), dict(sample.counts), 0 if sample.experts is None else len(sample.experts)
 
 
 def encode_experience(experience: Experience) -> State:
@@ -319,6 +353,8 @@ def encode_experience(experience: Experience) -> State:
         for g in experience.groups
     ]
     tensors = {n: torch.tensor(v, dtype=torch.int64 if n == "ids" else torch.float64) for n, v in flat.items()}
+    if experts := [s.experts for s in drawn if s.experts is not None]:
+        tensors["experts"] = torch.from_numpy(np.concatenate(experts))
     return {
         "step": experience.step,
         "groups": groups,
@@ -333,14 +369,16 @@ def encode_experience(experience: Experience) -> State:
 
 def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
-    rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
+    rest = {name: iter(tensor if name == "experts" else tensor.tolist()) for name, tensor in state["tensors"].items()}
 
     def sample(size: int, *values: Any) -> RolloutSample:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
         text, finish, version, reward, history, components, truncation, *more = values
-        runs, counts = more if len(more) == 2 else ((more[0] if more else ()), {})  # as older runs wrote them
+        defaults: tuple[Any, ...] = ((), {}, 0)  # of what older runs did not write
+        runs, counts, routed = (*more, *defaults[len(more) :])
         versions = tuple(version for version, count in runs for _ in range(count))
-        own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts)
+        experts = torch.stack([*islice(rest["experts"], routed)]).numpy() if routed else None
+        own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts, experts)
         return RolloutSample(ids, mask, logprobs, *own)
 
     groups = []

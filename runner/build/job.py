@@ -29,6 +29,7 @@ from runner.build.data import build_data, check_images, resolve_max_length
 from runner.build.environments import EnvironmentBuilder, build_extend
 from runner.build.plug_ins import plug_in_digests
 from runner.build.rewards import EvaluationRewards, RewardBuilder, refuse_missing_columns, reward_origins
+from runner.build.router_replay import hook_routers
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.errors import CheckpointError, DataError, Problem, SpecError
@@ -198,7 +199,7 @@ def build(
     build_reward = partial(rewards.build_for_training, spec, data)
     reward = None if spec.reward.runs_model else build_reward()  # tried before the model is loaded
     models = build_models(spec, tokenizer, device, world, decide)
-    model = models.model
+    hook_routers(spec, model := models.model, decide)
     reward = build_reward() if spec.reward.runs_model else reward
     sampler = _sampler(spec, model, tokenizer, device, world, decide, folder, store)
     parts = AlgorithmInputs(data, tokenizer, spec.seed, decide, sampler, reward, environments, models.frozen, extend)

@@ -18,6 +18,7 @@ import torch
 
 from runner.build.components import build_blank_model, build_device, build_model, build_tokenizer, longest_row
 from runner.build.result_check import build_component
+from runner.build.router_replay import hook_routers
 from runner.checkpoint.store import CheckpointStore
 from runner.core.auto_choices import Decisions
 from runner.core.rank_info import Host
@@ -90,6 +91,8 @@ def _sampler_pool(spec: JobSpec, policy: GenerativeModel, folder: RunFolder) -> 
 def make_local_sampler(spec: JobSpec, model: TrainableModel, decide: Decisions, folder: RunFolder) -> Sampler:
     """The sampler of this process. An engine reads from a folder of its own, which it removes."""
     options: Mapping[str, Any] = {}
+    if spec.sampler.shares_model:
+        hook_routers(spec, model, decide)
     if spec.sampler.engine:
         served = {"recomputed": not spec.algorithm.needs_sampler_logprobs()}
         known = spec.data.max_length is not None  # not where only the trainer reads the data: then as the model allows

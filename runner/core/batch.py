@@ -67,6 +67,10 @@ class Batch:
             host=None if device.type == "cpu" else self.structure,
         )
 
+    def without_tokens(self, name: str) -> Batch:
+        """The same batch without a token channel."""
+        return replace(self, tokens={k: v for k, v in self.tokens.items() if k != name})
+
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows start..stop with all their tokens; `parent` is re-based, `totals` are kept."""
         lengths = self.structure.rows["lengths"]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from runner.core.batch import Batch
 from runner.interfaces.learning import LogitTermsFn, PipelineStage
+from runner.interfaces.routing import ExpertRouting
 from runner.interfaces.sampling import ModelLimits
 
 # Beside an exported reward model: {"score_position": "end_of_turn"}, the token that its score was trained at
@@ -132,6 +133,8 @@ class DecodingRow(Protocol):
 Row = TypeVar("Row", bound=DecodingRow)
 # logits [R, V], and the R rows after which they come: each gets another id, which may finish it
 ChooseTokens = Callable[[Tensor, Sequence[Row]], None]
+# R rows, and the experts of their newest tokens, the prompt at first: int16 [L, M, k]
+RecordExperts = Callable[[Row, Tensor], None]
 # Called between two tokens: what loads newer weights, outside of generation mode; None = there are none
 NewerWeights = Callable[[], Callable[[], None] | None]
 
@@ -144,6 +147,7 @@ class CachedDecoder(Protocol):
     """Rows that grow, numbered 0 … B-1, with their keys and values kept; see `runner.model.kv_cache`."""
 
     admits_any_time: ClassVar[bool]  # whether rows may join while others live
+    experts: list[Tensor]  # of the tokens of the last admit or step, for each of its rows; empty if not recorded
 
     def expect(self, prompts: Sequence[tuple[int, ...]]) -> None: ...  # that will join later, in this order
 
@@ -169,7 +173,12 @@ class BatchDecoder(Protocol):
     generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates, under no_grad
 
     def decode(
-        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+        self,
+        rows: Sequence[Row],
+        choose: ChooseTokens[Row],
+        max_rows: int,
+        newer: NewerWeights = no_newer_weights,
+        record: RecordExperts[Row] | None = None,
     ) -> None: ...
 
     def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
@@ -209,6 +218,7 @@ class TrainableModel(ScoringModel, Protocol):
     layout: str  # packed or padded
     default_attention: str  # what the transformers model attends with by itself
     flops: Any  # runner.model.flops.ModelFlops
+    routing: ExpertRouting | None  # the routers of its experts, after `hook_routers`; None = it has none, or unhooked
     media: Any  # what reads the images of its inputs: runner.model.media.MediaInputs; None for a model of text alone
     weights_source: Any  # where its first weights come from: runner.model.initial_weights.WeightsSource
 
@@ -237,6 +247,8 @@ class TrainableModel(ScoringModel, Protocol):
     def compile(self, decide: Decide) -> None: ...
 
     # --- how it is built ---
+
+    def hook_routers(self) -> str | None: ...  # see `routing`; returns why not, where its routers do not fit
 
     def freeze_parts(self, decide: Decide) -> set[str]: ...  # by model.freeze; the names of modules of frozen parts
 

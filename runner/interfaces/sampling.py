@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from runner.run_dir.manifest import PromptStyle
 
 if TYPE_CHECKING:
+    import numpy as np
     from torch import Tensor
+
+    Experts = np.ndarray[tuple[int, ...], np.dtype[np.int16]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,8 @@ class Rollout:
     unless the request asked for them, and where an engine cannot report them
     version: of the weights that drew it, of its first token where they changed; finish: "stop" or "length"
     versions: of the weights that drew each token, by a sampler that loads newer ones meanwhile; else empty
+    experts: int16 [L, M, k], the k experts of the M layers that have some, for each of the L tokens that were computed:
+    the prompt and all new ones but the last; None where the sampler does not return them
     """
 
     ids: tuple[int, ...]
@@ -137,6 +142,7 @@ class Rollout:
     version: int
     finish: str
     versions: tuple[int, ...] = ()
+    experts: Experts | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

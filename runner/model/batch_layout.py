@@ -36,7 +36,7 @@ def run_packed(forward: ForwardFn, batch: Batch, kernel: VarlenAttention | None 
     ids, positions = input_ids(batch), batch.tokens["positions"]
     if (rope := batch.tokens.get("rope")) is not None:
         positions = rope.T
-    return run_with_attention(forward, ids, positions, plan_attention(batch, kernel))
+    return run_with_attention(forward, ids, positions, plan_attention(batch, kernel), **given_experts(batch))
 
 
 def input_ids(batch: Batch) -> Tensor:
@@ -44,10 +44,20 @@ def input_ids(batch: Batch) -> Tensor:
     return batch.tokens.get("inputs", batch.tokens["ids"])
 
 
-def run_with_attention(forward: ForwardFn, ids: Tensor, positions: Tensor, attention: AttentionPlan) -> Tensor:
+def given_experts(batch: Batch, index: Tensor | None = None) -> dict[str, Tensor]:
+    """The keyword with the experts that routers take, of all tokens or those at `index`, if given."""
+    experts = batch.tokens.get("experts")
+    if experts is None:
+        return {}
+    return {"experts": experts if index is None else experts.index_select(0, index)}
+
+
+def run_with_attention(
+    forward: ForwardFn, ids: Tensor, positions: Tensor, attention: AttentionPlan, **more: Tensor
+) -> Tensor:
     """The same of some tokens, ids [W] and positions [W] or [3, W], that attend as `attention` says."""
     places = positions.unsqueeze(-2)
-    return forward(input_ids=ids[None], position_ids=places, attention_mask=None, ragged=attention)[0]
+    return forward(input_ids=ids[None], position_ids=places, attention_mask=None, ragged=attention, **more)[0]
 
 
 def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
@@ -66,7 +76,8 @@ def run_padded(forward: ForwardFn, batch: Batch) -> Tensor:
     if "inputs" in batch.tokens:  # or padding would be more places of an image
         real = torch.arange(block.width) < torch.tensor(tree.lengths)[:, None]
         ids = ids.where(real.to(ids.device), 0)
-    out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids))
+    experts = given_experts(batch, block.index)
+    out = forward(input_ids=ids, position_ids=positions, attention_mask=torch.ones_like(ids), **experts)
     assert rows.inverse is not None
     return out.flatten(0, 1).index_select(0, rows.inverse)
 

@@ -199,6 +199,8 @@ class CausalLM(TransformersModel):
         Whether gradients are computed is the thread's state and not the model's: it is for each call to say.
         """
         self._set_mode(False)
+        if self.routing is not None:  # whose last pass may have been given experts
+            self.routing.replay(lambda: None)
         # cached keys and values would be compiled in every pass
         uncompiled = nullcontext() if self._compiled is None else self._compiled.run_eagerly()
         with self.summon_full_params(), uncompiled, self._own_attention():

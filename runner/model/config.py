@@ -46,6 +46,11 @@ class ModelConfig(ComponentConfig):
         default=False,
         description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
     )
+    router_replay: Literal["auto", "off", "sampler"] = Field(
+        default="auto",
+        description="Experts that the routers take in training: off = their own choice; sampler = those that each "
+        "token was sampled with; auto = sampler where the two can differ.",
+    )
     lm_head_chunk_tokens: int = Field(
         default=2048, ge=1, description="Tokens per chunk of the LM head; logits of one chunk exist at a time."
     )
@@ -94,6 +99,8 @@ class ModelConfig(ComponentConfig):
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
         found += self._head_dtype_problems(job)
+        if self.router_replay == "sampler" and (reason := self.replay_objection(job)):
+            found.append(("model.router_replay", f"{reason}; type model.router_replay=off"))
         if self.activation_offloading and not self.gradient_checkpointing:
             text = "offloads the inputs of recomputed layers; type model.gradient_checkpointing=true, or leave"
             found.append(("model.activation_offloading", f"{text} it out"))
@@ -101,6 +108,22 @@ class ModelConfig(ComponentConfig):
             text = "device=cpu already has activations in host memory; leave it out"
             found.append(("model.activation_offloading", text))
         return found
+
+    def replay_objection(self, job: Any) -> str | None:
+        """Why a job cannot replay the experts that its sampler used; None = it can, if its model has routers."""
+        if not job.algorithm.needs_sampler:
+            return f"algorithm={job.algorithm.name} samples nothing"
+        if not job.sampler.shares_model:
+            return f"sampler={job.sampler.name} does not return the experts of its tokens: {job.sampler.lacks_experts}"
+        return self.router_objection(job)
+
+    def router_objection(self, job: Any) -> str | None:
+        """Why experts cannot be counted nor replayed in a job; None = they can."""
+        if job.parallelism.deepspeed:
+            return f"parallelism={job.parallelism.name} does not support it"
+        if cut := [name for name in _parallel_sizes(job) if name in ("pp", "cp")]:
+            return f"parallelism.{cut[0]} does not support it"
+        return "model.compile=true compiles the routers" if self.compile else None
 
     def _head_dtype_problems(self, job: Any) -> Iterator[tuple[str, str]]:
         """Where a head is not read in float32 beside bfloat16 layers."""

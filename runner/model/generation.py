@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
 from runner.core.media import MEDIA_ID
-from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, Row, no_newer_weights
+from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, RecordExperts, Row, no_newer_weights
+from runner.interfaces.routing import ExpertRouting
 from runner.model.batch_layout import max_row_length
 from runner.model.kv_cache import MakeDecoder
 
@@ -84,30 +85,52 @@ class CompletionGenerator:
 
     @torch.no_grad()
     def decode(
-        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+        self,
+        rows: Sequence[Row],
+        choose: ChooseTokens[Row],
+        max_rows: int,
+        newer: NewerWeights = no_newer_weights,
+        record: RecordExperts[Row] | None = None,
     ) -> None:
         """Call `choose` for ids until every row is finished, with at most `max_rows` at a time.
 
         Equal prompts are computed once. The order in which rows come to `choose` is not theirs. Newer weights continue
-        rows with the keys and values of earlier ones. Raises ValueError for an empty prompt.
+        rows with the keys and values of earlier ones. `record` gets the experts of each row's tokens.
+        Raises ValueError for an empty prompt.
         """
         if any(len(row.prompt_ids) == 0 for row in rows):
             raise ValueError("a prompt needs at least one token")
         # longest first: little padding, and equal prompts follow one another
         order = sorted(rows, key=lambda row: (-len(row.prompt_ids), row.prompt_ids))
-        with ExitStack() as mode:
+        with ExitStack() as mode, self._recording(record is not None):
             mode.enter_context(self.generation_mode())
             decoder = self.make_decoder(min(max_rows, len(order)))
             decoder.expect([row.prompt_ids for row in order])
             batch = DecodingBatch[Row](decoder, max_rows)
             batch.waiting.extend(order)
             while found := batch.admit() or batch.decode():
+                if record is not None:
+                    for row, experts in zip(found[1], decoder.experts, strict=True):
+                        record(row, experts)
                 choose(*found)
                 if load := newer():
                     mode.close()
                     load()
                     mode.enter_context(self.generation_mode())
                     decoder.recompute_prompts()
+
+    @contextmanager
+    def _recording(self, on: bool) -> Iterator[None]:
+        """Let routers record their experts for a while."""
+        if not on:
+            yield
+            return
+        routing: ExpertRouting = self._causal.expert_routing
+        routing.records = True
+        try:
+            yield
+        finally:
+            routing.records = False
 
     @torch.no_grad()
     def prompt_logits(self, ids: Sequence[int], chunk: int) -> Iterator[tuple[int, Tensor]]:

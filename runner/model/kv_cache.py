@@ -31,6 +31,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from runner.interfaces.model import CachedDecoder
+from runner.interfaces.routing import ExpertRouting
 
 PromptIds = tuple[int, ...]
 KeyValueLayers = Sequence[tuple[Tensor, Tensor]]  # of one row: keys and values [heads, L, d] by layer
@@ -39,6 +40,12 @@ MIN_GROWTH = 64  # columns
 
 
 MakeDecoder = Callable[[Any, int], CachedDecoder]  # of model, most rows
+
+
+def recorded_experts(causal: Any, ids: Tensor) -> Tensor | None:
+    """The experts of the tokens `ids` [B, L] of the last pass, int16 [B, L, M, k], if routers record them."""
+    routing: ExpertRouting | None = getattr(causal, "expert_routing", None)
+    return routing.last_experts(*ids.shape) if routing is not None and routing.records else None
 
 
 class CachedForward:
@@ -50,12 +57,14 @@ class CachedForward:
         self._causal = causal
         self._positions = "position_ids" in parameters
         self._media = getattr(causal, "media_inputs", None)
+        self.experts: Tensor | None = None  # int16 [B, L, M, k], of the tokens of the last call, if they are recorded
         self._more = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in parameters else {})
 
     def __call__(self, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """ids, positions [B, L], mask [B, W] or None where all columns are real → logits [B, V], cache."""
         more = self._more | ({"position_ids": positions} if self._positions else {})
         out = self._causal(input_ids=ids, attention_mask=mask, past_key_values=cache, **more)
+        self.experts = recorded_experts(self._causal, ids)
         return out.logits[:, -1], out.past_key_values
 
     def rotary_shift(self, prompt: PromptIds) -> int:
@@ -179,7 +188,9 @@ class ContinuousBatchDecoder:
         self._forward, self._max_rows = CachedForward(causal), rows
         self._queue = deque[PromptIds]()
         self._uses = Counter[PromptIds]()
-        self._computed: dict[PromptIds, tuple[KeyValueLayers, Tensor]] = {}  # and the logits [V] after it
+        # of each prompt its keys and values, the logits [V] after it, and its experts if they are recorded
+        self._computed: dict[PromptIds, tuple[KeyValueLayers, Tensor, Tensor | None]] = {}
+        self.experts: list[Tensor] = []
         self._cache: PreallocatedCache | None = None
         self._starts: list[int] = []  # the first column of each live row
         self._shifts: list[int] = []  # see `CachedForward.rotary_shift`
@@ -195,6 +206,7 @@ class ContinuousBatchDecoder:
         while any(prompt not in self._computed for prompt in prompts):
             self._prefill()
         logits = torch.stack([self._computed[prompt][1] for prompt in prompts])
+        self.experts = [found for prompt in prompts if (found := self._computed[prompt][2]) is not None]
         cache = self._ensure_room(prompts, max(slots) + 1)
         for prompt, place in zip(prompts, slots, strict=True):
             cache.write_row(place, self._computed[prompt][0])
@@ -213,6 +225,7 @@ class ContinuousBatchDecoder:
         if max(self._starts) > span.begin:
             mask = (torch.arange(span.begin, span.end + 1, device=device) >= starts).long()
         logits, _ = self._forward(ids, mask, span.end - starts + shifts, cache)
+        self.experts = [] if self._forward.experts is None else [*self._forward.experts]
         span.end += 1
         return logits
 
@@ -245,7 +258,8 @@ class ContinuousBatchDecoder:
         logits, cache, _ = self._forward.prefill(chunk, DynamicCache())
         for row, prompt in enumerate(chunk):
             layers = tuple((x.keys[row, :, -len(prompt) :], x.values[row, :, -len(prompt) :]) for x in cache.layers)
-            self._computed[prompt] = (layers, logits[row])
+            experts = None if self._forward.experts is None else self._forward.experts[row, -len(prompt) :]
+            self._computed[prompt] = (layers, logits[row], experts)
 
     def _release_prompt(self, prompt: PromptIds) -> None:
         self._uses[prompt] -= 1
@@ -274,6 +288,7 @@ class WaveBatchDecoder:
         self._forward = CachedForward(causal)
         self._cache: Any = None
         self._mask = self._shifts = torch.zeros(0)
+        self.experts: list[Tensor] = []
 
     def expect(self, prompts: Sequence[PromptIds]) -> None:
         """Nothing is computed ahead of a wave."""
@@ -283,6 +298,8 @@ class WaveBatchDecoder:
         distinct = {prompt: row for row, prompt in enumerate(dict.fromkeys(prompts))}
         logits, self._cache, self._mask = self._forward.prefill(list(distinct), None)
         rows = torch.tensor([distinct[prompt] for prompt in prompts], device=self._forward.device)
+        experts = self._forward.experts
+        self.experts = [] if experts is None else [experts[distinct[p], -len(p) :] for p in prompts]
         self._shifts = torch.tensor([[self._forward.rotary_shift(prompt)] for prompt in distinct], device=rows.device)
         self._select(rows)
         return logits[rows]
@@ -293,6 +310,7 @@ class WaveBatchDecoder:
         self._mask = torch.cat([self._mask, torch.ones_like(ids)], 1)
         positions = self._mask.sum(1, keepdim=True) - 1 + self._shifts
         logits, self._cache = self._forward(ids, self._mask, positions, self._cache)
+        self.experts = [] if self._forward.experts is None else [*self._forward.experts]
         return logits
 
     def evict(self, gone: Sequence[int]) -> list[int]:
@@ -316,6 +334,7 @@ class RecomputeBatchDecoder:
 
     def __init__(self, causal: Any, rows: int) -> None:
         self._causal, self._rows = causal, list[PromptIds]()
+        self.experts: list[Tensor] = []
 
     def expect(self, prompts: Sequence[PromptIds]) -> None:
         """Nothing is computed ahead."""
@@ -329,7 +348,9 @@ class RecomputeBatchDecoder:
     def step(self, tokens: Sequence[int]) -> Tensor:
         """One more token of each row."""
         self._rows = [(*row, token) for row, token in zip(self._rows, tokens, strict=True)]
-        return self._logits(self._rows)
+        logits = self._logits(self._rows)
+        self.experts = [experts[-1:] for experts in self.experts]
+        return logits
 
     def evict(self, gone: Sequence[int]) -> list[int]:
         """Leave rows out, in the same order."""
@@ -342,8 +363,12 @@ class RecomputeBatchDecoder:
 
     def _logits(self, rows: Sequence[PromptIds]) -> Tensor:
         found: dict[PromptIds, Tensor] = {}
+        used: dict[PromptIds, Tensor] = {}
         for length in {len(row) for row in rows}:
             alike = [row for row in dict.fromkeys(rows) if len(row) == length]
             ids = torch.tensor(alike, device=self._causal.device)
             found |= zip(alike, self._causal(input_ids=ids, use_cache=False).logits[:, -1], strict=True)
+            if (experts := recorded_experts(self._causal, ids)) is not None:
+                used |= zip(alike, experts, strict=True)
+        self.experts = [used[row] for row in rows] if used else []
         return torch.stack([found[row] for row in rows])

@@ -35,6 +35,7 @@ from runner.model.media import media_inputs
 from runner.model.model_parts import decoder_blocks, freeze_parts, splittable_ends
 from runner.model.packed_attention import set_text_attention, text_attention
 from runner.model.parameters import FsdpRoot, cast_on_read, float32_modules, read_as_stored
+from runner.model.router_replay import WithRouters
 
 if TYPE_CHECKING:
     from runner.model.checkpointing_and_compile import CompiledLayers
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class TransformersModel(SharedByAdapters):
+class TransformersModel(SharedByAdapters, WithRouters):
     """A transformers model, or a peft model around one, with its tokenizer.
 
     module: what is saved and whose parameters learn; inner: the transformers model inside (the same without peft);
@@ -270,6 +271,7 @@ class TransformersModel(SharedByAdapters):
 
     def local_tokens(self, batch: Batch) -> BatchTokens:
         """This rank's tokens of a batch, whose images are apart from its ids."""
+        batch = self.drop_unused_experts(batch)
         return self.shard_tokens(batch if self.media is None else self.media.prepare(batch))
 
     def _compute_outputs(self, tokens: BatchTokens, needs: frozenset[str]) -> dict[str, Tensor]:
@@ -387,6 +389,7 @@ class TransformersModel(SharedByAdapters):
     def _forward_tokens(self, forward: batch_layout.ForwardFn, tokens: BatchTokens) -> Tensor:
         """Output of `forward` for each of this rank's tokens, [W, H]. Raises SpecError for a too long row."""
         check_row_length(int(tokens.batch.structure.tokens["positions"].max()) + 1, self.length_limit)
+        forward = forward if self.routing is None else partial(self.routing.replay, forward)
         run = partial(batch_layout.run_padded, batch=tokens.batch)
         if not self.is_padded:
             run = partial(tokens.run, kernel=self._kernel)

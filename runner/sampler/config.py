@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field
 
+from runner.core.device_kinds import CUDA
 from runner.core.errors import EnvironmentProblem
 from runner.sampler.base import SamplerConfig as SamplerConfig
 from runner.sampler.base import SamplingConfig, WeightParts
@@ -34,6 +35,7 @@ class VllmSamplerConfig(SamplingConfig):
 
     factory: ClassVar[str] = "runner.sampler.vllm.build:build"
     engine: ClassVar[bool] = True
+    lacks_experts: ClassVar[str] = "vLLM 0.32 needs Triton for it (Model Runner V2), which its CPU build lacks"
     name: Literal["vllm"] = "vllm"
     tensor_parallel_size: int = Field(
         default=1, ge=1, description="Devices per engine (tensor parallel); needs launch.samplers."
@@ -61,6 +63,11 @@ class VllmSamplerConfig(SamplingConfig):
     )
     dtype: Dtype | None = Field(
         default=None, description="Data type of the engine; null = that of the policy's matrix products."
+    )
+    match: Literal["none", "fp32_head", "batch_invariant"] = Field(
+        default="none",
+        description="Options of vLLM that bring it closer to the trainer: fp32_head = its LM head in float32, with "
+        "model.head_dtype=float32; batch_invariant = kernels whose results do not depend on other sequences (CUDA).",
     )
     enforce_eager: bool | None = Field(
         default=None, description="Run without CUDA graphs; null = false on CUDA, else true."
@@ -100,7 +107,17 @@ class VllmSamplerConfig(SamplingConfig):
             *self._placement_problems(job),
             *(_adapter_problems(job, "merged") if self.weight_sync == "adapter" else ()),
             *self._engine_problems(job),
+            *self._match_problems(job),
         ]
+
+    def _match_problems(self, job: Any) -> Iterator[tuple[str, str]]:
+        if self.match == "batch_invariant" and job.device.kind is not CUDA and not job.device.is_auto:
+            text = f"vLLM has no batch-invariant kernels for device={job.device.name} that come with its packages"
+            yield "sampler.match", f"{text}; leave it out"
+        if self.match == "fp32_head" and self.weights_dtype(job.model.compute_dtype) == "float32":
+            yield "sampler.match", "the whole engine computes in float32; leave it out"
+        elif self.match == "fp32_head" and job.model.head_dtype != "float32":
+            yield "sampler.match", "only the engine would have a float32 head; type model.head_dtype=float32 as well"
 
     def _placement_problems(self, job: Any) -> Iterator[tuple[str, str]]:
         own, cpu = job.launch.samplers > 0, job.device.is_cpu
@@ -171,6 +188,7 @@ class ServerSamplerConfig(SamplingConfig):
     factory: ClassVar[str] = "runner.sampler.server.build:build"
     engine: ClassVar[bool] = True
     served: ClassVar[bool] = True
+    lacks_experts: ClassVar[str] = "OpenAI's completions have no field for them"
     name: Literal["server"] = "server"
     url: str = Field(description="URL of the server, e.g. http://127.0.0.1:8000.")
     model: str | None = Field(

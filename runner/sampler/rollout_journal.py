@@ -11,7 +11,9 @@ checkpoint makes unnecessary is removed. Rank 0 writes the journal and sends the
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import json
 import logging
 from collections import defaultdict, deque
@@ -19,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from runner.core.errors import StorageError
@@ -93,7 +96,7 @@ class JournalPages:
     def record(self, version: int, requests: Sequence[Request], rollouts: Sequence[Rollout]) -> None:
         """Write rollouts down. Raises StorageError."""
         lines = "".join(
-            json.dumps({"key": _key(request), **{name: getattr(rollout, name) for name in Rollout.__slots__}}) + "\n"
+            json.dumps({"key": _key(request), **_record(rollout)}) + "\n"
             for request, rollout in zip(requests, rollouts, strict=True)
         )
         try:
@@ -127,6 +130,15 @@ class JournalPages:
         return self._folder / f"v{version}.jsonl"
 
 
+def _record(rollout: Rollout) -> dict[str, Any]:
+    """A rollout as JSON has it; its experts as the base64 of a NumPy file."""
+    found = {name: getattr(rollout, name) for name in Rollout.__slots__}
+    if rollout.experts is not None:
+        np.save(file := io.BytesIO(), rollout.experts, allow_pickle=False)
+        found["experts"] = base64.b64encode(file.getvalue()).decode()
+    return found
+
+
 def _key(request: Request) -> str:
     """What has to be equal for a recorded rollout to be the answer."""
     asked = [request.seed, request.max_new_tokens, request.raw, *request.prompt]
@@ -142,6 +154,8 @@ def _read(path: Path) -> dict[str, deque[Rollout]]:
             found: dict[str, Any] = {
                 name: tuple(one) if isinstance(one, list) else one for name, one in json.loads(line).items()
             }
+            if text := found.get("experts"):
+                found["experts"] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
             key, rollout = found.pop("key"), Rollout(**found)
         except (ValueError, KeyError, TypeError, AttributeError):
             break

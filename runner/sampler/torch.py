@@ -43,6 +43,7 @@ class RunningSequence:
     raw_logprobs: list[float] | None = None
     versions: list[int] = field(default_factory=list)
     finish: str | None = None
+    experts: list[Tensor] = field(default_factory=list)
 
     @property
     def is_finished(self) -> bool:
@@ -54,7 +55,8 @@ class RunningSequence:
         assert self.finish is not None
         raw = None if self.raw_logprobs is None else tuple(self.raw_logprobs)
         versions = tuple(self.versions) if with_versions else ()
-        return Rollout(tuple(self.ids), tuple(self.logprobs), raw, self.versions[0], self.finish, versions)
+        experts = torch.cat(self.experts).cpu().numpy() if self.experts else None
+        return Rollout(tuple(self.ids), tuple(self.logprobs), raw, self.versions[0], self.finish, versions, experts)
 
 
 class TorchSampler:
@@ -112,7 +114,8 @@ class TorchSampler:
         ]
         if load := self._newer_weights():
             load()
-        self._writer.decode(answers, self._sample_next, self._rows, self._newer_weights)
+        record = _record_experts if self._model.routing is not None and self._model.routing.replays else None
+        self._writer.decode(answers, self._sample_next, self._rows, self._newer_weights, record)
         return [answer.to_rollout(with_versions=self._newest is not None) for answer in answers]
 
     @torch.no_grad()
@@ -154,6 +157,10 @@ class TorchSampler:
             if answer.raw_logprobs is not None:
                 answer.raw_logprobs.append(raw_logprob)
             answer.finish = self._stops.finish_reason(answer.ids, answer.limit)
+
+
+def _record_experts(answer: RunningSequence, experts: Tensor) -> None:
+    answer.experts.append(experts)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,9 +47,11 @@ from runner.interfaces import (
     TrainableModel,
 )
 from runner.interfaces.learning import OptimSettings
+from runner.interfaces.routing import ExpertCounts
 from runner.trainer.optimizer_state import learner_state, restore_learner_state
 
 log = logging.getLogger("runner")
+DEAD_AFTER = 20  # mini-batches in a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class RankResult:
     total: float
     metrics: Metrics
     oversized: list[int]
+    experts: ExpertCounts | None = None
 
 
 class LocalLearner:
@@ -105,7 +108,8 @@ class LocalLearner:
         if hasattr(optimizer, "seed"):  # it draws random bits
             optimizer.seed = derive_seed(seed, "optimizer", prefix)
         self._step = self._micro = 0
-        self._said_oversized = self._said_few = False
+        self._said_oversized = self._said_few = self._said_dead = False
+        self._idle_for: Tensor | None = None  # mini-batches in a row without a token for each expert, int64 [M, E]
 
     def begin_step(self, step: int) -> None:
         """Set what is a pure function of the step: the learning rate and the dropout streams."""
@@ -161,7 +165,8 @@ class LocalLearner:
             self._stage.begin_op(turn)
             self._seed_dropout(turn.micro)
             micro, own = micros[turn.micro]
-            waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
+            with self._counting_experts(own):
+                waiting[turn[:2]], value, outputs = self._forward(micro, loss, own)
             if self._stage.is_last:
                 total += value.total.detach()
                 metrics.merge(value.metrics)
@@ -171,6 +176,7 @@ class LocalLearner:
             float(total),
             metrics.plain(),
             [size for micro in share.micro_batches for size in self._oversized_tokens(micro)],
+            self._pop_expert_counts(),
         )
         found = concat_outputs(kept) if kept else {}
         return self._merge_rank_results(self._peers.all_gather(done)), share.gather_outputs(
@@ -182,6 +188,19 @@ class LocalLearner:
         stream = (self._micro + micro) * self._drawing.size + self._drawing.rank
         deeper = [self._stage.index] if self._stage.index else []
         _seed_generators(derive_seed(self._seed, "dropout", self._step, stream, *deeper), self._device)
+
+    @contextmanager
+    def _counting_experts(self, own: bool) -> Iterator[None]:
+        """Count the experts of a forward pass's tokens, not those of a filler, nor of what is computed again."""
+        if self.model.routing is not None:
+            self.model.routing.counts_tokens = own
+        yield
+        if self.model.routing is not None:
+            self.model.routing.counts_tokens = False
+
+    def _pop_expert_counts(self) -> ExpertCounts | None:
+        counts = None if self.model.routing is None else self.model.routing.pop_counts()
+        return None if counts is None else counts.to_cpu()
 
     def _backward(self, total: Tensor) -> None:
         """Add the gradient of a micro-batch, whose backward pass begins at `total`."""
@@ -199,7 +218,26 @@ class LocalLearner:
         metrics = Metrics()
         for done in ranks:
             metrics.merge(done.metrics)
+        if counts := [done.experts for done in ranks if done.experts is not None]:
+            self._report_experts(sum(counts[1:], counts[0]), metrics)
         return metrics
+
+    def _report_experts(self, counts: ExpertCounts, metrics: Metrics) -> None:
+        """Add the metrics of a mini-batch's routing, and warn of experts that are not used any more."""
+        for name, value in counts.metrics().items():
+            metrics.add(name, value)
+        before = torch.zeros_like(counts.chosen) if self._idle_for is None else self._idle_for
+        self._idle_for = torch.where(counts.idle, before + 1, 0)
+        dead = self._idle_for >= DEAD_AFTER
+        if self._said_dead or not bool(dead.any()):
+            return
+        self._said_dead = True
+        layer, expert = dead.nonzero()[0].tolist()
+        log.warning(
+            "step %d: %d experts of %d got no token in %d mini-batches, the first is expert %d of layer %d with "
+            "experts; they are not trained (router/idle_experts); this warning appears once",
+            *(self._step + 1, int(dead.sum()), dead.numel(), DEAD_AFTER, expert, layer),
+        )
 
     def _forward(self, micro: Batch, loss: LossFn, own: bool) -> tuple[Tensor, Loss, Outputs]:
         """The tensor that a micro-batch's backward pass starts at, its loss and its outputs.

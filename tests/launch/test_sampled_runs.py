@@ -116,6 +116,21 @@ def test_samplers_that_are_sent_images_change_no_bit(job: Sampled, tmp_path: Pat
     assert job.end(3) == colocated.end(3)
 
 
+@pytest.mark.slow
+def test_replayed_experts_of_two_samplers_survive_a_kill(job: Sampled, tmp_path: Path) -> None:
+    ends = f"sampler.stop_token_ids={list(range(0, 512, 4))}".replace(" ", "")  # or all answers were equally long
+    words = (*SMALL, SHORT, "model=tiny_moe", "launch.samplers=2", "algorithm.lag=1", ends)
+    process, ranks, samplers = begun(job, *words, steps=3)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL and gone([*ranks, *samplers])
+    job.run("resume", "latest")
+    (tmp_path / "peaceful").mkdir()
+    left_alone = Sampled(tmp_path / "peaceful")
+    left_alone.run(*words)
+    assert job.end() == left_alone.end()
+    assert all(row["router/replay_diff_frac"] > 0 and row["train/grad_norm"] > 0 for row in job.curve()[2:])
+
+
 @pytest.mark.soak
 def test_a_sampler_that_is_stopped_is_replaced(job: Sampled, peaceful: Sampled) -> None:
     process, _, [sampler] = begun(job, *SAMPLED, SHORT, "sampler.timeout_s=120")

@@ -23,6 +23,11 @@ def test_more_jobs_on_two_shards(words: str, workdir: Path) -> None:
 
 
 @pytest.mark.slow
+def test_experts_that_are_replayed_on_two_shards(workdir: Path) -> None:
+    compare(2, SLOW["ahead"] + " model.router_replay=sampler", workdir, "parallelism=fsdp", kind="tiny_moe")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sft", "tools", "dpo_lora"])
 def test_two_copies_of_two_shards(name: str, workdir: Path) -> None:
     compare(4, SLOW[name], workdir, "parallelism=hsdp")

@@ -16,6 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -180,12 +181,16 @@ def test_every_bit_comes_back(tmp_path_factory: Any, bits: list[int], raw: bool,
     folder = tmp_path_factory.mktemp("journal")
     floats = [struct.unpack("<d", struct.pack("<Q", one))[0] for one in bits]
     floats = [one if math.isfinite(one) else 0.1 for one in floats]
-    wanted = Rollout(tuple(range(len(floats))), tuple(floats), tuple(floats[::-1]) if raw else None, 5, finish)
+    experts = np.array(bits, np.uint64).view(np.int16).reshape(-1, 2, 2)
+    raws = tuple(floats[::-1]) if raw else None
+    wanted = Rollout(tuple(range(len(floats))), tuple(floats), raws, 5, finish, experts=experts)
     sampler = Dice()
     sampler.drawn = lambda request: wanted  # type: ignore[method-assign]
     request = [Request((1, 2), 2**62 + 1, 9, 0, raw)]
     assert journal(folder, sampler).sample(request) == [wanted]
-    assert journal(folder, Refuses()).sample(request) == [wanted]
+    [again] = journal(folder, Refuses()).sample(request)
+    assert again == wanted and again.experts is not None and again.experts.dtype == np.int16
+    np.testing.assert_array_equal(again.experts, experts)
 
 
 def test_only_the_very_same_request_has_the_recorded_answer(tmp_path: Path) -> None:

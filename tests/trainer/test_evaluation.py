@@ -36,6 +36,7 @@ class Scripted:
 
     length_limit: tuple[int, str] | None = None
     summon_full_params = staticmethod(nullcontext)
+    routing = None
 
     def __init__(self, tokenizer: Any, says: Callable[[str], str]) -> None:
         self.tokenizer, self._says = tokenizer, says
@@ -44,7 +45,9 @@ class Scripted:
     def batch_decoder(self, **_: Any) -> Scripted:
         return self
 
-    def decode(self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: Any) -> None:
+    def decode(
+        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: Any, record: Any = None
+    ) -> None:
         logits = torch.eye(self.vocab_size)
         for row in rows:
             text = self._says(self.tokenizer.decode(row.prompt_ids))

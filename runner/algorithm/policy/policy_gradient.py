@@ -133,24 +133,25 @@ class PolicyOptimization:
         """
         drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
         drop &= not self.config.counts_dropped_groups
-        played = [g for g in experience.groups if any(one.ids for one in g.samples)]
+        played = [g for g in experience.groups if g.nonempty_samples]
         if not played:
             raise EnvironmentProblem("no episode of the step reached its first turn\n  fix the environment")
         learnt = [g for g in played if g.has_reward_variance or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
-        trees = [self._tree(group, silent) for group in learnt or played[:1]]
+        groups = learnt or played[:1]
+        trees = [self._tree(group, silent) for group in groups]
         batch = pack_trees(trees, share=self.config.share_prompts, most_tokens=self.config.micro_batch_tokens)
         prompts = batch.rows["branch"] < 0
         batch = replace(batch, rows={**batch.rows, "reward": batch.rows["reward"].masked_fill(prompts, torch.nan)})
+        if (experts := rollouts.expert_channel(batch, groups)) is not None:
+            batch = replace(batch, tokens={**batch.tokens, "experts": experts})
         if self.temperature != 1:
             batch = with_tokens(batch, temperature=torch.full((batch.num_tokens,), self.temperature))
         return batch
 
     def _tree(self, group: Group, silent: bool) -> Tree:
         branches = []
-        for one in group.samples:
-            if not one.ids:  # it failed before its first turn
-                continue
+        for one in group.nonempty_samples:
             unscored = one.finish == FAILED or (self.config.needs_reward and one.reward is None)
             left_out = silent or unscored or (self.config.mask_truncated and one.finish == "length")
             channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
@@ -168,7 +169,9 @@ class PolicyOptimization:
         if (options := config.critic_options) is not None:
             needed.setdefault(options.critic_role, {})["values"] = "values"
         for role, channels in needed.items():  # one pass of each model
-            found = models[role].forward(batch, frozenset(channels.values()))
+            # others choose their own experts: what they say must not depend on who sampled
+            scored = batch if role == "policy" else batch.without_tokens("experts")
+            found = models[role].forward(scored, frozenset(channels.values()))
             batch = with_tokens(batch, **{channel: found[output] for channel, output in channels.items()})
         return batch if config.correction == "none" else self._add_importance_weights(batch)
 

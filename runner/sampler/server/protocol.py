@@ -201,11 +201,13 @@ def unpack_rows(sizes: Array, values: Array) -> list[list[Any]]:
 def encode_rollouts(rollouts: Sequence[Rollout], header: Mapping[str, Any]) -> bytes:
     """Rollouts; log-probabilities as float64, which holds every float32 exactly."""
     rows = [[r.version, r.finish, r.raw_logprobs is not None] for r in rollouts]
+    experts = [r.experts for r in rollouts if r.experts is not None]
     return encode(
         {**header, "rollouts": rows},
         *_pack_rows([r.ids for r in rollouts]),
         np.array([value for r in rollouts for value in r.logprobs], np.float64),
         np.array([value for r in rollouts for value in r.raw_logprobs or ()], np.float64),
+        *([np.concatenate(experts)] if experts else []),
     )
 
 
@@ -214,7 +216,7 @@ def decode_rollouts(
 ) -> list[Rollout]:
     """Rollouts in the order of the requests. Raises InvalidAnswerError for what cannot be answers to them."""
     try:
-        rows, (sizes, ids, logprobs, raw) = header["rollouts"], arrays
+        rows, (sizes, ids, logprobs, raw, *experts) = header["rollouts"], arrays
         with_raw = np.array([size if has_raw else 0 for size, (_, _, has_raw) in zip(sizes, rows, strict=True)])
         columns = unpack_rows(sizes, ids), unpack_rows(sizes, logprobs), unpack_rows(with_raw.astype(int), raw)
         answers = list(zip(rows, *columns, strict=True))
@@ -222,15 +224,25 @@ def decode_rollouts(
         raise InvalidAnswerError(f"the response cannot be read: {error}") from error
     if len(answers) != len(requests):
         raise InvalidAnswerError(f"{len(requests)} completions were requested, but {len(answers)} arrived")
+    used = _split_experts(experts[0], requests, sizes) if experts else [None] * len(requests)
     found = list[Rollout]()
     for at, (request, ((held, finish, has_raw), tokens, values, raws)) in enumerate(
         zip(requests, answers, strict=True)
     ):
         raw_logprobs = tuple(raws) if has_raw else None
-        rollout = Rollout(tuple(tokens), tuple(values), raw_logprobs if request.raw else None, held, finish)
+        raw_logprobs = raw_logprobs if request.raw else None
+        rollout = Rollout(tuple(tokens), tuple(values), raw_logprobs, held, finish, experts=used[at])
         check_rollout(rollout, request, version, limits, f"answer {at}")
         found.append(rollout)
     return found
+
+
+def _split_experts(experts: Array, requests: Sequence[Request], sizes: Array) -> list[Array]:
+    """The experts of each answer. Raises InvalidAnswerError where they are not those of its tokens."""
+    ends = np.cumsum([len(request.prompt) + int(size) - 1 for request, size in zip(requests, sizes, strict=True)])
+    if experts.dtype != np.int16 or experts.ndim != 3 or len(experts) != ends[-1]:
+        raise InvalidAnswerError(f"{experts.dtype} {list(experts.shape)} are no experts of {ends[-1]} tokens")
+    return np.split(experts, ends[:-1])
 
 
 def check_rollout(rollout: Rollout, request: Request, version: int, limits: AnswerLimits, name: str) -> None:

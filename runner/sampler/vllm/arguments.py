@@ -62,6 +62,7 @@ def engine_arguments(
         "tensor_parallel_size": config.tensor_parallel_size,
         "worker_extension_cls": "runner.sampler.vllm.worker.WeightLoader",
         "disable_log_stats": True,
+        **({"hf_overrides": {"head_dtype": "float32"}} if config.match == "fp32_head" else {}),
         **_memory_options(config, placement),
         **(_cpu_options(placement) if placement.device == "cpu" else {}),
         **({"enable_sleep_mode": True} if sleeps and placement.device != "cpu" else {}),

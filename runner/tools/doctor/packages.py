@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from runner.core.device_kinds import CUDA, NPU
 from runner.device.ascend import generation
+from runner.sampler.vllm.versions import FP32_HEAD
 from runner.tools.doctor import driver
 from runner.tools.doctor.cann import find_cann
 from runner.tools.doctor.env_variables import SHARED_ALLOCATOR
@@ -265,7 +266,8 @@ def vllm(machine: SystemInfo) -> CheckResult:
         return problem("; ".join(text for _, text, _ in broken), _install(machine))
     if (seen.major, seen.minor) > (NEWEST_VLLM.major, NEWEST_VLLM.minor):
         return unknown(f"vLLM {text} is newer than {NEWEST_VLLM}, the newest tested version ({AS_OF})")
-    return ok(f"vLLM {text}; tested: {OLDEST_VLLM} to {NEWEST_VLLM}")
+    presets = "batch_invariant (on CUDA)" + (", fp32_head" if seen >= FP32_HEAD else f"; fp32_head from {FP32_HEAD}")
+    return ok(f"vLLM {text}; tested: {OLDEST_VLLM} to {NEWEST_VLLM}; sampler.match: {presets}")
 
 
 def _install(machine: SystemInfo) -> str:

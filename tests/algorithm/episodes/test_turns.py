@@ -6,16 +6,19 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from runner.algorithm import rollouts
+from runner.algorithm.episode import Episode
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector
 from runner.build.environments import build_extend
 from runner.core.auto_choices import Decisions
 from runner.core.completion_text import completion_text
 from runner.core.errors import EnvironmentProblem
+from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.data.chat import Renderer
 from runner.data.config import ChatConfig
 from runner.environment import calculator
@@ -213,6 +216,31 @@ def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() 
         Experience(0, (Group(PROMPT, (play("46")[0],)),), 1), rewarded=True, tokenizer=None
     )
     assert "turns" not in alone and alone["answer"] == "46"
+
+
+def test_tokens_keep_the_experts_that_they_were_drawn_with_over_turns_and_checkpoints() -> None:
+    episode, computed = Episode(PROMPT), list[Any]()
+    for turn, length in enumerate((2, 3)):
+        tokens = len(PROMPT.ids) + len(episode.ids) + length - 1
+        computed.append(np.full((tokens, 1, 2), turn, np.int16))
+        episode.append_action(Rollout((5,) * length, (-1.0,) * length, None, 0, "stop", experts=computed[-1]), "")
+        episode.append_observation([{"role": "tool", "content": ""}], [6])
+    assert episode.experts is not None
+    before = len(PROMPT.ids) + 2 - 1  # the last token of a turn is computed in the next one
+    assert episode.experts[:, 0, 0].tolist() == [0] * before + [1] * (1 + 1 + 3 - 1)
+    del episode.ids[-1], episode.mask[-1], episode.logprobs[-1]  # no observation ends an episode
+    samples = rollouts.make_group([episode] * 2, [1.0, 0.0], [{}, {}]).samples
+    experience = Experience(0, (Group(PROMPT, samples),), 1)
+    [group] = rollouts.decode_experience(rollouts.encode_experience(experience)).groups
+    for one in group.samples:
+        assert one.experts is not None and one.experts.dtype == np.int16
+        np.testing.assert_array_equal(one.experts, episode.experts)
+    for share in (True, False):
+        trees = [Tree(PROMPT.ids, [Branch(one.ids) for one in samples])]
+        channel = rollouts.expert_channel(pack_trees(trees, share=share), [group])[:, 0, 0].tolist()
+        row = [*episode.experts[:, 0, 0].tolist(), -1]
+        prompt = len(PROMPT.ids)
+        assert channel == ([*row, *row[prompt:]] if share else row * 2)
 
 
 def list_of(tensor: torch.Tensor) -> dict[str, Any]:

@@ -48,6 +48,23 @@ def test_rollouts_come_back_as_they_were() -> None:
     assert transfer([], []) == []
 
 
+def with_experts(rows: int) -> list[Rollout]:
+    """The rollouts, with experts of so many tokens for each beside its prompt and its own but the last."""
+    sizes = [len(q.prompt) + len(r.ids) - 1 + rows for q, r in zip(REQUESTS, ROLLOUTS, strict=True)]
+    return [
+        replace(one, experts=np.arange(size * 6, dtype=np.int16).reshape(size, 2, 3))
+        for one, size in zip(ROLLOUTS, sizes, strict=True)
+    ]
+
+
+def test_experts_come_back_as_they_were() -> None:
+    for got, wanted in zip(transfer(with_experts(0)), with_experts(0), strict=True):
+        assert got.experts is not None and wanted.experts is not None and got.experts.dtype == np.int16
+        np.testing.assert_array_equal(got.experts, wanted.experts)
+    with pytest.raises(InvalidAnswerError, match=r"int16 \[15, 2, 3\] are no experts of 12 tokens"):
+        transfer(with_experts(1))
+
+
 INVALID = {
     "one too few": (ROLLOUTS[1:], "3 completions were requested, but 2 arrived"),
     "empty": ({"ids": (), "logprobs": ()}, "answer 0 has 0 tokens"),

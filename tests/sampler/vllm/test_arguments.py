@@ -44,6 +44,34 @@ def test_an_engine_beside_a_trainer_leaves_it_room_and_sleeps() -> None:
     assert made(ranks=2)[0]["distributed_executor_backend"] == "external_launcher"
 
 
+def test_matching_the_trainer_is_options_of_a_release_that_has_them() -> None:
+    assert "hf_overrides" not in made()[0]
+    assert made(match="fp32_head")[0]["hf_overrides"] == {"head_dtype": "float32"}
+    versions.check_match("fp32_head", Version("0.32.0"), "npu")
+    versions.check_match("batch_invariant", Version("0.23"), "cuda")
+    for preset, release, device, why in (
+        ("fp32_head", "0.31", "cuda", "vLLM 0.31 may ignore a float32 head; 0.32 has it"),
+        ("batch_invariant", "0.33", "cpu", "no batch-invariant kernels for cpu"),
+    ):
+        with pytest.raises(EnvironmentProblem, match=f"sampler.match={preset}: .*{why}"):
+            versions.check_match(preset, Version(release), device)
+
+
+@pytest.mark.parametrize(
+    ("words", "wrong"),
+    [
+        (["sampler.match=fp32_head"], "the whole engine computes in float32"),
+        (["sampler.match=fp32_head", "model.dtype=bfloat16"], "type model.head_dtype=float32 as well"),
+        (["sampler.match=batch_invariant", "model.dtype=bfloat16"], "no batch-invariant kernels for device=cpu"),
+        (["init_from=null", "model=tiny_moe", "model.router_replay=sampler"], "its CPU build lacks; type model.router"),
+    ],
+)
+def test_a_preset_that_has_no_effect_is_refused(words: list[str], wrong: str) -> None:
+    with pytest.raises(SpecError, match=wrong):
+        compose_job([*JOB, *words])
+    compose_job([*JOB, "sampler.match=fp32_head", "model.dtype=bfloat16", "model.head_dtype=float32"])
+
+
 @pytest.mark.parametrize(
     ("rule", "mode", "known"),
     [
