@@ -136,8 +136,17 @@ ChooseTokens = Callable[[Tensor, Sequence[Row]], None]
 NewerWeights = Callable[[], Callable[[], None] | None]
 
 
+# Called between two tokens, with whether all rows are finished: rows that join; then none = no more will come
+Arrivals = Callable[[bool], Sequence[Row]]
+
+
 def no_newer_weights() -> None:
     """The weights stay as they are."""
+
+
+def no_arrivals(idle: bool) -> Sequence[Any]:
+    """No other rows join."""
+    return ()
 
 
 class CachedDecoder(Protocol):
@@ -169,7 +178,12 @@ class BatchDecoder(Protocol):
     generation_mode: Callable[[], AbstractContextManager[Any]]  # in which the model generates, under no_grad
 
     def decode(
-        self, rows: Sequence[Row], choose: ChooseTokens[Row], max_rows: int, newer: NewerWeights = no_newer_weights
+        self,
+        rows: Sequence[Row],
+        choose: ChooseTokens[Row],
+        max_rows: int,
+        newer: NewerWeights = no_newer_weights,
+        arrivals: Arrivals[Row] = no_arrivals,
     ) -> None: ...
 
     def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode
