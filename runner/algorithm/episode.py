@@ -15,7 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -28,8 +28,10 @@ from runner.interfaces import (
     EpisodeResult,
     ExtendConversation,
     Prompt,
+    Request,
     Rollout,
 )
+from runner.interfaces.sampling import sample_from
 
 if TYPE_CHECKING:
     from runner.interfaces.sampling import Experts
@@ -96,8 +98,20 @@ class Episode:
         return Completion(self.prompt, own, self.text, self.finish, messages, step, self.result)
 
 
-# The episodes that continue, each with its number, and the turn (0-based) that is to be written → that turn of each
-WriteTurns = Callable[[Sequence[tuple[int, Episode]], int], Sequence[Rollout]]
+class AnswerSampler(Protocol):
+    """What a `Sampler` does of collecting answers."""
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int | None: ...
+
+    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...
+
+
+MakeRequest = Callable[[int, Episode, int], Request]  # of number, episode, turn (0-based)
+WAIT_S = 1.0  # at a time, for a reply
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,29 +127,26 @@ class EpisodeRunner:
     extend: ExtendConversation | None = None
     max_model_len: int | None = None
 
-    def run_episodes(self, prompts: Sequence[Prompt], write: WriteTurns, seeds: Sequence[int]) -> list[Episode]:
+    def run_episodes(
+        self, prompts: Sequence[Prompt], seeds: Sequence[int], request: MakeRequest, sampler: AnswerSampler
+    ) -> list[Episode]:
         """An episode for each prompt, in their order; seeds: of the environments (see `Environments`)."""
         if self.environments is None:
             episodes = [Episode(prompt) for prompt in prompts]
-            self._write(list(enumerate(episodes)), 0, write)
+            drawn = sampler.sample([request(at, one, 0) for at, one in enumerate(episodes)])
+            for episode, rollout in zip(episodes, drawn, strict=True):
+                self.append_turn(episode, rollout)
             return episodes
         batch = self.environments.start_episodes(prompts, seeds)
         try:
-            episodes = [Episode(prompt) for prompt, _ in batch.starts]
-            live = [(at, episodes[at]) for at, (_, failure) in enumerate(batch.starts) if not failure]
-            for _, episode in live:
-                if self.turn_token_limit(episode, 1) < 1:  # the tools leave no room for a turn
-                    episode.finish = "length"
-            live, turn = [(at, episode) for at, episode in live if episode.finish != "length"], 0
-            while live:
-                self._write(live, turn, write)
-                live, turn = self._step_environments(live, turn, batch), turn + 1
-            for episode, result in zip(episodes, batch.finish(), strict=True):
+            played = EpisodesInPlay(self, batch, request, lockstep=self.environments.lockstep)
+            sample_from(sampler, played)
+            for episode, result in zip(played.episodes, batch.results(), strict=True):
                 episode.result = result
                 episode.finish = FAILED if result.failure else episode.finish
         finally:
             batch.close()
-        return episodes
+        return played.episodes
 
     def turn_token_limit(self, episode: Episode, max_new_tokens: int) -> int:
         """Maximum tokens of the episode's next turn."""
@@ -146,21 +157,11 @@ class EpisodeRunner:
             limits.append(self.max_model_len - len(episode.prompt.ids) - len(episode.ids))
         return min([max_new_tokens, *limits])
 
-    def _write(self, live: Sequence[tuple[int, Episode]], turn: int, write: WriteTurns) -> None:
-        for (_, episode), rollout in zip(live, write(live, turn), strict=True):
-            episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
+    def append_turn(self, episode: Episode, rollout: Rollout) -> None:
+        """A turn of the policy."""
+        episode.append_action(rollout, completion_text(self.tokenizer, rollout.ids))
 
-    def _step_environments(
-        self, live: Sequence[tuple[int, Episode]], turn: int, batch: EpisodeBatch
-    ) -> list[tuple[int, Episode]]:
-        """Add what the environments say; return the episodes that continue."""
-        assert self.environments is not None
-        is_last = turn + 1 == self.environments.max_turns
-        whole = [(at, episode) for at, episode in live if episode.finish != "length"]
-        replies = batch.step([(at, episode.text) for at, episode in whole], is_last) if whole else []
-        return [one for one, reply in zip(whole, replies, strict=True) if self._apply(one[1], reply, is_last)]
-
-    def _apply(self, episode: Episode, reply: EnvironmentReply, is_last: bool) -> bool:
+    def append_reply(self, episode: Episode, reply: EnvironmentReply, *, is_last: bool) -> bool:
         """Add what an environment says; False where the episode is over, or has no room for another turn."""
         assert self.extend is not None
         episode.counts.update(reply.counts)
@@ -174,3 +175,63 @@ class EpisodeRunner:
             return False
         episode.append_observation(reply.messages, ids)
         return True
+
+
+class EpisodesInPlay:
+    """Episodes as a `RequestSource`: the next turn of each is to be sampled as soon as the last one has its reply.
+
+    lockstep: not before all episodes have theirs
+    """
+
+    def __init__(self, runner: EpisodeRunner, batch: EpisodeBatch, request: MakeRequest, *, lockstep: bool) -> None:
+        self.episodes = [Episode(prompt) for prompt, _ in batch.starts]
+        self._runner, self._batch, self._request, self._lockstep = runner, batch, request, lockstep
+        self._turns = [0] * len(self.episodes)  # that were sampled
+        self._ready, self._sampled, self._in_step = list[int](), set[int](), set[int]()
+        for at, (_, failure) in enumerate(batch.starts):
+            if not failure and runner.turn_token_limit(self.episodes[at], 1) >= 1:
+                self._ready.append(at)
+            elif not failure:  # the tools leave no room for a turn
+                self._end(at, "length")
+
+    def take(self, wait: bool) -> list[tuple[int, Request]]:
+        """See `RequestSource`; in the order of the episodes."""
+        if not (self._lockstep and self._sampled):
+            self._receive(wait)
+        arrived = sorted(self._ready)
+        self._ready.clear()
+        self._sampled.update(arrived)
+        return [(at, self._request(at, self.episodes[at], self._turns[at])) for at in arrived]
+
+    def answer(self, number: int, rollout: Rollout) -> None:
+        """See `RequestSource`."""
+        episode = self.episodes[number]
+        self._runner.append_turn(episode, rollout)
+        self._sampled.remove(number)
+        self._turns[number] += 1
+        if episode.finish == "length":
+            self._end(number, "length")
+        else:
+            self._in_step.add(number)
+            self._batch.submit(number, episode.text, self._is_last(number))
+
+    def _receive(self, wait: bool) -> None:
+        """Add the replies that have come; wait: until an episode continues, in lockstep until each has its reply."""
+        while self._in_step:
+            waits = wait and (self._lockstep or not self._ready)
+            for number, reply in self._batch.replies(WAIT_S if waits else 0.0):
+                self._in_step.remove(number)
+                if self._runner.append_reply(self.episodes[number], reply, is_last=self._is_last(number)):
+                    self._ready.append(number)
+                else:
+                    self._end(number, self.episodes[number].finish)
+            if not waits:
+                return
+
+    def _is_last(self, number: int) -> bool:
+        assert self._runner.environments is not None
+        return self._turns[number] == self._runner.environments.max_turns
+
+    def _end(self, number: int, finish: str) -> None:
+        self.episodes[number].finish = finish
+        self._batch.end_episode(number)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm.episode import FAILED, Episode, EpisodeRunner
+from runner.algorithm.episode import FAILED, AnswerSampler, Episode, EpisodeRunner
 from runner.core.batch import Batch
 from runner.core.prefix_tree import SHARED
 from runner.core.rng import derive_seed
@@ -31,7 +31,6 @@ from runner.interfaces import (
     Prompt,
     Request,
     Reward,
-    Rollout,
     State,
 )
 from runner.interfaces.media import sample_images
@@ -77,9 +76,9 @@ class Group:
     samples: tuple[RolloutSample, ...]
 
     @property
-    def nonempty_samples(self) -> tuple[RolloutSample, ...]:
-        """Those whose episode reached its first turn."""
-        return tuple(sample for sample in self.samples if sample.ids)
+    def played_samples(self) -> tuple[RolloutSample, ...]:
+        """Those that are trained on: not of an episode that failed, or had no room for a turn."""
+        return tuple(sample for sample in self.samples if sample.ids and sample.finish != FAILED)
 
     @property
     def has_reward_variance(self) -> bool:
@@ -139,18 +138,6 @@ class CompositeReward(Protocol):
     ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]: ...
 
 
-class AnswerSampler(Protocol):
-    """What a `Sampler` does of collecting answers."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int | None: ...
-
-    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutCollector:
     """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
@@ -173,14 +160,20 @@ class RolloutCollector:
         before = step if finished is None else finished
         size = self.group_size
 
-        def write(live: Sequence[tuple[int, Episode]], turn: int) -> list[Rollout]:
-            return self.sampler.sample([self._request(e, turn, step, round, at, player) for at, e in live])
-
         player = EpisodeRunner(self.tokenizer, self.environments, self.extend, self.sampler.max_model_len)
+
+        def request(at: int, episode: Episode, turn: int) -> Request:
+            """The next turn's request, of the episode number `at`; only first turns share their prompt."""
+            prompt, sample = divmod(at, size)
+            seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
+            limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
+            return Request((*episode.prompt.ids, *episode.ids), seed, limit, at if turn else prompt, raw=True)
+
         seeds = [
             derive_seed(self.seed, "environment", step, round, at) for at in range(len(prompts)) for _ in range(size)
         ]
-        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write, seeds)
+        repeated = [prompt for prompt in prompts for _ in range(size)]
+        episodes = player.run_episodes(repeated, seeds, request, self.sampler)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [make_group(*one) for one in zip(grouped, *self._score_groups(grouped, before), strict=True)]
 
@@ -201,14 +194,6 @@ class RolloutCollector:
             [_with_gaps(group, found, None) for group, found in zip(grouped, scores, strict=True)],
             [_with_gaps(group, found, {}) for group, found in zip(grouped, parts, strict=True)],
         )
-
-    def _request(self, episode: Episode, turn: int, step: int, round: int, at: int, player: EpisodeRunner) -> Request:
-        """The next turn's request, of the episode number `at`; only first turns share their prompt."""
-        prompt, sample = divmod(at, self.group_size)
-        seed = derive_seed(self.seed, "sample", step, round, prompt, sample, turn)
-        group = prompt if turn == 0 else at
-        limit = player.turn_token_limit(episode, self.sampler.max_new_tokens)
-        return Request((*episode.prompt.ids, *episode.ids), seed, limit, group, raw=True)
 
 
 def _with_gaps(group: Sequence[Episode], found: Sequence[T], gap: T) -> list[T]:
@@ -249,7 +234,7 @@ def expert_channel(batch: Batch, groups: Sequence[Group]) -> Tensor | None:
     parts = []
     for tree, branch, length in zip(*(batch.rows[n].tolist() for n in ("tree", "branch", "lengths")), strict=True):
         group = groups[tree]
-        sample = group.nonempty_samples[max(branch, 0)]
+        sample = group.played_samples[max(branch, 0)]
         used = known[:0] if sample.experts is None else sample.experts
         whole = np.full((len(group.prompt.ids) + len(sample.ids), *known.shape[1:]), -1, np.int16)
         whole[: len(used)] = used

@@ -17,7 +17,7 @@ from runner.spec.job import JobSpec
 
 if TYPE_CHECKING:
     from runner.data.chat import Renderer
-    from runner.parallelism.rollout_partition import PartitionedEnvironments
+    from runner.parallelism.environment_partition import PartitionedEnvironments
 
 
 @dataclass(slots=True)
@@ -29,8 +29,13 @@ class EnvironmentBuilder:
     folder: Path | None
     built: list[Environments] = field(default_factory=list)
 
-    def build(self, spec: JobSpec, peers: RankCollectives) -> PartitionedEnvironments | None:
-        """The environments of the thread that has `peers`; None where answers are single turns."""
+    def build(
+        self, spec: JobSpec, peers: RankCollectives, journal: Path | None = None
+    ) -> PartitionedEnvironments | None:
+        """The environments of the thread that has `peers`; None where answers are single turns.
+
+        journal: folder of the record of episodes that are left out; None = nothing is recorded
+        """
         made: Environments | None = build_component(
             spec.environment,
             decide=self.decide,
@@ -39,10 +44,11 @@ class EnvironmentBuilder:
         )
         if made is None:
             return None
-        from runner.parallelism.rollout_partition import PartitionedEnvironments
+        from runner.parallelism.environment_partition import FailureRecord, PartitionedEnvironments
 
         self.built.append(made)
-        return PartitionedEnvironments(made, peers)
+        record = None if journal is None else FailureRecord(journal / "failed_episodes.jsonl")
+        return PartitionedEnvironments(made, peers, record)
 
     def close(self) -> None:
         """End what they have started."""

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from runner.algorithm.rollouts import AnswerSampler, RolloutCollector
+from runner.algorithm.episode import AnswerSampler
+from runner.algorithm.rollouts import RolloutCollector
 from runner.algorithm.sft import CrossEntropy
 from runner.build.data import build_data
 from runner.build.environments import EnvironmentBuilder, build_extend

@@ -71,7 +71,7 @@ def build_sampler(
         sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model))
     _report_episode_limit(spec, sampler, decide)
     _report_padding(policy.limits().vocab_size, tokenizer, decide)
-    if spec.sampler.engine or spec.sampler.is_interruptible:
+    if spec.sampler.engine or spec.sampler.is_interruptible or not spec.environment.is_repeatable():
         sampler = RolloutJournal(sampler, folder.journal, peers, lambda: min(store.steps(), default=0))
     return sampler
 

@@ -22,6 +22,10 @@ class EnvironmentConfig(ComponentConfig):
         """Most turns of the policy in one episode."""
         return 1
 
+    def is_repeatable(self) -> bool:
+        """Whether runs with the same seed give the same bytes: not where it matters which tool is the faster."""
+        return True
+
     def with_absolute_paths(self) -> Self:
         """The same config with the paths of local files made absolute."""
         return self
@@ -81,13 +85,23 @@ class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
     timeout_s: float = Field(
         default=30.0, gt=0, description="Timeout in seconds for the calls of one turn; then the episode is left out."
     )
-    workers: int = Field(default=16, ge=1, description="Number of episodes of a rank that run calls at the same time.")
+    max_wait_s: float | None = Field(
+        default=None, gt=0, description="Leave out the episodes that a step has waited for alone for so many seconds."
+    )
+    lockstep: bool = Field(
+        default=False,
+        description="Sample the next turns when all episodes have their replies: slower, but every run is the same.",
+    )
+    workers: int = Field(default=64, ge=1, description="Number of episodes of a rank that run calls at the same time.")
     max_failures: int = Field(
         default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."
     )
 
     def most_turns(self) -> int:
         return self.max_turns
+
+    def is_repeatable(self) -> bool:
+        return self.lockstep
 
 
 COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig)

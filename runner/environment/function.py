@@ -9,138 +9,30 @@ An episode whose process raises, hangs, dies or says what cannot be read is left
 from __future__ import annotations
 
 import hashlib
-import logging
-import socket
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
-from runner.core.subprocess import JsonLines
-from runner.core.tool_formats import ToolCall, ToolFormat, Tools
-from runner.environment import worker
+from runner.core.tool_formats import ToolCall, ToolFormat
 from runner.environment.config import FunctionEnvironmentConfig
+from runner.environment.processes import EpisodeFailure, EpisodeFailures, EpisodeProcess, EpisodeProcesses
 from runner.interfaces import EnvironmentReply, EpisodeResult, Prompt
 from runner.interfaces.environments import EpisodeChat, Message
-from runner.interfaces.rewards import encode_json
 from runner.run_dir.user_files import original_path
-from runner.user_code.process import START_S, CapturedOutput, FunctionTarget, UserProcess, WorkerStartError
+from runner.user_code.process import CapturedOutput, FunctionTarget, WorkerStartError
 
 if TYPE_CHECKING:
     from runner.interfaces import Decide
 
-log = logging.getLogger("runner")
-PROGRAM = Path(worker.__file__)
-REPLY_BYTES = 1 << 28
-MOST_KINDS = 20
-
-
-class EpisodeFailure(Exception):
-    """Why an episode is left out; the first argument is its kind."""
-
-
-class EpisodeProcess:
-    """The process of one episode, which ends with its socket."""
-
-    def __init__(self, channel: socket.socket) -> None:
-        self._channel = channel
-        self._lines = JsonLines(channel.fileno(), channel.fileno(), REPLY_BYTES)
-
-    def request(self, content: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """The reply. Raises EpisodeFailure."""
-        end, replies = time.monotonic() + timeout_s, list[Any]()
-        try:
-            self._lines.write(encode_json(content) + b"\n", timeout_s)
-            while not replies:
-                if (wait_s := end - time.monotonic()) <= 0:
-                    raise TimeoutError
-                if (arrived := self._lines.receive(wait_s)) is None:
-                    raise EpisodeFailure("died", "its process exited")
-                replies = arrived
-        except TimeoutError as error:
-            text = f"no reply within environment.timeout_s={timeout_s:g}; its process was killed"
-            raise EpisodeFailure("timeout", text) from error
-        except ValueError as error:
-            raise EpisodeFailure("wrong reply", f"what arrived is no reply: {error}") from error
-        reply: dict[str, Any] = replies[0]
-        if "failed" in reply:
-            raise EpisodeFailure(reply["failed"], reply["message"], reply["trace"])
-        return reply
-
-    def close(self) -> None:
-        """End the process and all that it started."""
-        self._channel.close()
-
-
-class EpisodeProcesses:
-    """Starts processes of episodes: forks of one that has imported the user's file.
-
-    Raises WorkerStartError where that does not start.
-    """
-
-    def __init__(self, target: FunctionTarget, output: CapturedOutput) -> None:
-        self._target, self.output, self._lock = target, output, Lock()
-        self._worker = UserProcess(PROGRAM, target, output)
-        self.tools: Tools = self._worker.ready["tools"]
-        self.is_class: bool = self._worker.ready["is_class"]
-
-    def start(self) -> EpisodeProcess:
-        """A new episode; where the process that forks it has died, another one is started."""
-        ours, theirs = socket.socketpair()
-        with theirs, self._lock:
-            try:
-                self._worker.send_descriptor(theirs.fileno(), START_S)
-            except OSError:
-                log.warning("the process that starts episodes exited: %s; a new one starts", self._worker.end())
-                self._worker = UserProcess(PROGRAM, self._target, self.output)
-                self._worker.send_descriptor(theirs.fileno(), START_S)
-        return EpisodeProcess(ours)
-
-    def close(self) -> None:
-        """End all of them."""
-        self._worker.end()
-        self.output.close()
-
-
-class EpisodeFailures:
-    """Counts episodes that are left out, logs each kind once, and raises when one after another fails."""
-
-    def __init__(self, label: str, max_failures: int, output: CapturedOutput) -> None:
-        self._label, self._max_failures, self._output = label, max_failures, output
-        self._counts: Counter[str] = Counter()
-        self._in_a_row = self._episodes = 0
-
-    def record(self, failure: EpisodeFailure | None) -> None:
-        """Count an episode. Raises EnvironmentProblem after `max_failures` failures in a row."""
-        self._episodes += 1
-        if failure is None:
-            self._in_a_row = 0
-            return
-        kind, message, *trace = map(str, failure.args)
-        kind = kind if kind in self._counts or len(self._counts) < MOST_KINDS else "other reasons"
-        if kind not in self._counts:
-            log.warning("%s: an episode is left out: %s", self._label, message)
-        for text in trace:
-            self._output.append_to_file(text)
-        self._counts[kind] += 1
-        self._in_a_row += 1
-        if self._in_a_row >= self._max_failures:
-            text = f"{self._label}: {self._in_a_row} episodes in a row failed (environment.max_failures); the last one:"
-            raise EnvironmentProblem(f"{text}\n  {message}\n  fix the environment")
-
-    def close(self) -> None:
-        """Warn how many episodes were left out, by kind."""
-        if self._counts:
-            kinds = "; ".join(f"{count} × {kind}" for kind, count in self._counts.most_common())
-            total = self._counts.total()
-            log.warning("%s: %d of %d episodes were left out: %s", self._label, total, self._episodes, kinds)
-        self._counts.clear()
+T = TypeVar("T")
+TOGETHER_S = 0.01  # between two replies that are returned together
 
 
 @dataclass(slots=True)
@@ -153,6 +45,12 @@ class PlayedEpisode:
     messages: list[Message] = field(default_factory=list)
     turns: int = 0
     failure: EpisodeFailure | None = None
+
+    def fail(self, failure: EpisodeFailure) -> None:
+        """Leave the episode out, for the first reason there is, and end its process."""
+        self.failure = self.failure or failure
+        if self.process is not None:
+            self.process.kill()
 
 
 class FunctionEnvironments:
@@ -169,12 +67,13 @@ class FunctionEnvironments:
     ) -> None:
         self.config, self.processes, self.chat, self.failures = config, processes, chat, failures
         self.max_turns, self.max_episode_tokens = config.max_turns, config.max_episode_tokens
-        self._threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environment")
+        self.lockstep = config.lockstep
+        self.threads = ThreadPoolExecutor(config.workers, thread_name_prefix="environment")
 
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> FunctionEpisodes:
         """See `Environments`."""
         episodes = [PlayedEpisode(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)]
-        said = self.in_threads(self._start, episodes)
+        said = self.threads.map(partial(self.try_with, self._start), episodes)
         known: dict[str, Prompt] = {}  # episodes of one prompt mostly begin alike
         for episode, words in zip(episodes, said, strict=True):
             if episode.failure is None and (words is not None or self.processes.tools):
@@ -184,19 +83,13 @@ class FunctionEnvironments:
             episode.messages = [*(episode.prompt.messages or ())]
         return FunctionEpisodes(self, episodes)
 
-    def in_threads(self, work: Callable[[PlayedEpisode], Any], episodes: Sequence[PlayedEpisode]) -> list[Any]:
-        """What `work` returns for each episode; None for one that fails, whose process is ended."""
-
-        def run(episode: PlayedEpisode) -> Any:
-            try:
-                return work(episode)
-            except EpisodeFailure as failure:
-                episode.failure = failure
-                if episode.process is not None:
-                    episode.process.close()
-                return None
-
-        return list(self._threads.map(run, episodes))
+    def try_with(self, work: Callable[[PlayedEpisode], T], episode: PlayedEpisode) -> T | None:
+        """What `work` returns; None where the episode fails, whose process is ended."""
+        try:
+            return work(episode)
+        except EpisodeFailure as failure:
+            episode.fail(failure)
+            return None
 
     def request(self, episode: PlayedEpisode, **content: Any) -> dict[str, Any]:
         """What the episode's process replies. Raises EpisodeFailure."""
@@ -206,7 +99,7 @@ class FunctionEnvironments:
 
     def close(self) -> None:
         """See `Environments`."""
-        self._threads.shutdown(cancel_futures=True)
+        self.threads.shutdown(cancel_futures=True)
         self.processes.close()
         self.failures.close()
 
@@ -235,38 +128,82 @@ class FunctionEnvironments:
         return replace(prompt, ids=ids, text=text_of_ids, messages=(*before, last))
 
 
-@dataclass(slots=True)
 class FunctionEpisodes:
     """Episodes that are played side by side; see `EpisodeBatch`."""
 
-    owner: FunctionEnvironments
-    episodes: list[PlayedEpisode]
+    def __init__(self, owner: FunctionEnvironments, episodes: Sequence[PlayedEpisode]) -> None:
+        self.owner, self.episodes = owner, episodes
+        self._in_step, self._ending = dict[int, Future[EnvironmentReply | None]](), dict[int, Future[Any]]()
+        self._done = SimpleQueue[int]()  # the numbers of episodes with a reply
+        self._given_up: list[Future[EnvironmentReply | None]] = []
+        self._waits_since: float | None = None
 
     @property
     def starts(self) -> Sequence[tuple[Prompt, str]]:
         """See `EpisodeBatch`."""
         return [(episode.prompt, _kind(episode.failure)) for episode in self.episodes]
 
-    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
+    def submit(self, number: int, text: str, is_last: bool) -> None:
         """See `EpisodeBatch`; calls of a last turn are executed, too."""
-        texts = {id(self.episodes[at]): text for at, text in turns}
-        chosen = [self.episodes[at] for at, _ in turns]
-        found = self.owner.in_threads(lambda episode: self._step(episode, texts[id(episode)]), chosen)
-        return [
-            EnvironmentReply(failure=_kind(episode.failure)) if reply is None else reply
-            for episode, reply in zip(chosen, found, strict=True)
-        ]
+        work = partial(self.owner.try_with, lambda episode: self._step(episode, text))
+        future = self.owner.threads.submit(work, self.episodes[number])
+        self._in_step[number] = future
+        future.add_done_callback(lambda _: self._done.put(number))
 
-    def finish(self) -> list[EpisodeResult]:
+    def replies(self, wait_s: float) -> list[tuple[int, EnvironmentReply]]:
+        """See `EpisodeBatch`; replies of about the same time are returned together."""
+        found, now = dict[int, EnvironmentReply](), time.monotonic()
+        end = now + min(wait_s, self.owner.config.max_wait_s or wait_s)
+        while self._in_step:
+            try:
+                number = self._done.get(timeout=max(end - time.monotonic(), 0.0))
+            except Empty:
+                break
+            if (future := self._in_step.pop(number, None)) is not None:
+                found[number] = future.result() or EnvironmentReply(failure=_kind(self.episodes[number].failure))
+                end = min(end, time.monotonic() + TOGETHER_S)
+        self._waits_since = None if found or not wait_s else (self._waits_since or now)
+        return [*found.items(), *self._too_slow()]
+
+    def _too_slow(self) -> list[tuple[int, EnvironmentReply]]:
+        """The episodes that the others have waited for too long, as failed; they are given up."""
+        limit_s = self.owner.config.max_wait_s
+        if limit_s is None or self._waits_since is None or time.monotonic() - self._waits_since < limit_s:
+            return []
+        late = [*self._in_step]
+        self._given_up += self._in_step.values()
+        self._in_step.clear()
+        text = f"no reply within environment.max_wait_s={limit_s:g} after all others; its process was killed"
+        for number in late:
+            self.episodes[number].fail(EpisodeFailure("too slow", text))
+        return [(number, EnvironmentReply(failure="too slow")) for number in late]
+
+    def end_episode(self, number: int) -> None:
+        """See `EpisodeBatch`."""
+        episode = self.episodes[number]
+        if episode.failure is None:
+            self._ending[number] = self.owner.threads.submit(self.owner.try_with, self._result, episode)
+
+    def results(self) -> list[EpisodeResult]:
         """See `EpisodeBatch`. Raises EnvironmentProblem where too many episodes fail."""
-        whole = [episode for episode in self.episodes if episode.failure is None]
-        results = dict(zip(map(id, whole), self.owner.in_threads(self._result, whole), strict=True))
+        late = wait(self._ending.values(), self.owner.config.max_wait_s).not_done
+        for number, future in self._ending.items():
+            if future in late:
+                self.episodes[number].fail(EpisodeFailure("too slow", "its score takes too long"))
+        found = {at: future.result() for at, future in self._ending.items()}
         for episode in self.episodes:
             self.owner.failures.record(episode.failure)
-        return [results.get(id(e)) or EpisodeResult(failure=_kind(e.failure)) for e in self.episodes]
+        return [found.get(at) or EpisodeResult(failure=_kind(e.failure)) for at, e in enumerate(self.episodes)]
 
     def close(self) -> None:
         """See `EpisodeBatch`."""
+        pending = [*self._in_step.values(), *self._given_up, *self._ending.values()]
+        for future in pending:
+            future.cancel()
+        for episode in self.episodes:
+            if episode.process is not None:
+                episode.process.kill()
+        wait(pending)  # whose processes are dead
         for episode in self.episodes:
             if episode.process is not None:
                 episode.process.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from runner.core.tool_formats import ToolFormat, Tools
 from runner.interfaces.sampling import EpisodeResult, Prompt
@@ -64,23 +64,31 @@ class EpisodeBatch(Protocol):
     @property
     def starts(self) -> Sequence[tuple[Prompt, str]]: ...  # what each begins with, and why it is left out, or ""
 
-    # turns: (number, text); is_last: nothing that is said to them is read any more
-    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]: ...
+    # a turn of the policy; is_last: nothing that is said to it is read any more
+    def submit(self, number: int, text: str, is_last: bool) -> None: ...
 
-    def finish(self) -> list[EpisodeResult]: ...  # of every episode, once
+    # what has been said to turns since the last call; waits up to so many seconds for the first reply
+    def replies(self, wait_s: float) -> list[tuple[int, EnvironmentReply]]: ...
 
-    def close(self) -> None: ...  # also of episodes that are not finished
+    def end_episode(self, number: int) -> None: ...  # it has no further turn, and its score can be computed
+
+    def results(self) -> list[EpisodeResult]: ...  # of every episode, once, after the end of all
+
+    def close(self) -> None: ...  # also of episodes that have not ended
 
 
 class Environments(Protocol):
     """Environments for episodes of at most `max_turns` turns of the policy.
 
     roles: those of its messages, as far as they are known before the first one; max_episode_tokens: of turns and
-    messages, None = no limit
+    messages, None = no limit; lockstep: whether all episodes have their replies before any continues
     """
 
     @property
     def max_turns(self) -> int: ...
+
+    @property
+    def lockstep(self) -> bool: ...
 
     @property
     def roles(self) -> tuple[str, ...]: ...
@@ -102,6 +110,7 @@ class EnvironmentFactory:
     max_turns: int
     roles: tuple[str, ...] = field(default=(), kw_only=True)
     max_episode_tokens: int | None = field(default=None, kw_only=True)
+    lockstep: ClassVar[bool] = True  # in one process, nothing would be won otherwise
 
     def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int] = ()) -> LocalEpisodes:
         """An environment for an episode of each prompt."""
@@ -123,15 +132,24 @@ class LocalEpisodes:
 
     starts: Sequence[tuple[Prompt, str]]
     environments: Sequence[Environment]
+    said: list[tuple[int, EnvironmentReply]] = field(default_factory=list)
 
-    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
+    def submit(self, number: int, text: str, is_last: bool) -> None:
         """See `EpisodeBatch`."""
-        if is_last:
-            return [EnvironmentReply() for _ in turns]
-        said = [self.environments[at].step(text) for at, text in turns]
-        return [EnvironmentReply(() if o is None else ({"role": o.role, "content": o.text},)) for o in said]
+        said = None if is_last else self.environments[number].step(text)
+        messages = () if said is None else ({"role": said.role, "content": said.text},)
+        self.said.append((number, EnvironmentReply(messages)))
 
-    def finish(self) -> list[EpisodeResult]:
+    def replies(self, wait_s: float) -> list[tuple[int, EnvironmentReply]]:
+        """See `EpisodeBatch`; nothing is waited for."""
+        said = [*self.said]
+        self.said.clear()
+        return said
+
+    def end_episode(self, number: int) -> None:
+        """Nothing is to be done."""
+
+    def results(self) -> list[EpisodeResult]:
         """See `EpisodeBatch`; these environments have no score."""
         return [EpisodeResult() for _ in self.environments]
 

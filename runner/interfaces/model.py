@@ -139,8 +139,17 @@ RecordExperts = Callable[[Row, Tensor], None]
 NewerWeights = Callable[[], Callable[[], None] | None]
 
 
+# Called between two tokens, with whether all rows are finished: rows that join; then none = no more will come
+Arrivals = Callable[[bool], Sequence[Row]]
+
+
 def no_newer_weights() -> None:
     """The weights stay as they are."""
+
+
+def no_arrivals(idle: bool) -> Sequence[Any]:
+    """No other rows join."""
+    return ()
 
 
 class CachedDecoder(Protocol):
@@ -179,6 +188,7 @@ class BatchDecoder(Protocol):
         max_rows: int,
         newer: NewerWeights = no_newer_weights,
         record: RecordExperts[Row] | None = None,
+        arrivals: Arrivals[Row] = no_arrivals,
     ) -> None: ...
 
     def make_decoder(self, rows: int) -> CachedDecoder: ...  # of at most so many rows, used in generation_mode

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from runner.run_dir.manifest import PromptStyle
 
@@ -226,6 +226,37 @@ class Reward(Protocol):
 
 # The newest version of the weights that was published, and its tensors; may be called from any thread
 NewestWeights = Callable[[], tuple[int, Mapping[str, "Tensor"]]]
+
+
+class RequestSource(Protocol):
+    """Requests that arrive while others are answered, each with a number."""
+
+    # those that have arrived; wait: as nothing is being sampled, return at least one; none = no more will arrive
+    def take(self, wait: bool) -> Sequence[tuple[int, Request]]: ...
+
+    def answer(self, number: int, rollout: Rollout) -> None: ...
+
+
+def sample_in_waves(sample: Callable[[Sequence[Request]], list[Rollout]], source: RequestSource) -> None:
+    """Answer a source's requests: all that have arrived at once, then those that have arrived meanwhile, …"""
+    while arrived := source.take(wait=True):
+        for (number, _), rollout in zip(arrived, sample([request for _, request in arrived]), strict=True):
+            source.answer(number, rollout)
+
+
+def sample_from(sampler: Any, source: RequestSource) -> None:
+    """Answer a source's requests: they join the running batch of a `ContinuousSampler`, others sample in waves."""
+    if isinstance(sampler, ContinuousSampler):
+        sampler.sample_continuously(source)
+    else:
+        sample_in_waves(sampler.sample, source)
+
+
+@runtime_checkable
+class ContinuousSampler(Protocol):
+    """A sampler whose running batch later requests can join."""
+
+    def sample_continuously(self, source: RequestSource) -> None: ...
 
 
 class InterruptibleSampler(Protocol):

@@ -57,8 +57,8 @@ def _serve(folder: RunFolder, attempt: int, index: int) -> None:
             sampler, stats, images = build_worker_sampler(spec, decide, folder)
             stats.on_start(0)
             token, host = job_token(), os.environ.get(SAMPLER_HOST, LOOPBACK)
-            own = {"device_stats": stats.pop_readings, "images": images}
-            serve(sampler, index, folder.samplers, token=token, host=host, **own)
+            readings = stats.pop_readings
+            serve(sampler, index, folder.samplers, token=token, host=host, device_stats=readings, images=images)
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ class CausalLM(TransformersModel):
         if "hidden" in needs:
             values["hidden"] = tokens.values_at(self._backbone(tokens), tokens.batch.tokens["parent"][places])
         if needs & {"logprobs", "entropy"}:
-            values |= zip(("logprobs", "entropy"), self._score(tokens, places), strict=True)
+            values |= self._score(tokens, places, needs)
         return {name: tokens.scatter_and_sum(values[name], places, tokens.batch.num_tokens) for name in sorted(needs)}
 
     def lm_head(self) -> Callable[[Tensor], Tensor]:
@@ -139,7 +139,7 @@ class CausalLM(TransformersModel):
                 *parts, chosen, self.config.lm_head_chunk_tokens, self._head_dtype, _temperature(tokens, places)
             )
         else:
-            values, _ = self._score(tokens, places)
+            values = self._score(tokens, places)["logprobs"]
             total = (values * chosen).sum()
         return total, {"logprobs": values.detach()}
 
@@ -236,22 +236,27 @@ class CausalLM(TransformersModel):
         states = tokens.values_at(hidden, batch.tokens["parent"][places])
         return self.causal.get_output_embeddings(), states, _targets(batch)[places]
 
-    def _score(self, tokens: BatchTokens, places: Tensor, made: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logprobs and entropies [S] of the tokens at `places` [S], none of them a root.
+    def _score(
+        self, tokens: BatchTokens, places: Tensor, needs: frozenset[str] = frozenset(), made: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """logprobs [S], and the entropy [S] if needed, of the tokens at `places` [S], none of them a root.
 
         made: the hidden states [W, H], or the logits [W, V] where the head is not `chunked`; None = to be made.
         """
+        batch, asked, temperature = tokens.batch, "entropy" in needs, _temperature(tokens, places)
         if self.chunked:
-            return chunked_lm_head.chunked_logprobs(
+            logprobs, entropy = chunked_lm_head.chunked_logprobs(
                 *self._head_inputs(tokens, places, made),
                 self.config.lm_head_chunk_tokens,
                 self._head_dtype,
-                _temperature(tokens, places),
+                temperature,
+                entropy=asked,
             )
-        batch = tokens.batch
-        logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
-        logits = chunked_lm_head.divide_logits(logits, _temperature(tokens, places))
-        return chunked_lm_head.logprobs_and_entropy(logits, _targets(batch)[places])
+        else:
+            logits = tokens.values_at(self._logits(tokens) if made is None else made, batch.tokens["parent"][places])
+            logits = chunked_lm_head.divide_logits(logits, temperature)
+            logprobs, entropy = chunked_lm_head.logprobs_and_entropy(logits, _targets(batch)[places], asked)
+        return {"logprobs": logprobs} | ({} if entropy is None else {"entropy": entropy})
 
 
 def _targets(batch: Batch) -> Tensor:

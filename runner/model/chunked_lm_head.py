@@ -142,20 +142,21 @@ def chunked_logprobs(
     chunk: int,
     compute: torch.dtype | None = None,
     temperature: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """log p(targets | hidden) and the entropy of p(· | hidden) in nats; differentiable in hidden and head.
+    *,
+    entropy: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """log p(targets | hidden), and with `entropy` that of p(· | hidden) in nats; differentiable in hidden and head.
 
     hidden [S, H], targets int64 [S]; `compute` is the data type of the matrix products (None: that of the
-    weight); `temperature` float [S] divides the logits, in float32 or better (None: 1). Returns two [S]
-    in float32 (float64 for a float64 head). An entropy that is not used costs one pass over the chunk's
-    log-probabilities and no memory.
+    weight); `temperature` float [S] divides the logits, in float32 or better (None: 1). Returns [S] in float32
+    (float64 for a float64 head). Entropies cost two passes over the chunk's log-probabilities, and as much memory.
     """
     if not is_plain_linear(head):
-        return _checkpointed_chunks(head, hidden, targets, chunk, temperature)
+        return _checkpointed_chunks(head, hidden, targets, chunk, temperature, entropy)
     weight, ids = local_vocab(head)
     operands = partial(LogitOperands, compute=compute, ids=ids, temperature=temperature)
-    values: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(
-        hidden, weight, stored_parameter(head, "bias"), targets, chunk, operands
+    values: tuple[Tensor, Tensor | None] = _ChunkedLogprobs.apply(
+        hidden, weight, stored_parameter(head, "bias"), targets, chunk, operands, entropy
     )
     return values
 
@@ -183,10 +184,10 @@ def chunked_logprob_loss(
     return total, values
 
 
-def logprobs_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """logits [S, V], targets int64 [S] → log-softmax at the targets and entropy, [S], float32 or better."""
+def logprobs_and_entropy(logits: Tensor, targets: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """logits [S, V], targets int64 [S] → log-softmax at the targets; if asked, entropy; [S], float32 or better."""
     log_softmax = ALL_IDS.log_softmax(logits)
-    return ALL_IDS.gather_targets(log_softmax, targets), _entropy(log_softmax)
+    return ALL_IDS.gather_targets(log_softmax, targets), _entropy(log_softmax) if entropy else None
 
 
 def _entropy(log_softmax: Tensor) -> Tensor:
@@ -206,19 +207,19 @@ def divide_logits(logits: Tensor, temperature: Tensor | None) -> Tensor:
 
 
 def _checkpointed_chunks(
-    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, temperature: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    def piece(span: slice) -> tuple[Tensor, Tensor]:
+    head: nn.Module, hidden: Tensor, targets: Tensor, chunk: int, temperature: Tensor | None, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    def piece(span: slice) -> tuple[Tensor, Tensor | None]:
         part = None if temperature is None else temperature[span]
-        return logprobs_and_entropy(divide_logits(head(hidden[span]), part), targets[span])
+        return logprobs_and_entropy(divide_logits(head(hidden[span]), part), targets[span], entropy)
 
     spans = list(chunk_spans(len(hidden), chunk)) or [slice(0, 0)]
     if torch.is_grad_enabled():
         pieces = [checkpoint(piece, span, use_reentrant=False) for span in spans]
     else:
         pieces = [piece(span) for span in spans]
-    logprobs, entropy = zip(*pieces, strict=True)
-    return torch.cat(logprobs), torch.cat(entropy)
+    entropies = [found for _, found in pieces if found is not None]
+    return torch.cat([found for found, _ in pieces]), torch.cat(entropies) if entropy else None
 
 
 class LogitOperands:
@@ -260,10 +261,6 @@ class LogitOperands:
     def log_softmax(self, span: slice) -> Tensor:
         """The same as log-probabilities, in float32 or better."""
         return self.ids.log_softmax(self.logits(span))
-
-    def values(self, log_softmax: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probabilities of the targets, and entropies, [chunk] each."""
-        return self.ids.gather_targets(log_softmax, targets), self.ids.sum_over_ranks(_entropy(log_softmax))
 
     def accumulate(
         self, span: slice, log_softmax: Tensor, targets: Tensor, grad: Tensor, grad_entropy: Tensor | None = None
@@ -321,15 +318,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         targets: Tensor,
         chunk: int,
         make_operands: Callable[..., LogitOperands],
-    ) -> tuple[Tensor, Tensor]:
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
         ctx.save_for_backward(hidden, weight, bias, targets)
         ctx.chunk, ctx.make_operands = chunk, make_operands
         ctx.set_materialize_grads(False)
         operands = make_operands(hidden, weight, bias)
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(operands.weight.dtype, torch.float32))
-        entropy = torch.empty_like(logprobs)
+        entropy = torch.empty_like(logprobs) if with_entropy else None
         for span in chunk_spans(len(targets), chunk):
-            logprobs[span], entropy[span] = operands.values(operands.log_softmax(span), targets[span])
+            log_softmax = operands.log_softmax(span)
+            logprobs[span] = operands.ids.gather_targets(log_softmax, targets[span])
+            if entropy is not None:
+                entropy[span] = operands.ids.sum_over_ranks(_entropy(log_softmax))
         return logprobs, entropy
 
     @staticmethod
@@ -339,13 +340,13 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if grad is None:
             grad = torch.zeros_like(grad_entropy) if grad_entropy is not None else None
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         operands = ctx.make_operands(hidden, weight, bias)
         operands.allocate_gradients(ctx.needs_input_grad[:3])
         for span in chunk_spans(len(targets), ctx.chunk):
             part = None if grad_entropy is None else grad_entropy[span]
             operands.accumulate(span, operands.log_softmax(span), targets[span], grad[span], part)
-        return (*operands.results(), None, None, None)
+        return (*operands.results(), None, None, None, None)
 
 
 class LossWithKnownGradient(torch.autograd.Function):

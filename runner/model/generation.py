@@ -16,7 +16,16 @@ import torch
 from torch import Tensor
 
 from runner.core.media import MEDIA_ID
-from runner.interfaces.model import CachedDecoder, ChooseTokens, NewerWeights, RecordExperts, Row, no_newer_weights
+from runner.interfaces.model import (
+    Arrivals,
+    CachedDecoder,
+    ChooseTokens,
+    NewerWeights,
+    RecordExperts,
+    Row,
+    no_arrivals,
+    no_newer_weights,
+)
 from runner.interfaces.routing import ExpertRouting
 from runner.model.batch_layout import max_row_length
 from runner.model.kv_cache import MakeDecoder
@@ -31,7 +40,21 @@ class DecodingBatch(Generic[Row]):
 
     def __init__(self, decoder: CachedDecoder, max_rows: int) -> None:
         self.waiting, self.rows = deque[Row](), list[Row]()
-        self._decoder, self._max_rows = decoder, max_rows
+        self.decoder, self._max_rows = decoder, max_rows
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row waits, and all are finished."""
+        return not self.waiting and all(row.is_finished for row in self.rows)
+
+    def extend(self, rows: Sequence[Row]) -> None:
+        """Let rows wait. Raises ValueError for an empty prompt."""
+        if any(len(row.prompt_ids) == 0 for row in rows):
+            raise ValueError("a prompt needs at least one token")
+        # longest first: little padding, and equal prompts follow one another
+        order = sorted(rows, key=lambda row: (-len(row.prompt_ids), row.prompt_ids))
+        self.decoder.expect([row.prompt_ids for row in order])
+        self.waiting.extend(order)
 
     def admit(self) -> tuple[Tensor, Sequence[Row]] | None:
         """Let waiting rows join, in their order; None where none waits, or there is no room."""
@@ -39,9 +62,9 @@ class DecodingBatch(Generic[Row]):
         if not slots:
             return None
         new = [self.waiting.popleft() for _ in slots]
-        if not self._decoder.admits_any_time:  # all rows are finished, and a new wave replaces them
+        if not self.decoder.admits_any_time:  # all rows are finished, and a new wave replaces them
             self.rows.clear()
-        logits = self._decoder.admit([row.prompt_ids for row in new], slots)
+        logits = self.decoder.admit([row.prompt_ids for row in new], slots)
         for slot, row in zip(slots, new, strict=True):
             self.rows[slot : slot + 1] = [row]
         return logits, new
@@ -49,8 +72,8 @@ class DecodingBatch(Generic[Row]):
     def decode(self) -> tuple[Tensor, Sequence[Row]] | None:
         """Continue every row by its newest id; None where all are finished."""
         if finished := self._finished_rows():
-            self.rows = [self.rows[at] for at in self._decoder.evict(finished)]
-        return (self._decoder.step([row.ids[-1] for row in self.rows]), self.rows) if self.rows else None
+            self.rows = [self.rows[at] for at in self.decoder.evict(finished)]
+        return (self.decoder.step([row.ids[-1] for row in self.rows]), self.rows) if self.rows else None
 
     def _finished_rows(self) -> list[int]:
         return [at for at, row in enumerate(self.rows) if row.is_finished]
@@ -58,7 +81,7 @@ class DecodingBatch(Generic[Row]):
     def _free_slots(self) -> list[int]:
         """The places that new rows may take now: first those of finished rows."""
         finished = self._finished_rows()
-        if not self._decoder.admits_any_time and len(finished) < len(self.rows):
+        if not self.decoder.admits_any_time and len(finished) < len(self.rows):
             return []
         return [*finished, *range(len(self.rows), self._max_rows)]
 
@@ -91,6 +114,7 @@ class CompletionGenerator:
         max_rows: int,
         newer: NewerWeights = no_newer_weights,
         record: RecordExperts[Row] | None = None,
+        arrivals: Arrivals[Row] = no_arrivals,
     ) -> None:
         """Call `choose` for ids until every row is finished, with at most `max_rows` at a time.
 
@@ -98,26 +122,23 @@ class CompletionGenerator:
         rows with the keys and values of earlier ones. `record` gets the experts of each row's tokens.
         Raises ValueError for an empty prompt.
         """
-        if any(len(row.prompt_ids) == 0 for row in rows):
-            raise ValueError("a prompt needs at least one token")
-        # longest first: little padding, and equal prompts follow one another
-        order = sorted(rows, key=lambda row: (-len(row.prompt_ids), row.prompt_ids))
         with ExitStack() as mode, self._recording(record is not None):
             mode.enter_context(self.generation_mode())
-            decoder = self.make_decoder(min(max_rows, len(order)))
-            decoder.expect([row.prompt_ids for row in order])
-            batch = DecodingBatch[Row](decoder, max_rows)
-            batch.waiting.extend(order)
-            while found := batch.admit() or batch.decode():
+            batch = DecodingBatch[Row](self.make_decoder(min(max_rows, len(rows)) or max_rows), max_rows)
+            batch.extend(rows)
+            while True:
+                batch.extend(arrivals(batch.is_idle))
+                if (found := batch.admit() or batch.decode()) is None:
+                    return
                 if record is not None:
-                    for row, experts in zip(found[1], decoder.experts, strict=True):
+                    for row, experts in zip(found[1], batch.decoder.experts, strict=True):
                         record(row, experts)
                 choose(*found)
                 if load := newer():
                     mode.close()
                     load()
                     mode.enter_context(self.generation_mode())
-                    decoder.recompute_prompts()
+                    batch.decoder.recompute_prompts()
 
     @contextmanager
     def _recording(self, on: bool) -> Iterator[None]:

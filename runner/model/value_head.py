@@ -119,7 +119,7 @@ class PolicyWithValueHead(CausalLM):
         head: Any = self.whole.value_head
         found: dict[str, Tensor] = {"hidden": states, "values": head(states)}
         if scored:
-            found |= zip(("logprobs", "entropy"), self._score(tokens, places, made), strict=True)
+            found |= self._score(tokens, places, needs, made)
         return {name: tokens.scatter_and_sum(found[name], places, batch.num_tokens) for name in sorted(needs)}
 
     def _hidden(self, tokens: BatchTokens, scored: bool) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sampling, rewards, environments and evaluation, partitioned over ranks; all ranks get all results.
+"""Sampling and rewards, partitioned over ranks; all ranks get all results.
 
     requests, groups, turns ──balanced──▶ those of this rank ──▶ wrapped component ──gathered──▶ all, on every rank
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Self, TypeVar
 
@@ -20,11 +19,6 @@ from runner.core.errors import EnvironmentProblem
 from runner.distributed.work_partition import balance_by_cost, group_by_prompt, run_on_rank0, run_partitioned
 from runner.interfaces import (
     Completion,
-    EnvironmentReply,
-    Environments,
-    EpisodeBatch,
-    EpisodeResult,
-    Prompt,
     RankCollectives,
     Request,
     Reward,
@@ -32,6 +26,7 @@ from runner.interfaces import (
     Sampler,
     SamplerWrapper,
 )
+from runner.interfaces.sampling import RequestSource, sample_from, sample_in_waves
 
 FullParamsContext = Callable[[], AbstractContextManager[Any]]  # a block with full weights, which all ranks enter
 T = TypeVar("T")
@@ -60,6 +55,14 @@ class PartitionedSampler(SamplerWrapper):
         for group, drawn in zip(members, found, strict=True):
             placed |= zip(group, drawn, strict=True)
         return [placed[at] for at in range(len(requests))]
+
+    def sample_continuously(self, source: RequestSource) -> None:
+        """See `ContinuousSampler`; several ranks sample in waves, for which all of them ask."""
+        if self._peers.size > 1:
+            sample_in_waves(self.sample, source)
+        else:
+            with self._whole():
+                sample_from(self._sampler, source)
 
 
 class Rank0Sampler:
@@ -189,74 +192,3 @@ class PartitionedSumReward(PartitionedReward):
 def partition_reward(reward: Reward, peers: RankCollectives) -> PartitionedReward:
     """The reward, partitioned over ranks."""
     return (PartitionedSumReward if hasattr(reward, "score_components") else PartitionedReward)(reward, peers)
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionedEnvironments:
-    """Each episode's environment runs on one rank, which broadcasts what it says; see `Environments`."""
-
-    inner: Environments
-    peers: RankCollectives
-
-    @property
-    def max_turns(self) -> int:
-        """See `Environments`."""
-        return self.inner.max_turns
-
-    @property
-    def roles(self) -> tuple[str, ...]:
-        """See `Environments`."""
-        return self.inner.roles
-
-    @property
-    def max_episode_tokens(self) -> int | None:
-        """See `Environments`."""
-        return self.inner.max_episode_tokens
-
-    def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
-        """See `Environments`; all ranks start the same episodes."""
-        batches: list[EpisodeBatch] = []
-
-        def work(mine: list[int]) -> Sequence[tuple[Prompt, str]]:
-            batches.append(self.inner.start_episodes([prompts[at] for at in mine], [seeds[at] for at in mine]))
-            return batches[0].starts
-
-        owners = [at % self.peers.size for at in range(len(prompts))]
-        starts = run_partitioned(self.peers, owners, work)
-        return PartitionedEpisodes(starts, batches[0] if batches else None, self.peers)
-
-    def close(self) -> None:
-        """See `Environments`; not collective."""
-        self.inner.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PartitionedEpisodes:
-    """The episodes of this rank; other ranks have the others. See `EpisodeBatch`; all ranks pass the same."""
-
-    starts: Sequence[tuple[Prompt, str]]
-    mine: EpisodeBatch | None
-    peers: RankCollectives
-
-    def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
-        """See `EpisodeBatch`."""
-
-        def work(chosen: list[int]) -> list[EnvironmentReply]:
-            assert self.mine is not None
-            return self.mine.step([(turns[i][0] // self.peers.size, turns[i][1]) for i in chosen], is_last)
-
-        return run_partitioned(self.peers, [at % self.peers.size for at, _ in turns], work)
-
-    def finish(self) -> list[EpisodeResult]:
-        """See `EpisodeBatch`."""
-
-        def work(_: list[int]) -> list[EpisodeResult]:
-            assert self.mine is not None
-            return self.mine.finish()
-
-        return run_partitioned(self.peers, [at % self.peers.size for at in range(len(self.starts))], work)
-
-    def close(self) -> None:
-        """See `EpisodeBatch`; not collective."""
-        if self.mine is not None:
-            self.mine.close()

@@ -28,6 +28,7 @@ from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
 from runner.distributed.work_partition import run_on_rank0
 from runner.interfaces import RankCollectives, Request, Rollout, Sampler, SamplerWrapper
+from runner.interfaces.sampling import RequestSource, sample_from, sample_in_waves
 
 log = logging.getLogger("runner")
 
@@ -60,6 +61,13 @@ class RolloutJournal(SamplerWrapper):
             run_on_rank0(self._peers, lambda: self._require_pages().record(self._version, asked, drawn))
             found.update(zip(missing, drawn, strict=True))
         return [found[at] for at in range(len(requests))]
+
+    def sample_continuously(self, source: RequestSource) -> None:
+        """See `ContinuousSampler`; several ranks sample in waves, for which all of them ask. Raises as `sample`."""
+        if self._peers.size > 1:
+            sample_in_waves(self.sample, source)
+        else:
+            sample_from(self._sampler, UnrecordedRequests(source, self._require_pages(), self._version))
 
     def _require_pages(self) -> JournalPages:
         assert self._pages is not None  # this is rank 0
@@ -137,6 +145,30 @@ def _record(rollout: Rollout) -> dict[str, Any]:
         np.save(file := io.BytesIO(), rollout.experts, allow_pickle=False)
         found["experts"] = base64.b64encode(file.getvalue()).decode()
     return found
+
+
+class UnrecordedRequests:
+    """Of a source's requests those that the journal does not answer; see `RequestSource`."""
+
+    def __init__(self, source: RequestSource, pages: JournalPages, version: int) -> None:
+        self._source, self._pages, self._version = source, pages, version
+        self._asked: dict[int, Request] = {}
+
+    def take(self, wait: bool) -> list[tuple[int, Request]]:
+        """See `RequestSource`."""
+        while arrived := self._source.take(wait):
+            found = self._pages.recorded_rollouts(self._version, [request for _, request in arrived])
+            for at, rollout in found.items():
+                self._source.answer(arrived[at][0], rollout)
+            if missing := [one for at, one in enumerate(arrived) if at not in found]:
+                self._asked.update(missing)
+                return missing
+        return []
+
+    def answer(self, number: int, rollout: Rollout) -> None:
+        """See `RequestSource`."""
+        self._pages.record(self._version, [self._asked.pop(number)], [rollout])
+        self._source.answer(number, rollout)
 
 
 def _key(request: Request) -> str:

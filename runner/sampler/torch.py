@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from runner.core.batch import pack
 from runner.core.errors import TrainingDiverged
 from runner.interfaces import Decide, GenerativeModel, Request, Rollout
-from runner.interfaces.sampling import NewestWeights
+from runner.interfaces.model import RecordExperts
+from runner.interfaces.sampling import NewestWeights, RequestSource
 from runner.sampler.config import TorchSamplerConfig
 from runner.sampler.sampling import (
     SamplingRule,
@@ -38,6 +39,7 @@ class RunningSequence:
     prompt_ids: tuple[int, ...]
     stream: Iterator[tuple[int, int]]
     limit: int
+    number: int = 0  # of the request, as its source counts
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     raw_logprobs: list[float] | None = None
@@ -107,16 +109,37 @@ class TorchSampler:
         The end token is part of the ids, a stop string's ids stay. Raises ValueError for an empty prompt, DataError
         for one that leaves no room for its answer, TrainingDiverged if logits are not finite.
         """
-        limits = [answer_limit(request, self.max_new_tokens, self._writer.length_limit) for request in requests]
-        answers = [
-            RunningSequence(r.prompt, uniform_stream(r.seed), limit, raw_logprobs=[] if r.raw else None)
-            for r, limit in zip(requests, limits, strict=True)
-        ]
+        answers = [self._sequence(request) for request in requests]
         if load := self._newer_weights():
             load()
-        record = _record_experts if self._model.routing is not None and self._model.routing.replays else None
-        self._writer.decode(answers, self._sample_next, self._rows, self._newer_weights, record)
+        self._writer.decode(answers, self._sample_next, self._rows, self._newer_weights, self._recorder)
         return [answer.to_rollout(with_versions=self._newest is not None) for answer in answers]
+
+    def sample_continuously(self, source: RequestSource) -> None:
+        """See `ContinuousSampler`; raises as `sample`."""
+        if load := self._newer_weights():
+            load()
+
+        def arrivals(idle: bool) -> list[RunningSequence]:
+            return [self._sequence(request, number) for number, request in source.take(idle)]
+
+        def choose(logits: Tensor, answers: Sequence[RunningSequence]) -> None:
+            self._sample_next(logits, answers)
+            for answer in answers:
+                if answer.is_finished:
+                    source.answer(answer.number, answer.to_rollout(with_versions=self._newest is not None))
+
+        self._writer.decode((), choose, self._rows, self._newer_weights, self._recorder, arrivals)
+
+    @property
+    def _recorder(self) -> RecordExperts[RunningSequence] | None:
+        """What keeps the experts of each answer, where they are replayed."""
+        return _record_experts if self._model.routing is not None and self._model.routing.replays else None
+
+    def _sequence(self, request: Request, number: int = 0) -> RunningSequence:
+        limit = answer_limit(request, self.max_new_tokens, self._writer.length_limit)
+        raw: list[float] | None = [] if request.raw else None
+        return RunningSequence(request.prompt, uniform_stream(request.seed), limit, number, raw_logprobs=raw)
 
     @torch.no_grad()
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[list[float]]]:

@@ -321,8 +321,8 @@ class TrainingService:
                     done[id] = str(error)
         for _ in range(tokens):
             for event in self._engine.step():
-                id, _, number = event.request_id.rpartition("#")
-                self._own[id].answers[int(number)].append(event)
+                id, _, place = event.request_id.rpartition("#")
+                self._own[id].answers[int(place)].append(event)
         for name in (*self._engine.pop_failed(), *self._dropped):
             done[name.rpartition("#")[0]] = "the sampler's logits are not finite; sample from an earlier checkpoint"
         self._dropped.clear()

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from runner.algorithm.rollouts import AnswerSampler, Group, RolloutCollector, RolloutSample
+from runner.algorithm.episode import AnswerSampler
+from runner.algorithm.rollouts import Group, RolloutCollector, RolloutSample
 from runner.core.errors import OutOfMemory
 from runner.interfaces import Decide, EvalQuestion, Prompt, Request, Rollout
 from runner.interfaces.media import sample_images

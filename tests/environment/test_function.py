@@ -128,12 +128,12 @@ def play(tmp_path: Path) -> Iterator[Play]:
     ) -> tuple[list[Group], Lines, Seen]:  # fmt: skip
         (tmp_path / "shop.py").write_text(source)
         config, decide = (
-            FunctionEnvironmentConfig(path=f"{tmp_path}/shop.py:{target}", **options),
+            FunctionEnvironmentConfig(path=f"{tmp_path}/shop.py:{target}", **{"lockstep": True} | options),
             decide or Decisions(),
         )
         spec = demo().model_copy(update={"environment": config})
         builders.append(EnvironmentBuilder(TOKENIZER, decide, tmp_path))
-        environments = builders[-1].build(spec, SINGLE_PROCESS)
+        environments = builders[-1].build(spec, SINGLE_PROCESS, tmp_path / "journal")
         sampler, reward = Lines(lines, room), Seen()
         extend = build_extend(spec, TOKENIZER, environments, decide)
         collector = RolloutCollector(sampler, reward, TOKENIZER, 0, size, environments, extend)
@@ -281,6 +281,45 @@ def test_what_an_environment_prints_and_returns_is_limited(play: Play, tmp_path:
     said = group.samples[0].history[1]["content"]
     assert said == "a" * 50 + "\n[… 2999902 characters left out …]\n" + "a" * 48 + "b?"
     assert (tmp_path / "environment.log").stat().st_size < 10 << 20
+
+
+WAITING = SHOP.replace(
+    "    def is_done(self):\n",
+    """    def is_done(self):
+        import os, time
+        while self.waits and not os.path.exists(self.waits):
+            time.sleep(0.01)
+        if self.makes and len(self.sold) == 2:
+            open(self.makes, "w").close()
+""",
+).replace(
+    "stock=3, **columns):\n",
+    "stock=3, waits='', makes='', **columns):\n        self.waits, self.makes = waits, makes\n",
+)
+
+
+def test_a_slow_tool_holds_no_other_episode(play: Play, tmp_path: Path) -> None:
+    """The first tool of one episode waits for the second turn of the other, which would never come in lockstep."""
+    flag, buy = str(tmp_path / "flag"), call("buy", name="tea")
+    columns = ({"waits": flag}, {"makes": flag})
+    groups, sampler, _ = play(WAITING, [buy, buy, "end", "end"], columns=columns, lockstep=False, timeout_s=60.0)
+    assert [len(group.samples[0].history) for group in groups] == [2, 4]
+    assert len(sampler.prompts) == 5 and not (tmp_path / "journal").exists()
+
+
+def test_an_episode_that_all_others_wait_for_is_left_out_and_stays_left_out(
+    play: Play, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A group of G-1 goes on; the next attempt does the same, although the tool would be fast then."""
+    options = {"columns": ({"waits": str(tmp_path / "flag")}, {}), "lockstep": False, "max_wait_s": 0.2}
+    begin = time.monotonic()
+    groups, _, reward = play(WAITING, [call("buy", name="tea"), "end"], **options)
+    assert [group.samples[0].finish for group in groups] == ["failed", "stop"] and len(reward.completions) == 1
+    assert time.monotonic() - begin < 20 and "1 of 2 episodes were left out: 1 × too slow" in finish(play, caplog)
+    (tmp_path / "flag").touch()
+    again, sampler, _ = play(WAITING, [call("buy", name="tea"), "end"], **options)
+    assert len(sampler.prompts) == 2 and "1 episodes are left out, as before the run was resumed" in caplog.text
+    assert again[0].samples[0].finish == "failed" and again[1].samples == groups[1].samples
 
 
 def test_secrets_stay_out_of_the_environment(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:

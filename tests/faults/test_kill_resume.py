@@ -201,6 +201,46 @@ def test_images_killed_in_data_in_a_step_and_in_a_save_give_the_same_run(tmp_pat
     assert record["values"]["held_out/loss"] == pytest.approx(last["eval/loss"], rel=1e-5)
 
 
+PLAY = """
+import random, time
+
+def respond(messages):
+    time.sleep(random.random() / 10)
+    turns = sum(message["role"] == "assistant" for message in messages)
+    return None if turns == 3 else f"turn {turns}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [(), ("algorithm.lag=1",), ("parallelism=ddp", "launch.devices=2"), ("launch.samplers=2",)]
+)
+def test_steps_that_are_repeated_play_the_same_episodes(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """Although it depends on the moment which episodes were sampled together."""
+    (tmp_path / "play.py").write_text(PLAY)
+    episodes = ("environment=function", "environment.path=../play.py:respond", *more)
+    ends = f"sampler.stop_token_ids={[*range(0, 256, 2)]}"  # half of what random weights write
+    run = Run(tmp_path / "run", 6, ("+recipe=grpo_demo", *SAMPLED, *SMALL, *episodes, ends.replace(" ", "")))
+    process = run.start(*run.job)
+    wait_until(lambda: run.steps_logged() >= 5, process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, run.printed.read_text()
+    before = steps(run)
+    resumed = run.start(*RESUME)
+    assert resumed.wait(timeout=DEADLINE_S) == 0, run.printed.read_text()
+    assert "rollouts of earlier attempts" in run.printed.read_text()
+    after = steps(run)
+    assert len(before) >= 5 and after[: len(before)] == before
+    assert len(after) == 6 and all(1.5 < row["environment/turns"] < 3 for row in after)
+
+
+def steps(run: Run) -> list[dict[str, Any]]:
+    """What each step says of its episodes and its update, without the speed of the servers."""
+    own = ("step", "train/", "rollout/", "reward/", "environment/")
+    rows = [{k: v for k, v in row.items() if k.startswith(own)} for row in run.rows("metrics.jsonl")]
+    return [row for row in rows if row["step"] > 0]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", JOBS)

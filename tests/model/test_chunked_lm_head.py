@@ -68,7 +68,7 @@ def test_gradcheck(bias: bool, tempered: bool) -> None:
 
     def rebuilt(h: Tensor, w: Tensor, b: Tensor | None = None) -> tuple[Tensor, Tensor]:
         operands = partial(LogitOperands, compute=None, ids=ALL_IDS, temperature=temperature)
-        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, operands)
+        return chunked_lm_head._ChunkedLogprobs.apply(h, w, b, targets, 2, operands, True)
 
     assert torch.autograd.gradcheck(rebuilt, leaves)
     assert torch.autograd.gradcheck(lambda *t: rebuilt(*t)[1], leaves), "the entropy alone"
@@ -84,7 +84,7 @@ def test_a_temperature_divides_the_logits_in_float32(plain_head: bool) -> None:
     logs = (made(hidden).float() / temperature[:, None]).log_softmax(-1)
     wanted = logs.gather(1, targets[:, None])[:, 0]
     [wanted_grad] = torch.autograd.grad(wanted.sum(), hidden)
-    got, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4, None, temperature)
+    got, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4, None, temperature, entropy=True)
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, -(logs.exp() * logs).sum(1), atol=1e-6, rtol=0)
     total, values = chunked_lm_head.chunked_logprob_loss(made, hidden, targets, torch.ones(6), 4, None, temperature)
@@ -97,12 +97,25 @@ def test_entropy_equals_the_plain_way_also_where_a_probability_is_zero() -> None
     made, hidden, targets = parts(6, False)
     with torch.no_grad():
         made.weight[3] = -2000 * hidden.sign().mean(0)  # a token that is next to impossible
-    _, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4)
+    _, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4, entropy=True)
     wanted = torch.distributions.Categorical(logits=made(hidden)).entropy()
     torch.testing.assert_close(entropy, wanted)
     got = torch.autograd.grad(entropy.sum(), hidden)[0]
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, torch.autograd.grad(wanted.sum(), hidden)[0])
+
+
+@pytest.mark.parametrize("plain_head", [True, False])
+def test_the_entropy_is_computed_only_if_asked(plain_head: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, hidden, targets = parts(6, False)
+    if not plain_head:
+        made.register_forward_hook(lambda *_: None)
+    calls, compute = list[int](), chunked_lm_head._entropy
+    monkeypatch.setattr(chunked_lm_head, "_entropy", lambda values: (calls.append(1), compute(values))[1])
+    got, entropy = chunked_lm_head.chunked_logprobs(made, hidden, targets, 4)
+    assert entropy is None and not calls
+    assert torch.equal(got, chunked_lm_head.chunked_logprobs(made, hidden, targets, 4, entropy=True)[0])
+    assert len(calls) == 2, "chunks of 4 of 6 tokens"
 
 
 def test_frozen_weight_gets_no_gradient_and_hidden_the_same() -> None:

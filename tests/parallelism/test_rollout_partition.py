@@ -12,9 +12,9 @@ from torch import Tensor
 from runner.core.errors import DataError, EnvironmentProblem, RunnerError
 from runner.distributed.work_partition import SingleProcess
 from runner.interfaces import Completion, EnvironmentFactory, Observation, Prompt, Request, Rollout
+from runner.parallelism.environment_partition import PartitionedEnvironments, PartitionedEpisodes
 from runner.parallelism.parallel_context import ParallelContext
 from runner.parallelism.rollout_partition import (
-    PartitionedEnvironments,
     PartitionedSampler,
     Rank0Sampler,
     partition_reward,
@@ -181,9 +181,16 @@ def spoken(world: ParallelContext) -> tuple[list[Any], list[str]]:
     environments = PartitionedEnvironments(EnvironmentFactory(Counter, 5), world.peers)
     partners = environments.start_episodes([Prompt((1,), name) for name in "abcde"], range(5))
     turns = [[(at, f"x{at}") for at in range(5)], [(1, "y"), (4, "z")], [(4, "w"), (0, "v")]]
-    said = [partners.step(one) for one in turns]
-    assert len(partners.finish()) == 5 and not any(reply.messages for reply in partners.step(turns[0], is_last=True))
-    return [[one.messages[0]["content"] if one.messages else None for one in turn] for turn in said], MADE
+    said = [replies(partners, turn) for turn in turns]
+    assert replies(partners, turns[0], is_last=True) == [None] * 5 and len(partners.results()) == 5
+    return said, MADE
+
+
+def replies(partners: PartitionedEpisodes, turns: list[tuple[int, str]], *, is_last: bool = False) -> list[str | None]:
+    for number, text in turns:
+        partners.submit(number, text, is_last)
+    said = dict(partners.replies(0.0))
+    return [one.messages[0]["content"] if (one := said[number]).messages else None for number, _ in turns]
 
 
 def test_an_environment_lives_on_one_rank_and_all_hear_it() -> None:

@@ -73,6 +73,41 @@ class Dice:
     def close(self) -> None: ...
 
 
+class Arriving:
+    """A source of two requests, the second of which arrives after the answer to the first."""
+
+    def __init__(self, asked: Sequence[Request]) -> None:
+        self.asked, self.answers = asked, list[Rollout]()
+
+    def take(self, wait: bool) -> list[tuple[int, Request]]:
+        assert wait
+        at = len(self.answers)
+        return [(at, self.asked[at])] if at < len(self.asked) else []
+
+    def answer(self, number: int, rollout: Rollout) -> None:
+        assert number == len(self.answers)
+        self.answers.append(rollout)
+
+
+def test_answers_to_requests_that_arrive_one_by_one_are_recorded_as_they_come(tmp_path: Path) -> None:
+    asked = [Request((1, 2), seed, 4, 0) for seed in range(2)]
+
+    class Dying(Dice):
+        def sample(self, requests: Sequence[Request]) -> list[Rollout]:
+            if self.asked:
+                raise KeyboardInterrupt
+            return super().sample(requests)
+
+    killed, first = Arriving(asked), RolloutJournal(Dying(), tmp_path, SINGLE_PROCESS, lambda: 0)
+    first.load_weights(None, 0)
+    with pytest.raises(KeyboardInterrupt):
+        first.sample_continuously(killed)
+    resumed, second = Arriving(asked), RolloutJournal(inner := Dice(), tmp_path, SINGLE_PROCESS, lambda: 0)
+    second.load_weights(None, 0)
+    second.sample_continuously(resumed)
+    assert resumed.answers[0] == killed.answers[0] and inner.asked == asked[1:]
+
+
 class Refuses(Dice):
     """One that must not be asked."""
 

@@ -74,6 +74,36 @@ def test_logprobs_are_those_of_the_whole_row(kind: str) -> None:
     assert all(rollout.logprobs == rollout.raw_logprobs for rollout in got)
 
 
+class Arriving:
+    """A source of which one request arrives at first, and another one whenever it is asked for the third time."""
+
+    def __init__(self, asked: Sequence[Request]) -> None:
+        self.coming, self.answers = list(enumerate(asked)), dict[int, Rollout]()
+        self.times, self.joined = 0, 0
+
+    def take(self, wait: bool) -> list[tuple[int, Request]]:
+        self.times += 1
+        if not self.coming or not (wait or self.times % 3 == 0):
+            return []
+        self.joined += not wait
+        return [self.coming.pop(0)]
+
+    def answer(self, number: int, rollout: Rollout) -> None:
+        assert number not in self.answers
+        self.answers[number] = rollout
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "llama4"])
+def test_requests_that_join_the_running_batch_get_their_own_answers(kind: str) -> None:
+    model, asked = causal(kind), requests()
+    source = Arriving(asked)
+    made = sampler(model, max_num_seqs=3)
+    made.sample_continuously(source)
+    got = [source.answers[at] for at in range(len(asked))]
+    check_logprobs(model, asked, got, atol=1e-4)
+    assert [one.ids for one in got] == [one.ids for one in made.sample(asked)] and source.joined > 2
+
+
 def test_scores_are_those_of_the_whole_row() -> None:
     model = causal("qwen3")
     asked = [Request((*prompt, 5), seed=0, max_new_tokens=1, group=at) for at, prompt in enumerate(PROMPTS)]

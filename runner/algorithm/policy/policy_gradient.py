@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 from runner.algorithm import rollouts
-from runner.algorithm.episode import FAILED
 from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
@@ -133,9 +132,9 @@ class PolicyOptimization:
         """
         drop = self.config.zero_variance_policy != "keep" and self.config.kl_location != "reward"
         drop &= not self.config.counts_dropped_groups
-        played = [g for g in experience.groups if g.nonempty_samples]
+        played = [g for g in experience.groups if g.played_samples]
         if not played:
-            raise EnvironmentProblem("no episode of the step reached its first turn\n  fix the environment")
+            raise EnvironmentProblem("every episode of the step failed\n  fix the environment")
         learnt = [g for g in played if g.has_reward_variance or not drop]
         silent = not learnt  # then the step has a gradient of zero, and not no step
         groups = learnt or played[:1]
@@ -151,8 +150,8 @@ class PolicyOptimization:
 
     def _tree(self, group: Group, silent: bool) -> Tree:
         branches = []
-        for one in group.nonempty_samples:
-            unscored = one.finish == FAILED or (self.config.needs_reward and one.reward is None)
+        for one in group.played_samples:
+            unscored = self.config.needs_reward and one.reward is None
             left_out = silent or unscored or (self.config.mask_truncated and one.finish == "length")
             channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
             branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))

@@ -1,0 +1,193 @@
+"""Environments, partitioned over ranks; all ranks get what all environments say.
+
+turns ──those of this rank──▶ its environments ──replies, gathered──▶ all, on every rank
+episodes that were left out ──▶ a file, so that a resumed run trains on the same ones
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from runner.core.errors import StorageError
+from runner.core.fsync_io import error_reason
+from runner.distributed.work_partition import run_on_rank0, run_partitioned
+from runner.interfaces import EnvironmentReply, Environments, EpisodeBatch, EpisodeResult, Prompt, RankCollectives
+
+log = logging.getLogger("runner")
+POLL_S = 0.02  # between two questions whether any rank has replies
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedEnvironments:
+    """Each episode's environment runs on one rank, which broadcasts what it says; see `Environments`.
+
+    record: of episodes that were left out, which stay left out when a run is resumed; None = nothing is recorded
+    """
+
+    inner: Environments
+    peers: RankCollectives
+    record: FailureRecord | None = None
+
+    @property
+    def max_turns(self) -> int:
+        """See `Environments`."""
+        return self.inner.max_turns
+
+    @property
+    def lockstep(self) -> bool:
+        """See `Environments`."""
+        return self.inner.lockstep
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """See `Environments`."""
+        return self.inner.roles
+
+    @property
+    def max_episode_tokens(self) -> int | None:
+        """See `Environments`."""
+        return self.inner.max_episode_tokens
+
+    def start_episodes(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedEpisodes:
+        """See `Environments`; all ranks start the same episodes."""
+        batches: list[EpisodeBatch] = []
+        failures = [""] * len(prompts) if self.record is None else self.record.known_failures(self.peers, seeds)
+        begun = [at for at, failure in enumerate(failures) if not failure]
+
+        def work(mine: list[int]) -> Sequence[tuple[Prompt, str]]:
+            chosen = [begun[i] for i in mine]
+            batches.append(self.inner.start_episodes([prompts[at] for at in chosen], [seeds[at] for at in chosen]))
+            return batches[0].starts
+
+        started = run_partitioned(self.peers, [i % self.peers.size for i in range(len(begun))], work)
+        starts = list(zip(prompts, failures, strict=True))
+        for at, start in zip(begun, started, strict=True):
+            starts[at] = start
+        return PartitionedEpisodes(starts, begun, batches[0] if batches else None, self, seeds)
+
+    def close(self) -> None:
+        """See `Environments`; not collective."""
+        self.inner.close()
+
+
+class PartitionedEpisodes:
+    """The episodes of this rank; other ranks have the others. See `EpisodeBatch`; all ranks pass the same."""
+
+    def __init__(
+        self,
+        starts: Sequence[tuple[Prompt, str]],
+        begun: Sequence[int],
+        mine: EpisodeBatch | None,
+        owner: PartitionedEnvironments,
+        seeds: Sequence[int],
+    ) -> None:
+        """begun: the numbers of the episodes that were started; the i-th is the (i // size)-th of rank i % size."""
+        self.starts, self._begun, self._mine, self._owner, self._seeds = starts, begun, mine, owner, seeds
+        self._peers, self._places = owner.peers, {at: i for i, at in enumerate(begun)}
+
+    def submit(self, number: int, text: str, is_last: bool) -> None:
+        """See `EpisodeBatch`."""
+        if (own := self._own_number(number)) is not None:
+            self._require_mine().submit(own, text, is_last)
+
+    def replies(self, wait_s: float) -> list[tuple[int, EnvironmentReply]]:
+        """See `EpisodeBatch`; collective."""
+
+        def work(_: list[int]) -> list[list[tuple[int, EnvironmentReply]]]:
+            said = [] if self._mine is None else self._mine.replies(wait_s if self._peers.size == 1 else POLL_S)
+            return [[(self._begun[own * self._peers.size + self._peers.rank], reply) for own, reply in said]]
+
+        return [one for said in run_partitioned(self._peers, range(self._peers.size), work) for one in said]
+
+    def end_episode(self, number: int) -> None:
+        """See `EpisodeBatch`."""
+        if (own := self._own_number(number)) is not None:
+            self._require_mine().end_episode(own)
+
+    def results(self) -> list[EpisodeResult]:
+        """See `EpisodeBatch`; collective."""
+        owners = [i % self._peers.size for i in range(len(self._begun))]
+        found = run_partitioned(self._peers, owners, lambda _: self._require_mine().results())
+        if self._owner.record is not None:
+            failed = {at: one.failure for at, one in zip(self._begun, found, strict=True) if one.failure}
+            self._owner.record.add(self._peers, self._seeds, failed)
+        known = dict(zip(self._begun, found, strict=True))
+        return [known.get(at) or EpisodeResult(failure=failure) for at, (_, failure) in enumerate(self.starts)]
+
+    def close(self) -> None:
+        """See `EpisodeBatch`; not collective."""
+        if self._mine is not None:
+            self._mine.close()
+
+    def _own_number(self, number: int) -> int | None:
+        """The episode's number on this rank; None for that of another rank."""
+        place = self._places[number]
+        return place // self._peers.size if place % self._peers.size == self._peers.rank else None
+
+    def _require_mine(self) -> EpisodeBatch:
+        assert self._mine is not None  # this rank has such an episode
+        return self._mine
+
+
+class FailureRecord:
+    """Episodes that were left out, by seed, in a file of rank 0: whether a tool is too slow is another time's chance.
+
+    Episodes with the same seed are told apart by their order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._known: dict[str, str] | None = None
+
+    def known_failures(self, peers: RankCollectives, seeds: Sequence[int]) -> list[str]:
+        """Why each episode was left out by an earlier attempt, "" where it was not. Collective.
+
+        Raises StorageError.
+        """
+        if self._known is None:
+            self._known = run_on_rank0(peers, self._read)
+        found = [self._known.get(key, "") for key in _episode_keys(seeds)]
+        if count := sum(map(bool, found)):
+            log.warning("%d episodes are left out, as before the run was resumed", count)
+        return found
+
+    def add(self, peers: RankCollectives, seeds: Sequence[int], failed: Mapping[int, str]) -> None:
+        """Write failures down, by the numbers of the episodes. Collective. Raises StorageError."""
+        if not failed:
+            return
+        keys = _episode_keys(seeds)
+        lines = "".join(json.dumps([keys[at], failure]) + "\n" for at, failure in failed.items())
+        run_on_rank0(peers, lambda: self._append(lines))
+
+    def _append(self, lines: str) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error_reason(error)}") from error
+
+    def _read(self) -> dict[str, str]:
+        try:
+            lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.exists() else []
+        except OSError as error:
+            raise StorageError(f"cannot read {self._path}: {error_reason(error)}") from error
+        whole = lines[:-1] if lines and not lines[-1].endswith("]") else lines
+        if len(whole) < len(lines):  # a kill interrupted the write: the step did not train
+            self._path.write_text("".join(f"{line}\n" for line in whole), encoding="utf-8")
+        return dict(json.loads(line) for line in whole)
+
+
+def _episode_keys(seeds: Sequence[int]) -> list[str]:
+    """A key for each episode: its seed, and which one it is of those with that seed."""
+    seen = Counter[int]()
+    keys = []
+    for seed in seeds:
+        keys.append(f"{seed}-{seen[seed]}")
+        seen[seed] += 1
+    return keys
