@@ -1,4 +1,4 @@
-"""The parts of a model (language model, vision, aligner, routers of experts), and what is done with each."""
+"""The parts of a model (language model, vision, aligner, routers), and what is done with each."""
 
 from __future__ import annotations
 
