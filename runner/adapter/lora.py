@@ -77,13 +77,16 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
 
 
 def _report_lost_targets(config: LoraConfig, inner: Any, excluded: Collection[str], decide: Decide) -> None:
-    """Say which requested modules got no adapter.
+    """Say which requested modules got no adapter. Raises SpecError where a frozen one got one.
 
-    peft takes names such as up_proj for those of experts alone.
+    peft takes names such as up_proj for those of experts alone, and adapts routers by all-linear.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     wanted, adapted = _module_sets(inner, config.targets, BaseTunerLayer)
+    if both := sorted(adapted & {*excluded}):
+        text = f"{both[0]} gets one, but model.freeze excludes it; name other modules, e.g. [q_proj,v_proj,up_proj]"
+        raise SpecError([Problem("adapter.targets", text)])
     if lost := sorted(wanted - adapted - {*excluded}):
         shown = config.targets if isinstance(config.targets, str) else f"[{','.join(config.targets)}]"
         reason = f"peft means the experts by {', '.join(sorted({_short_name(name) for name in lost}))}"

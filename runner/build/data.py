@@ -77,7 +77,11 @@ def check_images(spec: JobSpec, tokenizer: Any) -> None:
     reader = images_of(tokenizer)
     if reader is None or not reader.is_used:
         unused = [f"data.{name}" for name, value in spec.data.pixel_limits().items() if value is not None]
-        is_set = spec.model.source is not None and spec.model.frozen_parts not in (None, ("vision", "aligner"))
+        is_set = spec.model.source is not None and spec.model.frozen_parts not in (
+            None,
+            ("vision", "aligner"),
+            ("router",),
+        )
         unused += ["model.freeze"] if is_set else []
         if unused:
             raise SpecError([Problem(name, "the data has no images; leave it out") for name in unused])

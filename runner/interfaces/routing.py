@@ -63,7 +63,11 @@ class ExpertCounts:
         }
         if int(self.given):
             differ = self.differ / self.given
-            found |= {"router/replay_diff_frac": float(differ.mean()), "router/replay_diff_max": float(differ.max())}
+            found |= {
+                "router/replay_frac": float(self.given / self.tokens),
+                "router/replay_diff_frac": float(differ.mean()),
+                "router/replay_diff_max": float(differ.max()),
+            }
         return found
 
     def _load_balance(self, share: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from pydantic import Field
 from runner.core.errors import SpecError
 from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_local
 
-ModelPart = Literal["vision", "aligner", "language"]
+ModelPart = Literal["vision", "aligner", "language", "router"]
 
 
 class ModelConfig(ComponentConfig):
@@ -279,8 +279,8 @@ class HfConfig(ModelConfig):
     from_scratch: bool = Field(default=False, description="Keep the architecture and initialize the weights at random.")
     freeze: Annotated[tuple[ModelPart, ...], Field(strict=False)] | None = Field(
         default=None,
-        description="Parts of an image-text model that are not trained (vision, aligner, language), nor get an adapter "
-        "by name; null = [vision,aligner]; [] = all are trained.",
+        description="Parts that are not trained, nor get an adapter by name: of an image-text model vision, aligner, "
+        "language (null = [vision,aligner]; [] = all are trained); of a mixture of experts router.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The parts of an image-text model (language model, vision, aligner), and what is done with each."""
+"""The parts of a model (language model, vision, aligner, routers), and what is done with each."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from runner.core.errors import Problem, SpecError
 from runner.interfaces import Decide
 from runner.model.config import ModelPart
 from runner.model.parameters import is_tied
+from runner.model.router_replay import find_routers
 
 ALIGNER = re.compile(r"merger|projector|connector|aligner|image_newline|embed_vision|embed_audio")
 DEFAULT_FREEZE: tuple[ModelPart, ...] = ("vision", "aligner")
@@ -67,17 +68,25 @@ def freeze_parts(inner: Any, parts: tuple[ModelPart, ...] | None, decide: Decide
 
     Raises SpecError for parts that the model does not have, and where nothing is left to train.
     """
-    if not has_vision_part(inner):
-        if parts is not None:
-            text = f"{type(inner).__name__} has no vision part; leave it out"
-            raise SpecError([Problem("model.freeze", text)])
+    has_vision = has_vision_part(inner)
+    if not has_vision and parts not in (None, ("router",)):
+        text = f"{type(inner).__name__} has no vision part; leave it out"
+        raise SpecError([Problem("model.freeze", text)])
+    chosen = (DEFAULT_FREEZE if has_vision else ()) if parts is None else parts
+    routers = tuple(f"{name}." for name, part in inner.named_modules() if part in find_routers(inner))
+    if "router" in chosen and not routers:
+        raise SpecError([Problem("model.freeze", f"{type(inner).__name__} has no routers; leave router out")])
+    if not has_vision and not chosen:
         return set()
-    chosen = DEFAULT_FREEZE if parts is None else parts
     part_of = part_finder(inner)
-    frozen = [p for name, p in inner.named_parameters() if part_of(name) in chosen]
+
+    def is_chosen(name: str) -> bool:
+        return part_of(name) in chosen or ("router" in chosen and f"{name}.".startswith(routers))
+
+    frozen = [p for name, p in inner.named_parameters() if is_chosen(name)]
     for parameter in frozen:
         parameter.requires_grad_(False)
-    names = {name for name, _ in inner.named_modules() if part_of(name) in chosen}
+    names = {name for name, _ in inner.named_modules() if is_chosen(name)}
     if len(frozen) == sum(1 for _ in inner.parameters()):
         raise SpecError([Problem("model.freeze", "nothing is left to train; leave out the part that is to learn")])
     millions = sum(p.numel() for p in frozen) / 1e6

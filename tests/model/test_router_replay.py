@@ -25,11 +25,13 @@ from runner.algorithm.policy.importance import sampler_mismatch
 from runner.algorithm.rollouts import Group, RolloutSample, expert_channel
 from runner.core.auto_choices import Decisions
 from runner.core.batch import Batch, pack
+from runner.core.errors import SpecError
 from runner.core.prefix_tree import Branch, Tree, pack_trees
 from runner.interfaces import Prompt, Request, Rollout
 from runner.model import kv_cache
 from runner.model.causal_lm import CausalLM
-from runner.model.config import TinyConfig
+from runner.model.config import HfConfig, TinyConfig
+from runner.model.model_parts import freeze_parts
 from runner.model.router_replay import find_routers, replay_objection
 from runner.model.tiny import byte_tokenizer
 from runner.sampler.config import TorchSamplerConfig
@@ -169,6 +171,33 @@ def test_lora_on_experts_and_routers_replays() -> None:
         own = model.outputs(data.without_tokens("experts"), LOGPROBS)["logprobs"]
     torch.testing.assert_close(replayed, policy("qwen3_moe").outputs(data, LOGPROBS)["logprobs"].detach())
     assert (replayed - own).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_frozen_routers_are_not_trained_and_replay(adapter: bool) -> None:
+    model = policy("qwen3_moe")
+    freeze_parts(model.inner, ("router",), Decisions())
+    data = given_batch(model)
+    wanted = model.outputs(data, LOGPROBS)["logprobs"].detach()
+    if adapter:
+        with pytest.raises(SpecError, match=r"mlp\.gate gets one, but model\.freeze excludes it"):
+            attach(LoraConfig(rank=2), policy_with_frozen_routers(), decide=Decisions())
+        targets = ("q_proj", "gate_proj", "up_proj", "down_proj")
+        model = attach(LoraConfig(rank=2, targets=targets), policy_with_frozen_routers(), decide=Decisions())
+    found = gradients(model, True, data)
+    assert found and not any(".gate." in name for name in found)
+    torch.testing.assert_close(model.outputs(data, LOGPROBS)["logprobs"], wanted)
+    with pytest.raises(SpecError, match="Qwen3ForCausalLM has no routers"):
+        freeze_parts(module("qwen3"), ("router",), Decisions())
+
+
+def policy_with_frozen_routers() -> CausalLM:
+    """A policy of model.freeze=[router], with hooked routers that replay."""
+    config = HfConfig(path="/nowhere", freeze=("router",))
+    model = CausalLM(transformers_model("qwen3_moe"), byte_tokenizer(512), config, seed=0, decide=Decisions())
+    assert model.hook_routers() is None and model.routing is not None
+    model.routing.replays = True
+    return model
 
 
 def test_a_router_that_returns_something_else_is_named() -> None:

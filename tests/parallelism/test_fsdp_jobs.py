@@ -23,8 +23,9 @@ def test_more_jobs_on_two_shards(words: str, workdir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_experts_that_are_replayed_on_two_shards(workdir: Path) -> None:
-    compare(2, SLOW["ahead"] + " model.router_replay=sampler", workdir, "parallelism=fsdp", kind="tiny_moe")
+@pytest.mark.parametrize("preset", ["fsdp", "tp"])
+def test_experts_that_are_replayed_on_two_ranks(preset: str, workdir: Path) -> None:
+    compare(2, SLOW["ahead"] + " model.router_replay=sampler", workdir, f"parallelism={preset}", kind="tiny_moe")
 
 
 @pytest.mark.slow
