@@ -91,17 +91,21 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 UNREAD_FILE = "model-unread.safetensors"
 
 
-def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
-    """Copy what an export needs of the folder that the model came from, and that the model does not have.
-
-    These are the files of its image processor, with the settings of `images`, and tensors that the architecture does
-    not have, byte for byte.
-    """
+def write_image_processor(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
+    """Write the files of the image processor of the folder that a model came from, with the settings of `images`."""
     for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
     if images is not None:
         images.save(folder)
+
+
+def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
+    """Copy what an export needs of the folder that the model came from, and that the model does not have.
+
+    These are the files of its image processor, and tensors that the architecture does not have, byte for byte.
+    """
+    write_image_processor(source, folder, images)
     names = source.unread
     found: dict[str, Tensor] = {}
     for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():

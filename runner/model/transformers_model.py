@@ -320,9 +320,10 @@ class TransformersModel(SharedByAdapters, WithRouters):
         return HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write the merged model's configs and tokenizer; an adapter's config into `adapter`. Raises OSError."""
+        """Write the merged model's configs, tokenizer, image processor; an adapter's in `adapter`. Raises OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         export.write_tokenizer(folder, self.tokenizer)
+        export.write_image_processor(self.weights_source, folder, images_of(self.tokenizer))
         if self.module is not self.inner:
             hf_state_dict.write_adapter_config(self.module, folder / "adapter")
 
