@@ -79,5 +79,9 @@ def test_it_samples_what_the_policy_would_of_an_image(model: Any, tmp_path: Path
     with engine(model, tmp_path / "engine") as sampler:
         for version in (1, 2):  # the vision part learns, so that what the first weights made of an image is not kept
             sampler.load_weights(dict(model.hf_tensors("all")), version)
-            assert gap(model, asked, sampler.sample(asked)) < MEAN
+            got = sampler.sample(asked)
+            # vLLM reads a placeholder that it has sampled as a token, and the trainer another token in its place
+            text = [at for at, one in enumerate(got) if PLACE not in one.ids]
+            assert {at // 2 for at in text} == {0, 1, 2}
+            assert gap(model, [asked[at] for at in text], [got[at] for at in text]) < MEAN
             change(model, by=0.05)
