@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
 from runner.distributed.dtensor_utils import full_tensor
-from runner.interfaces.media import ImageReader
+from runner.interfaces.media import images_of
 from runner.model.initial_weights import WeightsSource
 from runner.model.legacy_keys import add_legacy_keys
 from runner.model.parameters import read_as_stored
@@ -91,17 +91,21 @@ PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_p
 UNREAD_FILE = "model-unread.safetensors"
 
 
-def copy_unread(source: WeightsSource, folder: Path, images: ImageReader | None) -> None:
-    """Copy what an export needs of the folder that the model came from, and that the model does not have.
-
-    These are the files of its image processor, with the settings of `images`, and tensors that the architecture does
-    not have, byte for byte.
-    """
+def write_image_processor(source: WeightsSource, folder: Path, tokenizer: Any) -> None:
+    """Write the files of the image processor of the folder that a model came from, with the settings in use."""
     for file in (source.files / name for name in PROCESSOR_FILES) if source.files else ():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
-    if images is not None:
+    if (images := images_of(tokenizer)) is not None:
         images.save(folder)
+
+
+def copy_unread(source: WeightsSource, folder: Path, tokenizer: Any) -> None:
+    """Copy what an export needs of the folder that the model came from, and that the model does not have.
+
+    These are the files of its image processor, and tensors that the architecture does not have, byte for byte.
+    """
+    write_image_processor(source, folder, tokenizer)
     names = source.unread
     found: dict[str, Tensor] = {}
     for shard in sorted(source.files.glob("*.safetensors")) if source.files and names else ():

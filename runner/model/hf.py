@@ -286,7 +286,8 @@ def _refuse_other_kind(config: Any, source: str, head: Head) -> None:
     )
     text = f"{source} has model_type={config.model_type}, which is {what}"
     if head == "scalar" and (type(config) in AutoModelForCausalLM._model_mapping or is_image_text(config)):
-        raise UnsupportedModelError(f"{text}; transformers {version('transformers')} has no sequence classifier for it")
+        lacks = f"transformers {version('transformers')} has no sequence classifier for it"
+        raise UnsupportedModelError(f"{text}; {lacks}\n  choose another model; for ppo type algorithm.critic=shared")
     raise EnvironmentProblem(
         f"{text}, not a causal language model of transformers {version('transformers')}\n"
         f"  set the folder or hub id of one whose config.json names a …ForCausalLM: {source.partition('=')[0]}=…"

@@ -21,7 +21,6 @@ from runner.core.batch import Batch, pack
 from runner.core.errors import Problem, SpecError
 from runner.distributed.work_partition import SINGLE_STAGE
 from runner.interfaces import ContextParallelStyle, Decide, PipelineStage, VarlenAttention, WeightSubset
-from runner.interfaces.media import images_of
 from runner.model import batch_layout, export, hf_state_dict
 from runner.model.adapters import SharedByAdapters
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
@@ -296,7 +295,7 @@ class TransformersModel(SharedByAdapters, WithRouters):
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
                 if self.merges or self.module is self.inner:
-                    export.copy_unread(self.weights_source, folder, images_of(self.tokenizer))
+                    export.copy_unread(self.weights_source, folder, self.tokenizer)
 
     def hf_tensors(
         self, subset: WeightSubset, *, keep: bool = True, dtype: torch.dtype | None = None
@@ -320,9 +319,10 @@ class TransformersModel(SharedByAdapters, WithRouters):
         return HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
-        """Write the merged model's configs and tokenizer; an adapter's config into `adapter`. Raises OSError."""
+        """Write the merged model's configs, tokenizer, image processor; an adapter's in `adapter`. Raises OSError."""
         hf_state_dict.write_configs(self._hf_state_dict.converter.model, folder)
         export.write_tokenizer(folder, self.tokenizer)
+        export.write_image_processor(self.weights_source, folder, self.tokenizer)
         if self.module is not self.inner:
             hf_state_dict.write_adapter_config(self.module, folder / "adapter")
 

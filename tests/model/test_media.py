@@ -256,4 +256,4 @@ def test_ten_steps_are_those_of_a_bare_transformers_loop(kind: str, pictures: li
         learner.begin_step(step)
         losses.append(learner.forward_backward(batch, CrossEntropy())[0].result()["train/loss"])
         learner.optim_step()
-    assert losses == pytest.approx(bare_losses(folder, rows, pictures, 10), rel=1e-5) and losses[-1] < 0.7 * losses[0]
+    assert losses == pytest.approx(bare_losses(folder, rows, pictures, 10), rel=1e-5) and losses[-1] < 0.8 * losses[0]

@@ -25,7 +25,7 @@ class EnginePlacement:
     blueprint: folder of the model's config and tokenizer; device: as torch calls its kind; dtype: as torch calls it
     longest: most tokens of a prompt and its answer; beside: whether a trainer has the same device, with `ranks` in its
     world, each of which has an engine; rank: of the adapter that comes by itself, None where none does; experts:
-    whether the model has layers of them
+    whether the model has layers of them; images: whether it reads any
     """
 
     blueprint: Path
@@ -36,6 +36,7 @@ class EnginePlacement:
     ranks: int = 1
     rank: int | None = None
     experts: bool = False
+    images: bool = False
 
 
 def engine_arguments(
@@ -49,7 +50,7 @@ def engine_arguments(
     own = resolve(kind.engine_options)(environment, sleeps, placement.experts) if kind.engine_options else {}
     return {
         "model": str(placement.blueprint),
-        "skip_tokenizer_init": not config.stop,
+        "skip_tokenizer_init": not (config.stop or placement.images),
         "load_format": "dummy",
         "generation_config": "vllm",  # and not the model's own, which would change what is drawn
         "dtype": placement.dtype,

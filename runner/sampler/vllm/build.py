@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from runner.core.errors import SpecError
 from runner.interfaces import Decide, GenerativeModel, ModelLimits
+from runner.interfaces.media import images_of
 from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.vllm.arguments import EnginePlacement, engine_arguments, sleep_level
 from runner.sampler.vllm.engine import VllmEngine, device_type
@@ -73,6 +74,7 @@ def _make_placement(
         ranks=dist.get_world_size() if beside and dist.is_initialized() else 1,
         rank=None if adapters is None else adapters.rank,
         experts=_has_experts(folder / "blueprint"),
+        images=bool((reader := images_of(model.tokenizer)) and reader.how),
     )
 
 

@@ -172,14 +172,13 @@ class VllmEngine:
         finally:
             made.unlink(missing_ok=True)
 
-    def generate(self, prompts: Sequence[Sequence[int]], params: Any, adapter: Any) -> list[Any]:
-        """vLLM's output for each prompt, in their order. Raises RuntimeError where it has no weights."""
+    def generate(self, prompts: Sequence[Mapping[str, Any]], params: Any, adapter: Any) -> list[Any]:
+        """vLLM's output for each of its prompts, in their order. Raises RuntimeError where it has no weights."""
         if not self._whole:
             raise RuntimeError("the engine has no weights: load them first, and again after sleep=2")
         with self._translate_errors():
             self._wake(*PARTS)
-            given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-            return [*self._llm.generate(given, params, use_tqdm=False, lora_request=adapter)]
+            return [*self._llm.generate(prompts, params, use_tqdm=False, lora_request=adapter)]
 
     def release(self) -> None:
         """Sleep at the configured level."""

@@ -24,6 +24,7 @@ from runner.sampler.config import VllmSamplerConfig
 from runner.sampler.sampling import StopCriteria, answer_limit, check_token_ids
 from runner.sampler.vllm.arguments import reports_raw_logprobs
 from runner.sampler.vllm.engine import VllmEngine
+from runner.sampler.vllm.images import check_prompt_ids, vllm_prompt
 
 
 class VllmSampler:
@@ -48,7 +49,7 @@ class VllmSampler:
         self._config, self._engine, self._adapters, self._scratch = config, engine, adapters, scratch
         self._ends = sorted(bounds.stop_token_ids | set(config.stop_token_ids))
         self._stops = StopCriteria(tokenizer, frozenset(self._ends), config.stop)
-        self._vocabulary, self.max_model_len = bounds.vocab_size, longest
+        self._tokenizer, self._vocabulary, self.max_model_len = tokenizer, bounds.vocab_size, longest
         self._has_raw_logprobs = reports_raw_logprobs(config)
         self.temperature, self.max_new_tokens = config.temperature, config.max_new_tokens
         self._version = 0
@@ -77,7 +78,7 @@ class VllmSampler:
 
         raw_logprobs are None where the engine cannot report them. Raises ValueError for an empty prompt; DataError for
         a prompt that leaves no room for its answer, TrainingDiverged if logits are not finite, SamplerError if the
-        engine is gone or answers what cannot be.
+        engine is gone or answers what cannot be, EnvironmentProblem if it expands images otherwise.
         """
         limits = [self._limit(request) for request in requests]
         begun = time.perf_counter()
@@ -120,7 +121,12 @@ class VllmSampler:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _generate(self, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-        return self._engine.generate(prompts, params, None if self._adapters is None else self._adapters.request)
+        made = {ids: vllm_prompt(ids, self._tokenizer, self._version) for ids in dict.fromkeys(map(tuple, prompts))}
+        given = [made[tuple(ids)] for ids in prompts]
+        found = self._engine.generate(given, params, None if self._adapters is None else self._adapters.request)
+        for ids, output in zip(prompts, found, strict=True):
+            check_prompt_ids(ids, output.prompt_token_ids, self._tokenizer)
+        return found
 
     def _limit(self, request: Request) -> int:
         if not request.prompt:
