@@ -39,7 +39,8 @@ class Episode:
     text: of the policy's last turn; messages: every turn so far; mask: 1 on the policy's own tokens; logprobs: at the
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
     over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
-    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`
+    turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`;
+    extra_rows: further rows of the same episode (`runner.algorithm.program_episodes`)
     """
 
     prompt: Prompt
@@ -54,6 +55,7 @@ class Episode:
     versions: list[int] = field(default_factory=list)
     result: EpisodeResult | None = None
     counts: Counter[str] = field(default_factory=Counter)
+    extra_rows: list[Episode] = field(default_factory=list)
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""

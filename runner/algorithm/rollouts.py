@@ -14,11 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, takewhile
 from operator import attrgetter
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 
 from runner.algorithm.episode import FAILED, Episode, EpisodeRunner
+from runner.algorithm.program_episodes import AnswerSampler as AnswerSampler
+from runner.algorithm.program_episodes import run_programs
 from runner.core.rng import derive_seed
 from runner.interfaces import (
     Completion,
@@ -30,6 +32,7 @@ from runner.interfaces import (
     Rollout,
     State,
 )
+from runner.interfaces.environments import ProgramEnvironments
 from runner.interfaces.media import sample_images
 
 T = TypeVar("T")
@@ -43,7 +46,8 @@ class RolloutSample:
     ids, mask, logprobs have one entry per token; a reward of None could not be scored, or nothing scores.
     logprobs, truncation, counts: see `Episode`; finish: stop, length, or failed, by its environment, which leaves it
     out; text: of the last turn; history: the earlier turns of the policy and its environment; components: the scores of
-    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`
+    the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`; extra_rows: further
+    rows of the same episode, of which this one has the last turn
     """
 
     ids: tuple[int, ...]
@@ -58,6 +62,17 @@ class RolloutSample:
     truncation: float = 0.0
     versions: tuple[int, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
+    extra_rows: tuple[RolloutSample, ...] = ()
+
+    @property
+    def rows(self) -> tuple[RolloutSample, ...]:
+        """All rows of the episode, in the order of their last turns."""
+        return (*self.extra_rows, self)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The number of the policy's own tokens, of all rows."""
+        return int(sum(sum(row.mask) for row in self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +90,7 @@ class Group:
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
-        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish, s.counts) for s in self.samples)
+        return tuple(Outcome(s.reward, dict(s.components), s.num_own_tokens, s.finish, s.counts) for s in self.samples)
 
 
 class Outcome(NamedTuple):
@@ -125,18 +140,6 @@ class CompositeReward(Protocol):
     ) -> tuple[list[list[float | None]], list[list[RewardComponents]]]: ...
 
 
-class AnswerSampler(Protocol):
-    """What a `Sampler` does of collecting answers."""
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def max_model_len(self) -> int | None: ...
-
-    def sample(self, requests: Sequence[Request]) -> list[Rollout]: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutCollector:
     """Draws and scores the answers to prompts; with environments an answer is an episode of several turns."""
@@ -166,7 +169,13 @@ class RolloutCollector:
         seeds = [
             derive_seed(self.seed, "environment", step, round, at) for at in range(len(prompts)) for _ in range(size)
         ]
-        episodes = player.run_episodes([prompt for prompt in prompts for _ in range(size)], write, seeds)
+        started = [prompt for prompt in prompts for _ in range(size)]
+        if self.environments is not None and self.environments.runs_programs:
+            programs = cast(ProgramEnvironments, self.environments)
+            streams = [(self.seed, "sample", step, round, *divmod(at, size)) for at in range(len(started))]
+            episodes = run_programs(programs, started, seeds, self.sampler, streams, self.tokenizer)
+        else:
+            episodes = player.run_episodes(started, write, seeds)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [make_group(*one) for one in zip(grouped, *self._score_groups(grouped, before), strict=True)]
 
@@ -207,7 +216,8 @@ def make_group(
     episodes: Sequence[Episode], rewards: Sequence[float | None], parts: Sequence[RewardComponents]
 ) -> Group:
     """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
-    prompts = [episode.prompt for episode in episodes if episode.ids] or [episodes[0].prompt]
+    rows = [row for episode in episodes for row in (episode, *episode.extra_rows)]
+    prompts = [row.prompt for row in rows if row.ids] or [episodes[0].prompt]
     shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
     prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
     return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))
@@ -220,7 +230,8 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, s
     tokens = ((*own, *episode.ids), (*zeros, *episode.mask), (*zeros, *episode.logprobs))
     turn = (episode.text, episode.finish, episode.version)
     versions, counts = tuple(episode.versions), dict(episode.counts)
-    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, versions, counts)
+    more = tuple(to_sample(row, reward, {}, shared) for row in episode.extra_rows)
+    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, versions, counts, more)
 
 
 def reward_metrics(experience: Experience) -> dict[str, float]:
@@ -246,7 +257,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     """Metrics of all samples of a step, under stable names."""
     drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
-    samples = [sample for group in experience.groups for sample in group.samples]
+    samples = [row for group in experience.groups for sample in group.samples for row in sample.rows]
     oldest = min(sample.version for sample in samples)
     truncation = math.fsum(sample.truncation for sample in samples)
     ages = [experience.step - version for sample in samples for version in sample.versions]
@@ -295,12 +306,12 @@ def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _more(sample: RolloutSample) -> tuple[Any, ...]:
-    return _runs(sample.versions), dict(sample.counts)
+    return _runs(sample.versions), dict(sample.counts), len(sample.extra_rows)
 
 
 def encode_experience(experience: Experience) -> State:
     """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
-    drawn = [s for group in experience.groups for s in group.samples]
+    drawn = [row for group in experience.groups for s in group.samples for row in (s, *s.extra_rows)]
     values = attrgetter("text", "finish", "version", "reward")
     flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
     groups = [
@@ -313,7 +324,8 @@ def encode_experience(experience: Experience) -> State:
             },
             "samples": [
                 [len(s.ids), *values(s), [dict(m) for m in s.history], dict(s.components), s.truncation, *_more(s)]
-                for s in g.samples
+                for one in g.samples
+                for s in (one, *one.extra_rows)
             ],
         }
         for g in experience.groups
@@ -335,19 +347,25 @@ def decode_experience(state: State) -> Experience:
     """The inverse of `encode`."""
     rest = {name: iter(tensor.tolist()) for name, tensor in state["tensors"].items()}
 
-    def sample(size: int, *values: Any) -> RolloutSample:
+    def samples(lines: Iterator[Sequence[Any]]) -> Iterator[RolloutSample]:
+        for line in lines:
+            sample, num_rows = read(*line)
+            yield replace(sample, extra_rows=tuple(read(*next(lines))[0] for _ in range(num_rows)))
+
+    def read(size: int, *values: Any) -> tuple[RolloutSample, int]:
         ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
         text, finish, version, reward, history, components, truncation, *more = values
-        runs, counts = more if len(more) == 2 else ((more[0] if more else ()), {})  # as older runs wrote them
+        absent: tuple[Any, ...] = ((), {}, 0)  # of older runs, which wrote less
+        runs, counts, num_rows = (*more, *absent[len(more) :])
         versions = tuple(version for version, count in runs for _ in range(count))
         own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts)
-        return RolloutSample(ids, mask, logprobs, *own)
+        return RolloutSample(ids, mask, logprobs, *own), num_rows
 
     groups = []
     for group in state["groups"]:
         one = group["prompt"]
         messages = None if one["messages"] is None else tuple(one["messages"])
         prompt = Prompt(tuple(one["ids"]), one["text"], messages, one["columns"])
-        groups.append(Group(prompt, tuple(sample(*s) for s in group["samples"])))
+        groups.append(Group(prompt, tuple(samples(iter(group["samples"])))))
     left_out = tuple(tuple(Outcome(*one) for one in group) for group in state["left_out"])
     return Experience(state["step"], tuple(groups), state["rounds"], left_out)

@@ -53,7 +53,10 @@ def build_sampler(
     folder: RunFolder,
     store: CheckpointStore,
 ) -> Sampler:
-    """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
+    """The sampler as every rank calls it. What does not repeat bit for bit has a journal.
+
+    Programs call at moments of their own, so that the batches that their calls are sampled in do not repeat.
+    """
     peers = world.rollout_peers
     if spec.launch.samplers:
         sampler: Sampler = Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), peers)
@@ -69,7 +72,7 @@ def build_sampler(
         sampler = PartitionedSampler(own, peers, partial(world.summon_full_params, model))
     _report_episode_limit(spec, sampler, decide)
     _report_padding(policy.limits().vocab_size, tokenizer, decide)
-    if spec.sampler.engine or spec.sampler.is_interruptible:
+    if spec.sampler.engine or spec.sampler.is_interruptible or spec.environment.runs_programs:
         sampler = RolloutJournal(sampler, folder.journal, peers, lambda: min(store.steps(), default=0))
     return sampler
 

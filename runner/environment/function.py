@@ -158,6 +158,7 @@ class PlayedEpisode:
 class FunctionEnvironments:
     """Plays episodes of a user's class or function; see `Environments`."""
 
+    runs_programs = False
     roles: tuple[str, ...] = ()
 
     def __init__(
@@ -245,7 +246,7 @@ class FunctionEpisodes:
     @property
     def starts(self) -> Sequence[tuple[Prompt, str]]:
         """See `EpisodeBatch`."""
-        return [(episode.prompt, _kind(episode.failure)) for episode in self.episodes]
+        return [(episode.prompt, failure_kind(episode.failure)) for episode in self.episodes]
 
     def step(self, turns: Sequence[tuple[int, str]], is_last: bool = False) -> list[EnvironmentReply]:
         """See `EpisodeBatch`; calls of a last turn are executed, too."""
@@ -253,7 +254,7 @@ class FunctionEpisodes:
         chosen = [self.episodes[at] for at, _ in turns]
         found = self.owner.in_threads(lambda episode: self._step(episode, texts[id(episode)]), chosen)
         return [
-            EnvironmentReply(failure=_kind(episode.failure)) if reply is None else reply
+            EnvironmentReply(failure=failure_kind(episode.failure)) if reply is None else reply
             for episode, reply in zip(chosen, found, strict=True)
         ]
 
@@ -263,7 +264,7 @@ class FunctionEpisodes:
         results = dict(zip(map(id, whole), self.owner.in_threads(self._result, whole), strict=True))
         for episode in self.episodes:
             self.owner.failures.record(episode.failure)
-        return [results.get(id(e)) or EpisodeResult(failure=_kind(e.failure)) for e in self.episodes]
+        return [results.get(id(e)) or EpisodeResult(failure=failure_kind(e.failure)) for e in self.episodes]
 
     def close(self) -> None:
         """See `EpisodeBatch`."""
@@ -312,7 +313,8 @@ class FunctionEpisodes:
         return EpisodeResult(reply["score"], reply["state"])
 
 
-def _kind(failure: EpisodeFailure | None) -> str:
+def failure_kind(failure: EpisodeFailure | None) -> str:
+    """Why an episode is left out; empty if it is not."""
     return "" if failure is None else str(failure.args[0])
 
 

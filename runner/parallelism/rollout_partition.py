@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from runner.interfaces import (
     Sampler,
     SamplerWrapper,
 )
+from runner.interfaces.environments import PolicyCall, ProgramEnvironments, ProgramEpisodes
 
 FullParamsContext = Callable[[], AbstractContextManager[Any]]  # a block with full weights, which all ranks enter
 T = TypeVar("T")
@@ -199,6 +200,11 @@ class PartitionedEnvironments:
     peers: RankCollectives
 
     @property
+    def runs_programs(self) -> bool:
+        """See `Environments`."""
+        return self.inner.runs_programs
+
+    @property
     def max_turns(self) -> int:
         """See `Environments`."""
         return self.inner.max_turns
@@ -224,6 +230,12 @@ class PartitionedEnvironments:
         owners = [at % self.peers.size for at in range(len(prompts))]
         starts = run_partitioned(self.peers, owners, work)
         return PartitionedEpisodes(starts, batches[0] if batches else None, self.peers)
+
+    def start_programs(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedPrograms:
+        """See `ProgramEnvironments`; all ranks start the same episodes."""
+        mine = slice(self.peers.rank, None, self.peers.size)
+        batch = cast(ProgramEnvironments, self.inner).start_programs(prompts[mine], seeds[mine])
+        return PartitionedPrograms(batch, len(prompts), self.peers)
 
     def close(self) -> None:
         """See `Environments`; not collective."""
@@ -260,3 +272,42 @@ class PartitionedEpisodes:
         """See `EpisodeBatch`; not collective."""
         if self.mine is not None:
             self.mine.close()
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedPrograms:
+    """The programs of this rank, whose calls all ranks get; see `ProgramEpisodes`.
+
+    count: number of the episodes of all ranks
+    """
+
+    mine: ProgramEpisodes
+    count: int
+    peers: RankCollectives
+
+    def next_calls(self) -> list[PolicyCall] | None:
+        """See `ProgramEpisodes`."""
+        size = self.peers.size
+
+        def work(_: list[int]) -> list[list[PolicyCall] | None]:
+            calls = self.mine.next_calls()
+            return [calls and [replace(call, episode=call.episode * size + self.peers.rank) for call in calls]]
+
+        ranks = run_partitioned(self.peers, range(size), work)
+        return None if all(calls is None for calls in ranks) else [call for calls in ranks for call in calls or ()]
+
+    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None:
+        """See `ProgramEpisodes`; all ranks pass the same."""
+        size = self.peers.size
+        mine = [at for at, call in enumerate(calls) if call.episode % size == self.peers.rank]
+        own = [replace(calls[at], episode=calls[at].episode // size) for at in mine]
+        self.mine.answer(own, [rollouts[at] for at in mine])
+
+    def finish(self) -> list[EpisodeResult]:
+        """See `ProgramEpisodes`."""
+        owners = [at % self.peers.size for at in range(self.count)]
+        return run_partitioned(self.peers, owners, lambda _: self.mine.finish())
+
+    def close(self) -> None:
+        """See `ProgramEpisodes`; not collective."""
+        self.mine.close()
