@@ -31,7 +31,7 @@ RECIPES = sorted(p.relative_to(recipes_dir()).with_suffix("").as_posix() for p i
 REQUIRED = {"path": "some/where", "pattern": "a+b", "url": "http://localhost:1/score", "parts": "[{name: exact}]"}
 REQUIRED |= {"teacher": "some/where"}
 REQUIRED_OF = {"reward/function": {"path": "rate.py:score"}, "reward/length": {"target": "9"}}
-REQUIRED_OF |= {"environment/function": {"path": "shop.py:Shop"}}
+REQUIRED_OF |= {"environment/function": {"path": "shop.py:Shop"}, "environment/agent": {"command": "python agent.py"}}
 REQUIRED_OF |= {"sampler/server": {"url": "http://localhost:1", "weight_sync": "reload"}}
 
 

@@ -47,7 +47,8 @@ class Episode:
     sampling temperature, before truncation, NaN where the sampler cannot report them; truncation: Σ (log q − log p)
     over the policy's tokens, q the truncated distribution and p the whole one; version, versions: see `Rollout`, of all
     turns, version the oldest; result: what the environment knows at the end; counts: see `EnvironmentReply`;
-    experts: see `Rollout`, of the prompt and the whole episode
+    experts: see `Rollout`, of the prompt and the whole episode; extra_rows: further rows of the same episode
+    (`runner.algorithm.program_episodes`)
     """
 
     prompt: Prompt
@@ -63,6 +64,7 @@ class Episode:
     result: EpisodeResult | None = None
     counts: Counter[str] = field(default_factory=Counter)
     experts: Experts | None = None
+    extra_rows: list[Episode] = field(default_factory=list)
 
     def append_action(self, rollout: Rollout, text: str) -> None:
         """A turn of the policy."""

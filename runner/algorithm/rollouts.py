@@ -12,15 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby, islice, takewhile
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.algorithm.episode import FAILED, AnswerSampler, Episode, EpisodeRunner
+from runner.algorithm.program_episodes import run_programs
 from runner.core.batch import Batch
 from runner.core.prefix_tree import SHARED
 from runner.core.rng import derive_seed
@@ -31,8 +31,8 @@ from runner.interfaces import (
     Prompt,
     Request,
     Reward,
-    State,
 )
+from runner.interfaces.environments import ProgramEnvironments
 from runner.interfaces.media import sample_images
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ class RolloutSample:
     logprobs, truncation, counts: see `Episode`; finish: stop, length, or failed, by its environment, which leaves it
     out; text: of the last turn; history: the earlier turns of the policy and its environment; components: the scores of
     the parts of a composite reward; version, versions: of the policy's own tokens, see `Rollout`; experts:
-    int16, of the prompt and all tokens but the last, see `Rollout`
+    int16, of the prompt and all tokens but the last, see `Rollout`; extra_rows: further rows of the same episode, of
+    which this one has the last turn
     """
 
     ids: tuple[int, ...]
@@ -66,6 +67,17 @@ class RolloutSample:
     versions: tuple[int, ...] = ()
     counts: Mapping[str, int] = field(default_factory=dict)
     experts: Experts | None = field(default=None, compare=False)
+    extra_rows: tuple[RolloutSample, ...] = ()
+
+    @property
+    def rows(self) -> tuple[RolloutSample, ...]:
+        """All rows of the episode, in the order of their last turns."""
+        return (*self.extra_rows, self)
+
+    @property
+    def num_own_tokens(self) -> int:
+        """The number of the policy's own tokens, of all rows."""
+        return int(sum(sum(row.mask) for row in self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +100,7 @@ class Group:
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
         """What came of each sample."""
-        return tuple(Outcome(s.reward, dict(s.components), int(sum(s.mask)), s.finish, s.counts) for s in self.samples)
+        return tuple(Outcome(s.reward, dict(s.components), s.num_own_tokens, s.finish, s.counts) for s in self.samples)
 
 
 class Outcome(NamedTuple):
@@ -173,7 +185,12 @@ class RolloutCollector:
             derive_seed(self.seed, "environment", step, round, at) for at in range(len(prompts)) for _ in range(size)
         ]
         repeated = [prompt for prompt in prompts for _ in range(size)]
-        episodes = player.run_episodes(repeated, seeds, request, self.sampler)
+        if self.environments is not None and self.environments.runs_programs:
+            programs = cast(ProgramEnvironments, self.environments)
+            streams = [(self.seed, "sample", step, round, *divmod(at, size)) for at in range(len(repeated))]
+            episodes = run_programs(programs, repeated, seeds, self.sampler, streams, self.tokenizer)
+        else:
+            episodes = player.run_episodes(repeated, seeds, request, self.sampler)
         grouped = [episodes[at * size : (at + 1) * size] for at in range(len(prompts))]
         return [make_group(*one) for one in zip(grouped, *self._score_groups(grouped, before), strict=True)]
 
@@ -206,7 +223,8 @@ def make_group(
     episodes: Sequence[Episode], rewards: Sequence[float | None], parts: Sequence[RewardComponents]
 ) -> Group:
     """The samples of one prompt: the beginning that the episodes share; the rest of theirs is context."""
-    prompts = [episode.prompt for episode in episodes if episode.ids] or [episodes[0].prompt]
+    rows = [row for episode in episodes for row in (episode, *episode.extra_rows)]
+    prompts = [row.prompt for row in rows if row.ids] or [episodes[0].prompt]
     shared = sum(1 for _ in takewhile(lambda ids: len({*ids}) == 1, zip(*(p.ids for p in prompts), strict=False)))
     prompt = prompts[0] if shared == len(prompts[0].ids) else replace(prompts[0], ids=prompts[0].ids[:shared])
     return Group(prompt, tuple(to_sample(*one, shared) for one in zip(episodes, rewards, parts, strict=True)))
@@ -218,8 +236,18 @@ def to_sample(episode: Episode, reward: float | None, parts: RewardComponents, s
     zeros = (0.0,) * len(own)
     tokens = ((*own, *episode.ids), (*zeros, *episode.mask), (*zeros, *episode.logprobs))
     turn = (episode.text, episode.finish, episode.version)
-    more = (tuple(episode.versions), dict(episode.counts), episode.experts)
-    return RolloutSample(*tokens, *turn, reward, episode.history, parts, episode.truncation, *more)
+    return RolloutSample(
+        *tokens,
+        *turn,
+        reward,
+        episode.history,
+        parts,
+        episode.truncation,
+        tuple(episode.versions),
+        dict(episode.counts),
+        episode.experts,
+        tuple(to_sample(row, reward, {}, shared) for row in episode.extra_rows),
+    )
 
 
 def expert_channel(batch: Batch, groups: Sequence[Group]) -> Tensor | None:
@@ -228,15 +256,15 @@ def expert_channel(batch: Batch, groups: Sequence[Group]) -> Tensor | None:
     -1 where they are not known: of the last token of a turn, which was drawn and not computed, and of what an
     environment said after it. batch: made of the groups by `pack_trees`; a shared prompt has those of the first sample.
     """
-    known = next((one.experts for group in groups for one in group.samples if one.experts is not None), None)
+    rows = [[row for one in group.played_samples for row in one.rows] for group in groups]
+    known = next((row.experts for group in rows for row in group if row.experts is not None), None)
     if known is None:
         return None
     parts = []
     for tree, branch, length in zip(*(batch.rows[n].tolist() for n in ("tree", "branch", "lengths")), strict=True):
-        group = groups[tree]
-        sample = group.played_samples[max(branch, 0)]
+        sample = rows[tree][max(branch, 0)]
         used = known[:0] if sample.experts is None else sample.experts
-        whole = np.full((len(group.prompt.ids) + len(sample.ids), *known.shape[1:]), -1, np.int16)
+        whole = np.full((len(groups[tree].prompt.ids) + len(sample.ids), *known.shape[1:]), -1, np.int16)
         whole[: len(used)] = used
         parts.append(whole[:length] if branch == SHARED else whole[-length:])  # a branch without its prompt, or with it
     return torch.from_numpy(np.concatenate(parts))
@@ -265,7 +293,7 @@ def rollout_metrics(experience: Experience) -> dict[str, float]:
     """Metrics of all samples of a step, under stable names."""
     drawn = [one for group in experience.all_outcomes for one in group]
     tokens = sum(one.length for one in drawn)
-    samples = [sample for group in experience.groups for sample in group.samples]
+    samples = [row for group in experience.groups for sample in group.samples for row in sample.rows]
     oldest = min(sample.version for sample in samples)
     truncation = math.fsum(sample.truncation for sample in samples)
     ages = [experience.step - version for sample in samples for version in sample.versions]
@@ -304,73 +332,10 @@ def sample_records(experience: Experience, rewarded: bool, tokenizer: Any) -> It
                     **({"reward": one.reward} if rewarded else {}),
                     "finish": one.finish,
                     "version": one.version,
-                    **({"versions": runs} if len(runs := _runs(one.versions)) > 1 else {}),
+                    **({"versions": runs} if len(runs := version_runs(one.versions)) > 1 else {}),
                 }
 
 
-def _runs(versions: Sequence[int]) -> list[tuple[int, int]]:
+def version_runs(versions: Sequence[int]) -> list[tuple[int, int]]:
     """Each version with the number of tokens that it drew, in their order."""
     return [(version, len(list(tokens))) for version, tokens in groupby(versions)]
-
-
-def _more(sample: RolloutSample) -> tuple[Any, ...]:
-    return _runs(sample.versions), dict(sample.counts), 0 if sample.experts is None else len(sample.experts)
-
-
-def encode_experience(experience: Experience) -> State:
-    """The experience as a checkpoint keeps it: numbers of tokens in tensors, the rest as JSON."""
-    drawn = [s for group in experience.groups for s in group.samples]
-    values = attrgetter("text", "finish", "version", "reward")
-    flat = {name: [x for s in drawn for x in getattr(s, name)] for name in ("ids", "mask", "logprobs")}
-    groups = [
-        {
-            "prompt": {
-                "ids": list(g.prompt.ids),
-                "text": g.prompt.text,
-                "messages": None if g.prompt.messages is None else [dict(m) for m in g.prompt.messages],
-                "columns": dict(g.prompt.columns),
-            },
-            "samples": [
-                [len(s.ids), *values(s), [dict(m) for m in s.history], dict(s.components), s.truncation, *_more(s)]
-                for s in g.samples
-            ],
-        }
-        for g in experience.groups
-    ]
-    tensors = {n: torch.tensor(v, dtype=torch.int64 if n == "ids" else torch.float64) for n, v in flat.items()}
-    if experts := [s.experts for s in drawn if s.experts is not None]:
-        tensors["experts"] = torch.from_numpy(np.concatenate(experts))
-    return {
-        "step": experience.step,
-        "groups": groups,
-        "rounds": experience.rounds,
-        "left_out": [
-            [[one.reward, dict(one.components), one.length, one.finish, dict(one.counts)] for one in g]
-            for g in experience.filtered_out
-        ],
-        "tensors": tensors,
-    }
-
-
-def decode_experience(state: State) -> Experience:
-    """The inverse of `encode`."""
-    rest = {name: iter(tensor if name == "experts" else tensor.tolist()) for name, tensor in state["tensors"].items()}
-
-    def sample(size: int, *values: Any) -> RolloutSample:
-        ids, mask, logprobs = (tuple(next(rest[n]) for _ in range(size)) for n in ("ids", "mask", "logprobs"))
-        text, finish, version, reward, history, components, truncation, *more = values
-        defaults: tuple[Any, ...] = ((), {}, 0)  # of what older runs did not write
-        runs, counts, routed = (*more, *defaults[len(more) :])
-        versions = tuple(version for version, count in runs for _ in range(count))
-        experts = torch.stack([*islice(rest["experts"], routed)]).numpy() if routed else None
-        own = (text, finish, version, reward, tuple(history), components, truncation, versions, counts, experts)
-        return RolloutSample(ids, mask, logprobs, *own)
-
-    groups = []
-    for group in state["groups"]:
-        one = group["prompt"]
-        messages = None if one["messages"] is None else tuple(one["messages"])
-        prompt = Prompt(tuple(one["ids"]), one["text"], messages, one["columns"])
-        groups.append(Group(prompt, tuple(sample(*s) for s in group["samples"])))
-    left_out = tuple(tuple(Outcome(*one) for one in group) for group in state["left_out"])
-    return Experience(state["step"], tuple(groups), state["rounds"], left_out)

@@ -41,6 +41,7 @@ class EnvironmentBuilder:
             decide=self.decide,
             folder=self.folder,
             chat=lambda: _episode_chat(spec, self.tokenizer),
+            renderer=lambda: _renderer(spec, self.tokenizer),
         )
         if made is None:
             return None

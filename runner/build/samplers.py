@@ -55,7 +55,10 @@ def build_sampler(
     folder: RunFolder,
     store: CheckpointStore,
 ) -> Sampler:
-    """The sampler as every rank calls it. One that does not repeat bit for bit has a journal."""
+    """The sampler as every rank calls it. What does not repeat bit for bit has a journal.
+
+    Programs call at moments of their own, so that the batches that their calls are sampled in do not repeat.
+    """
     peers = world.rollout_peers
     if spec.launch.samplers:
         sampler: Sampler = Rank0Sampler(lambda: _sampler_pool(spec, policy, folder), peers)

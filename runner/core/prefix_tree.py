@@ -58,10 +58,11 @@ def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | 
     share=False repeats the prompt before every branch. With `most_tokens` a tree above it becomes several units,
     each repeating the prompt; without, a tree is one unit. Token channels are those of the branches (all alike),
     0 on prompts; row channels beside `lengths` and `unit`: `branch`, `tree` and those of the branches (0 on prompts).
-    Float channels are float32, `branch` and `tree` int64. Raises ValueError for an empty prompt or branch.
+    Float channels are float32, `branch` and `tree` int64. Branches of an empty prompt are rows of their own. Raises
+    ValueError for an empty branch.
     """
-    if not trees or any(not t.prompt or not t.branches or any(not b.ids for b in t.branches) for t in trees):
-        raise ValueError("a batch needs at least one tree, and every prompt and branch at least one token")
+    if not trees or any(not t.branches or any(not b.ids for b in t.branches) for t in trees):
+        raise ValueError("a batch needs at least one tree, and every branch at least one token")
     pack = _Packing(trees)
     for number, tree in enumerate(trees):
         for part in _parts(tree, share, most_tokens):
@@ -96,7 +97,7 @@ class _Packing:
     def unit(self, number: int, tree: Tree, branches: Sequence[int], share: bool) -> None:
         """Add some branches of a tree as one unit."""
         prompt, length = tree.prompt, len(tree.prompt)
-        root = self._size + length - 1
+        root, share = self._size + length - 1, share and length > 0
         if share:
             self._row(number, SHARED, Branch(prompt), range(length), -1)
         for at in branches:

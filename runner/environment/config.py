@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.spec.base import ComponentConfig
+from runner.core.errors import Problem, SpecError
+from runner.spec.base import ComponentConfig, address_problem
 from runner.user_code.config import UserCodeConfig
 
 
@@ -17,6 +21,7 @@ class EnvironmentConfig(ComponentConfig):
 
     group: ClassVar[str] = "environment"
     has_score: ClassVar[bool] = False  # whether it may score episodes
+    runs_programs: ClassVar[bool] = False  # whether its programs call the policy
 
     def most_turns(self) -> int:
         """Most turns of the policy in one episode."""
@@ -104,4 +109,62 @@ class FunctionEnvironmentConfig(UserCodeConfig, EnvironmentConfig):
         return self.lockstep
 
 
-COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig)
+class AgentEnvironmentConfig(EnvironmentConfig):
+    """Programs that call the policy as a model behind OpenAI's API; their calls are trained on."""
+
+    factory: ClassVar[str] = "runner.inference.agent:build"
+    has_score: ClassVar[bool] = True
+    runs_programs: ClassVar[bool] = True
+    name: Literal["agent"] = "agent"
+    command: str = Field(
+        min_length=1,
+        description="Command of a program that plays one episode, e.g. 'python my_agent.py', or URL of a server.",
+    )
+    env: tuple[str, ...] = Field(
+        default=(), strict=False, description="Further environment variables that are passed to the command."
+    )
+    max_turns: int = Field(default=64, ge=2, description="Maximum turns that a program may request of the policy.")
+    timeout_s: float = Field(
+        default=300.0, gt=0, description="Timeout in seconds of an episode, without waiting for the policy."
+    )
+    workers: int = Field(default=32, ge=1, description="Number of programs of a rank that run at the same time.")
+    max_failures: int = Field(
+        default=64, ge=1, description="Stop the run after this many consecutive episodes that failed."
+    )
+
+    def most_turns(self) -> int:
+        return self.max_turns
+
+    def is_repeatable(self) -> bool:
+        return False
+
+    @property
+    def is_server(self) -> bool:
+        """Whether a server plays the episodes, one for each POST request."""
+        return self.command.startswith(("http://", "https://"))
+
+    def problems(self, job: Any) -> list[tuple[str, str]]:
+        found = super().problems(job)
+        if self.is_server and (wrong := address_problem(self.command, "/PATH")):
+            return [*found, ("environment.command", wrong)]
+        try:
+            shlex.split(self.command)
+        except ValueError as error:
+            return [*found, ("environment.command", f"the words of the command cannot be told apart: {error}")]
+        return found
+
+    def with_absolute_paths(self) -> Self:
+        """The same config with the paths of files in its command made absolute."""
+        if self.is_server:
+            return self
+        words = [os.path.abspath(w) if Path(w).is_file() else w for w in shlex.split(self.command)]
+        return self.model_copy(update={"command": shlex.join(words)})
+
+    def preflight(self) -> None:
+        """Raise SpecError where the program of the command is missing."""
+        program = shlex.split(self.command)[0]
+        if not self.is_server and not shutil.which(program):
+            raise SpecError([Problem("environment.command", f"no program '{program}'; set one that can be executed")])
+
+
+COMPONENTS = (NoEnvironmentConfig, CalculatorConfig, FunctionEnvironmentConfig, AgentEnvironmentConfig)

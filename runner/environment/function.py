@@ -22,7 +22,13 @@ from runner.core.chat_answer import ChatAnswer
 from runner.core.errors import EnvironmentProblem, Problem, SpecError
 from runner.core.tool_formats import ToolCall, ToolFormat
 from runner.environment.config import FunctionEnvironmentConfig
-from runner.environment.processes import EpisodeFailure, EpisodeFailures, EpisodeProcess, EpisodeProcesses
+from runner.environment.processes import (
+    EpisodeFailure,
+    EpisodeFailures,
+    EpisodeProcess,
+    EpisodeProcesses,
+    failure_kind,
+)
 from runner.interfaces import EnvironmentReply, EpisodeResult, Prompt
 from runner.interfaces.environments import EpisodeChat, Message
 from runner.run_dir.user_files import original_path
@@ -56,6 +62,7 @@ class PlayedEpisode:
 class FunctionEnvironments:
     """Plays episodes of a user's class or function; see `Environments`."""
 
+    runs_programs = False
     roles: tuple[str, ...] = ()
 
     def __init__(
@@ -141,7 +148,7 @@ class FunctionEpisodes:
     @property
     def starts(self) -> Sequence[tuple[Prompt, str]]:
         """See `EpisodeBatch`."""
-        return [(episode.prompt, _kind(episode.failure)) for episode in self.episodes]
+        return [(episode.prompt, failure_kind(episode.failure)) for episode in self.episodes]
 
     def submit(self, number: int, text: str, is_last: bool) -> None:
         """See `EpisodeBatch`; calls of a last turn are executed, too."""
@@ -160,7 +167,7 @@ class FunctionEpisodes:
             except Empty:
                 break
             if (future := self._in_step.pop(number, None)) is not None:
-                found[number] = future.result() or EnvironmentReply(failure=_kind(self.episodes[number].failure))
+                found[number] = future.result() or EnvironmentReply(failure=failure_kind(self.episodes[number].failure))
                 end = min(end, time.monotonic() + TOGETHER_S)
         self._waits_since = None if found or not wait_s else (self._waits_since or now)
         return [*found.items(), *self._too_slow()]
@@ -193,7 +200,7 @@ class FunctionEpisodes:
         found = {at: future.result() for at, future in self._ending.items()}
         for episode in self.episodes:
             self.owner.failures.record(episode.failure)
-        return [found.get(at) or EpisodeResult(failure=_kind(e.failure)) for at, e in enumerate(self.episodes)]
+        return [found.get(at) or EpisodeResult(failure=failure_kind(e.failure)) for at, e in enumerate(self.episodes)]
 
     def close(self) -> None:
         """See `EpisodeBatch`."""
@@ -247,10 +254,6 @@ class FunctionEpisodes:
             return EpisodeResult()
         reply = self.owner.request(episode, finish=True)
         return EpisodeResult(reply["score"], reply["state"])
-
-
-def _kind(failure: EpisodeFailure | None) -> str:
-    return "" if failure is None else str(failure.args[0])
 
 
 def _message(parts: Sequence[tuple[str, str]], calls: Sequence[ToolCall], turn: int) -> dict[str, Any]:

@@ -29,6 +29,11 @@ class EpisodeFailure(Exception):
     """Why an episode is left out; the first argument is its kind."""
 
 
+def failure_kind(failure: EpisodeFailure | None) -> str:
+    """Why an episode is left out; empty if it is not."""
+    return "" if failure is None else str(failure.args[0])
+
+
 class EpisodeProcess:
     """The process of one episode, which ends with its socket."""
 

@@ -8,6 +8,7 @@ Shapes: https://platform.openai.com/docs/api-reference, and vLLM's OpenAI-compat
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import secrets
@@ -263,7 +264,9 @@ class ChatCompletions(_Answer):
             ]
             if choice.finish is not None:
                 calls = self.answers[choice.index].calls
-                deltas += [{"tool_calls": [{"index": at, **_call_json(call)}]} for at, call in enumerate(calls)]
+                deltas += [
+                    {"tool_calls": [{"index": at, **_call_json(choice, at, call)}]} for at, call in enumerate(calls)
+                ]
                 deltas.append({})
             for at, delta in enumerate(deltas):
                 chunk = self._chunk(choice, delta, is_last=choice.finish is not None and at == len(deltas) - 1)
@@ -288,7 +291,7 @@ class ChatCompletions(_Answer):
         if texts["reasoning"]:
             message["reasoning_content"] = texts["reasoning"]
         if calls:
-            message["tool_calls"] = [_call_json(call) for call in calls]
+            message["tool_calls"] = [_call_json(choice, at, call) for at, call in enumerate(calls)]
         one: Json = {"index": choice.index, "message": message, "logprobs": None, **self._end_json(choice)}
         if self.body.logprobs:
             one["logprobs"] = {"content": [self._logprob(event) for event in choice.events]}
@@ -314,9 +317,14 @@ class ChatCompletions(_Answer):
         return {"token": text, "logprob": finite(value), "bytes": list(text.encode())}
 
 
-def _call_json(call: ToolCall) -> Json:
+def _call_json(choice: Choice, at: int, call: ToolCall) -> Json:
+    """A call; the same answer to the same prompt has the same ids.
+
+    Mistral's templates want nine letters and digits.
+    """
+    content = json.dumps([choice.prompt, choice.ids, at]).encode()
     return {
-        "id": f"call_{secrets.token_hex(12)}",
+        "id": hashlib.blake2b(content).hexdigest()[:9],
         "type": "function",
         "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
     }

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from runner.core.errors import DataError, Interrupted, RunnerError
@@ -45,8 +47,14 @@ SWITCH_INTERVAL_S = 1e-4  # the event loop gets the interpreter from the thread 
 LIMITS = HttpLimits(max_body_bytes=32 << 20)
 
 
-def create_app(served: ServedModel, *, api_key: str | None = None, weight_updates: bool = False) -> Starlette:
-    """The server's app.
+def create_app(
+    served: ServedModel,
+    *,
+    api_key: str | None = None,
+    weight_updates: bool = False,
+    routes: Sequence[BaseRoute] | None = None,
+) -> Starlette:
+    """The server's app. routes: instead of those of `openai_routes`
 
     Without a key, only clients that name this machine in the Host header are answered, so that a web page cannot reach
     it by a name of its own. weight_updates: with the routes of `weight_routes`
@@ -60,7 +68,7 @@ def create_app(served: ServedModel, *, api_key: str | None = None, weight_update
         guard = Middleware(TokenCheck, token=api_key, open_paths=OPEN_PATHS)
     kinds = (BadRequest, RunnerError, HTTPException, ClientDisconnect, Exception)
     return Starlette(
-        routes=openai_routes(served) + (weight_routes(served) if weight_updates else []),
+        routes=routes or openai_routes(served) + (weight_routes(served) if weight_updates else []),
         middleware=[Middleware(Admission, served=served), guard],
         exception_handlers=dict.fromkeys(kinds, refuse),
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from runner.core.tool_formats import ToolFormat, Tools
-from runner.interfaces.sampling import EpisodeResult, Prompt
+from runner.interfaces.sampling import EpisodeResult, Prompt, Rollout
 
 Message = Mapping[str, Any]  # as chat templates take it: role, content, perhaps tool_calls
 
@@ -81,8 +81,12 @@ class Environments(Protocol):
     """Environments for episodes of at most `max_turns` turns of the policy.
 
     roles: those of its messages, as far as they are known before the first one; max_episode_tokens: of turns and
-    messages, None = no limit; lockstep: whether all episodes have their replies before any continues
+    messages, None = no limit; lockstep: whether all episodes have their replies before any continues; runs_programs:
+    these are `ProgramEnvironments`
     """
+
+    @property
+    def runs_programs(self) -> bool: ...
 
     @property
     def max_turns(self) -> int: ...
@@ -103,9 +107,47 @@ class Environments(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyCall:
+    """A turn that a program requests of the policy.
+
+    episode: its number; ids, messages: of the whole prompt; max_new_tokens: None = as many as the sampler allows; key:
+    of its random stream, one of its own in the episode; is_unmatched: the history has turns of an assistant that are
+    not those that were recorded, so that the call starts a new row
+    """
+
+    episode: int
+    ids: tuple[int, ...]
+    messages: tuple[Message, ...]
+    max_new_tokens: int | None
+    key: str
+    is_unmatched: bool = False
+
+
+class ProgramEpisodes(Protocol):
+    """Episodes of programs that call the policy, by their numbers."""
+
+    # What waits for a turn, soon perhaps nothing; None = all programs have ended
+    def next_calls(self) -> list[PolicyCall] | None: ...
+
+    # rollouts: None = the prompt leaves no room for a token
+    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None: ...
+
+    def finish(self) -> list[EpisodeResult]: ...  # of every episode, once
+
+    def close(self) -> None: ...  # also of episodes that are not finished
+
+
+class ProgramEnvironments(Protocol):
+    """Environments whose programs call the policy, up to `max_turns` times; otherwise as `Environments`."""
+
+    def start_programs(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ProgramEpisodes: ...
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentFactory:
     """Makes an environment for each episode, in this process; see `Environments`."""
 
+    runs_programs: ClassVar[bool] = False
     make: Callable[[], Environment]
     max_turns: int
     roles: tuple[str, ...] = field(default=(), kw_only=True)

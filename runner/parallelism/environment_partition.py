@@ -10,13 +10,23 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason
 from runner.distributed.work_partition import run_on_rank0, run_partitioned
-from runner.interfaces import EnvironmentReply, Environments, EpisodeBatch, EpisodeResult, Prompt, RankCollectives
+from runner.interfaces import (
+    EnvironmentReply,
+    Environments,
+    EpisodeBatch,
+    EpisodeResult,
+    Prompt,
+    RankCollectives,
+    Rollout,
+)
+from runner.interfaces.environments import PolicyCall, ProgramEnvironments, ProgramEpisodes
 
 log = logging.getLogger("runner")
 POLL_S = 0.02  # between two questions whether any rank has replies
@@ -32,6 +42,11 @@ class PartitionedEnvironments:
     inner: Environments
     peers: RankCollectives
     record: FailureRecord | None = None
+
+    @property
+    def runs_programs(self) -> bool:
+        """See `Environments`."""
+        return self.inner.runs_programs
 
     @property
     def max_turns(self) -> int:
@@ -69,6 +84,12 @@ class PartitionedEnvironments:
         for at, start in zip(begun, started, strict=True):
             starts[at] = start
         return PartitionedEpisodes(starts, begun, batches[0] if batches else None, self, seeds)
+
+    def start_programs(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> PartitionedPrograms:
+        """See `ProgramEnvironments`; all ranks start the same episodes."""
+        mine = slice(self.peers.rank, None, self.peers.size)
+        batch = cast(ProgramEnvironments, self.inner).start_programs(prompts[mine], seeds[mine])
+        return PartitionedPrograms(batch, len(prompts), self.peers)
 
     def close(self) -> None:
         """See `Environments`; not collective."""
@@ -132,6 +153,45 @@ class PartitionedEpisodes:
     def _require_mine(self) -> EpisodeBatch:
         assert self._mine is not None  # this rank has such an episode
         return self._mine
+
+
+@dataclass(frozen=True, slots=True)
+class PartitionedPrograms:
+    """The programs of this rank, whose calls all ranks get; see `ProgramEpisodes`.
+
+    count: number of the episodes of all ranks
+    """
+
+    mine: ProgramEpisodes
+    count: int
+    peers: RankCollectives
+
+    def next_calls(self) -> list[PolicyCall] | None:
+        """See `ProgramEpisodes`."""
+        size = self.peers.size
+
+        def work(_: list[int]) -> list[list[PolicyCall] | None]:
+            calls = self.mine.next_calls()
+            return [calls and [replace(call, episode=call.episode * size + self.peers.rank) for call in calls]]
+
+        ranks = run_partitioned(self.peers, range(size), work)
+        return None if all(calls is None for calls in ranks) else [call for calls in ranks for call in calls or ()]
+
+    def answer(self, calls: Sequence[PolicyCall], rollouts: Sequence[Rollout | None]) -> None:
+        """See `ProgramEpisodes`; all ranks pass the same."""
+        size = self.peers.size
+        mine = [at for at, call in enumerate(calls) if call.episode % size == self.peers.rank]
+        own = [replace(calls[at], episode=calls[at].episode // size) for at in mine]
+        self.mine.answer(own, [rollouts[at] for at in mine])
+
+    def finish(self) -> list[EpisodeResult]:
+        """See `ProgramEpisodes`."""
+        owners = [at % self.peers.size for at in range(self.count)]
+        return run_partitioned(self.peers, owners, lambda _: self.mine.finish())
+
+    def close(self) -> None:
+        """See `ProgramEpisodes`; not collective."""
+        self.mine.close()
 
 
 class FailureRecord:

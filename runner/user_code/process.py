@@ -132,12 +132,11 @@ class FunctionTarget:
     env: tuple[str, ...] = ()
     copy: Path | None = None
 
-    def environment(self) -> dict[str, str]:
-        """Its environment: no variable with a secret, unless `env` names it."""
-        kept = (
-            k for k in os.environ if k in self.env or (k.startswith(PREFIXES) and not is_secret_name(k)) or k in NAMES
-        )
-        return {name: os.environ[name] for name in kept}
+
+def variables_without_secrets(env: Sequence[str]) -> dict[str, str]:
+    """The environment of a user's code: no variable with a secret, unless `env` names it."""
+    kept = (k for k in os.environ if k in env or (k.startswith(PREFIXES) and not is_secret_name(k)) or k in NAMES)
+    return {name: os.environ[name] for name in kept}
 
 
 class UserProcess:
@@ -168,11 +167,11 @@ class UserProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=passed,
-                env=target.environment(),
+                env=variables_without_secrets(target.env),
             )
         self._lines = JsonLines(writing=self._channel.fileno())
         assert self._process.stdout is not None
-        self._printing = Thread(target=_forward_output, args=(self._process.stdout, output), daemon=True)
+        self._printing = Thread(target=forward_output, args=(self._process.stdout, output), daemon=True)
         self._printing.start()
         try:
             self._get_ready()
@@ -215,7 +214,7 @@ class UserProcess:
         self._channel.close()
         self._stack.close()
         self._printing.join(END_S)
-        return _exit_words(code)
+        return exit_words(code)
 
     def _get_ready(self) -> None:
         end = time.monotonic() + START_S
@@ -273,14 +272,15 @@ def sender_of(channel: socket.socket) -> tuple[bytes, int]:
     return content, CREDENTIALS.unpack(found[0])[0] if found else 0
 
 
-def _forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
+def forward_output(stream: IO[bytes], output: CapturedOutput) -> None:
     """Forward printed output line by line; a long line in parts."""
     with stream:
         while line := stream.readline(LINE_BYTES):
             output.add_line(line.decode("utf-8", errors="replace").rstrip("\r\n"))
 
 
-def _exit_words(code: int) -> str:
+def exit_words(code: int) -> str:
+    """How a process ended, by the exit code of its guard."""
     number = -code if code < 0 else code - 128
     if 0 < number < signal.NSIG:
         return f"killed by {signal_name(number)}"

@@ -45,7 +45,13 @@ def test_without_sharing_every_branch_repeats_the_prompt() -> None:
     assert batch.count() == {"tokens": 3, "rows": 2, "units": 1} and paths(batch) is None
 
 
-@pytest.mark.parametrize("bad", [[], [Tree([], [Branch([1])])], [Tree([1], [])], [Tree([1], [Branch([])])]])
+def test_branches_of_an_empty_prompt_are_rows_of_their_own() -> None:
+    batch = pack_trees([tree([], [[3, 4], [5]]), tree([1], [[2]])])
+    assert batch.tokens["ids"].tolist() == [3, 4, 5, 1, 2] and batch.tokens["parent"].tolist() == [-1, 0, -1, -1, 3]
+    assert batch.rows["branch"].tolist() == [0, 1, -1, 0] and batch.rows["unit"].tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("bad", [[], [Tree([1], [])], [Tree([1], [Branch([])])]])
 def test_nothing_empty_is_packed(bad: list[Tree]) -> None:
     with pytest.raises(ValueError, match="at least one"):
         pack_trees(bad)

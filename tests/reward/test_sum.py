@@ -12,13 +12,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.algorithm.experience_state import decode_experience, encode_experience
 from runner.algorithm.rollouts import (
     CompositeReward,
     Experience,
     Group,
     RolloutSample,
-    decode_experience,
-    encode_experience,
     reward_metrics,
 )
 from runner.core.auto_choices import Decisions

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from runner.adapter.config import LoraConfig
 from runner.adapter.lora import attach
-from runner.algorithm import rollouts
+from runner.algorithm import experience_state, rollouts
 from runner.algorithm.episode import Episode
 from runner.cli.job_builder import compose_job
 from runner.core.auto_choices import Decisions
@@ -194,7 +194,7 @@ def test_a_sample_says_how_many_tokens_each_version_drew() -> None:
     assert json.loads(json.dumps(line))["versions"] == [[3, 2], [4, 1]] and line["version"] == 3
     found = rollouts.rollout_metrics(experience)
     assert found["rollout/staleness"] == 1.0 and found["rollout/staleness_mean"] == pytest.approx(2 / 3)
-    assert rollouts.decode_experience(rollouts.encode_experience(experience)) == experience
+    assert experience_state.decode_experience(experience_state.encode_experience(experience)) == experience
 
 
 REFUSED = {

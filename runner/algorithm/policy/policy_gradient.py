@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.algorithm import rollouts
+from runner.algorithm import experience_state, rollouts
 from runner.algorithm.kl_divergence import KlController
 from runner.algorithm.loss_registry import compute_selected, selected_function
 from runner.algorithm.policy import advantages, importance
@@ -114,8 +114,8 @@ class PolicyOptimization:
         if "policy/kl" in values:
             self.kl.observe(values["policy/kl"], self.config.batch_size * self.config.group_size)
 
-    encode = staticmethod(rollouts.encode_experience)
-    decode = staticmethod(rollouts.decode_experience)
+    encode = staticmethod(experience_state.encode_experience)
+    decode = staticmethod(experience_state.decode_experience)
 
     def state_dict(self) -> State:
         """The adaptive coefficient."""
@@ -153,8 +153,10 @@ class PolicyOptimization:
         for one in group.played_samples:
             unscored = self.config.needs_reward and one.reward is None
             left_out = silent or unscored or (self.config.mask_truncated and one.finish == "length")
-            channels = {"weight": [0.0] * len(one.ids) if left_out else one.mask, "sampled": one.logprobs}
-            branches.append(Branch(one.ids, channels, {"reward": torch.nan if one.reward is None else one.reward}))
+            for at, row in enumerate(one.rows):
+                channels = {"weight": [0.0] * len(row.ids) if left_out else row.mask, "sampled": row.logprobs}
+                reward = torch.nan if one.reward is None or at else one.reward
+                branches.append(Branch(row.ids, channels, {"reward": reward, "is_extra": float(at > 0)}))
         return Tree(group.prompt.ids, branches)
 
     def _add_model_outputs(self, batch: Batch, models: Mapping[Role, Model]) -> Batch:
@@ -212,7 +214,7 @@ def mark_dropped_groups(config: PolicyConfig, batch: Batch, beta: float) -> Batc
     """
     if config.zero_variance_policy == "keep":
         return batch
-    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    mask, row = batch.tokens["weight"] != 0, episode_of_tokens(batch)
     rewards = advantages.kl_penalized_rewards(_rewards(batch), _kl_penalty(config, batch), mask, row, beta)
     dropped = ~advantages.has_variance(rewards, batch.rows["tree"])
     if config.counts_dropped_groups and not bool(dropped.all()):
@@ -235,7 +237,7 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
 
     A teacher's are left to the loss where the policy itself stands for `old`.
     """
-    mask, row = batch.tokens["weight"] != 0, row_of_tokens(batch)
+    mask, row = batch.tokens["weight"] != 0, episode_of_tokens(batch)
     if not config.needs_reward:
         if "old" not in batch.tokens:
             return batch
@@ -257,6 +259,16 @@ def add_advantages(config: PolicyConfig, batch: Batch, beta: float) -> Batch:
     }
     found = compute_selected(config, "advantage", offered)
     return with_tokens(batch, advantages=found if selected_function(config, "advantage").per_token else found[row])
+
+
+def episode_of_tokens(batch: Batch) -> Tensor:
+    """The first row of each token's episode, int64 [T].
+
+    So an episode of several rows is one sample, and rewarded once.
+    """
+    index, is_extra = torch.arange(batch.num_rows), batch.rows["is_extra"] > 0
+    first = index.masked_fill(is_extra | (batch.rows["branch"] < 0), 0).cummax(0).values
+    return torch.where(is_extra, first, index)[row_of_tokens(batch)]
 
 
 def _rewards(batch: Batch) -> Tensor:

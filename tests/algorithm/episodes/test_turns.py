@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.algorithm import rollouts
+from runner.algorithm import experience_state, rollouts
 from runner.algorithm.episode import Episode
 from runner.algorithm.policy.config import GrpoConfig
 from runner.algorithm.rollouts import Experience, Group, RolloutCollector
@@ -206,8 +206,8 @@ def test_what_was_said_before_the_last_turn_is_kept_and_survives_a_checkpoint() 
     sample, _, _ = play("calc 12+34", "46")
     assert sample.history == ({"role": "assistant", "content": "calc 12+34"}, {"role": "tool", "content": "46"})
     experience = Experience(0, (Group(PROMPT, (sample,)),), 1)
-    again = rollouts.decode_experience(
-        json.loads(json.dumps(rollouts.encode_experience(experience), default=list_of), object_hook=tensor_of)
+    again = experience_state.decode_experience(
+        json.loads(json.dumps(experience_state.encode_experience(experience), default=list_of), object_hook=tensor_of)
     )
     assert again == experience
     [row] = rollouts.sample_records(experience, rewarded=True, tokenizer=None)
@@ -231,7 +231,7 @@ def test_tokens_keep_the_experts_that_they_were_drawn_with_over_turns_and_checkp
     del episode.ids[-1], episode.mask[-1], episode.logprobs[-1]  # no observation ends an episode
     samples = rollouts.make_group([episode] * 2, [1.0, 0.0], [{}, {}]).samples
     experience = Experience(0, (Group(PROMPT, samples),), 1)
-    [group] = rollouts.decode_experience(rollouts.encode_experience(experience)).groups
+    [group] = experience_state.decode_experience(experience_state.encode_experience(experience)).groups
     for one in group.samples:
         assert one.experts is not None and one.experts.dtype == np.int16
         np.testing.assert_array_equal(one.experts, episode.experts)

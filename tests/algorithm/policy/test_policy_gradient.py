@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.algorithm import rollouts
+from runner.algorithm import experience_state, rollouts
 from runner.algorithm.explain import policy as formula
 from runner.algorithm.policy.config import GrpoConfig, PolicyConfig, PpoConfig
 from runner.core.errors import TrainingDiverged
@@ -109,7 +111,42 @@ def test_an_experience_survives_its_encoding() -> None:
     job = job_of(GrpoConfig(**SMALL), rate=lambda c: None if c.ids[0] % 3 == 0 else even_bytes(c))
     job.publish(0)
     experience = job.algorithm.collect(5)
-    assert rollouts.decode_experience(rollouts.encode_experience(experience)) == experience
+    assert experience_state.decode_experience(experience_state.encode_experience(experience)) == experience
+
+
+def in_two_rows(sample: rollouts.RolloutSample) -> rollouts.RolloutSample:
+    """The same episode as a program may have it: its first tokens in a row, and as context of the row of the others."""
+    half = len(sample.ids) // 2
+    if not half:
+        return sample
+    first = replace(sample, ids=sample.ids[:half], mask=sample.mask[:half], logprobs=sample.logprobs[:half])
+    return replace(sample, mask=(0.0,) * half + sample.mask[half:], extra_rows=(first,))
+
+
+@pytest.mark.parametrize("name", ["kl", "pp", "ppo"])
+def test_an_episode_in_several_rows_is_one_sample(name: str) -> None:
+    """It enters each mean once, and time goes on from row to row, so that no gradient changes."""
+    config = VARIANTS[name].model_copy(update={"loss_aggregation": "token_mean"})
+    if "advantage" in type(config).model_fields and name == "kl":
+        config = config.model_copy(update={"advantage": "opo"})
+    found = []
+    for change in (lambda sample: sample, in_two_rows):
+        job = job_of(config)
+        job.publish(0)
+        experience = job.algorithm.collect(0)
+        groups = tuple(replace(g, samples=tuple(map(change, g.samples))) for g in experience.groups)
+        experience = replace(experience, groups=groups)
+        assert experience_state.decode_experience(experience_state.encode_experience(experience)) == experience
+        assert rollouts.rollout_metrics(experience)["rollout/length"] > 1
+        [batch] = islice(job.algorithm.prepare(experience, job.models), 1)
+        for role, loss in job.algorithm.losses.items():
+            learner: Any = job.learners[role]
+            learner.begin_step(0)
+            learner.forward_backward(batch, loss)
+            gradients = {f"{role}.{n}": p.grad for n, p in learner.model.trainable().items() if p.grad is not None}
+            found.append(gradients)
+    for one, two in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        assert_near(two, one, 1e-4)
 
 
 def test_equal_rewards_teach_nothing() -> None:
