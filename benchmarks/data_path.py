@@ -1,4 +1,4 @@
-"""Processor time of the data path for each token of the global batch: reading, packing, counting, partition among ranks.
+"""Processor time of the data path for a token of the global batch: reading, packing, counting, partition among ranks.
 
     python benchmarks/data_path.py [--ranks 64] [--kind sft] [--json]
 
@@ -50,7 +50,7 @@ def make_record(kind: str, random: np.random.Generator, length: int) -> dict[str
         answers = [ids[half : half + half // 2 + 1], ids[half + half // 2 :]]
         return {"prompt": ids[:half], "answers": answers, "facts": '{"margin": null}'}
     mask = [0] * half + [1] * (length - half)
-    return {"ids": ids, "loss_mask": mask, "first": half, "last": length, "branches": []}
+    return {"ids": ids, "loss_mask": mask, "first": half, "last": length, "branches": [], "trained": [length - half]}
 
 
 def make_data(folder: Path, kind: str, rows: int, longest: int) -> TokenizedData:

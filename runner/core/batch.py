@@ -3,11 +3,12 @@
 Legend: N rows, T tokens in all rows.
 
     token channels  [T, ...]   ids, positions, parent, weight
-    row channels    [N, ...]   lengths, unit
+    row channels    [N, ...]   lengths, unit, start
 
 `parent[t]` is the index in the batch of the token before t, -1 at a root. Every [T] output belongs
 to the predicted token: `logprobs[t] = log p(ids[t] | its ancestors)`, read at `parent[t]`; at a root
-it is 0 and its weight is 0. A *unit* is what must not be cut: rows with equal `unit` are contiguous.
+it is 0 and its weight is 0. A *unit* is what must not be cut: rows with equal `unit` are contiguous. `start` is the
+position of a row's first token: 0 at a root, else the row continues the first row of its unit.
 `totals` counts the whole optimizer step over all data ranks, so that a loss can divide by the total
 it means and nothing divides later. Batches are built and cut on the CPU; one that was moved to a
 device remembers itself there, so that how it is laid out can be read without waiting for the device.
@@ -15,17 +16,21 @@ device remembers itself there, so that how it is laid out can be read without wa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain, pairwise
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.core.media import MEDIA_ID
 
 PATCHES_PER_PLACE = 4  # the vision parts of most families merge 2 x 2 patches of an image into one of its places
+Row = Sequence[float] | NDArray[np.generic]  # a number for each of its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,13 @@ class Batch:
     """A frozen ragged batch; see the module's legend.
 
     tokens: ids int64 [T], positions int64 [T], parent int64 [T], weight float32 [T], ...
-    rows:   lengths int64 [N], unit int64 [N], ...
+    rows:   lengths int64 [N], unit int64 [N], start int64 [N], ...; of rows that are not read yet `trained` int64 [N],
+            how many of their tokens have a weight, and `media`: places of images in a unit, at its first row
     totals: counts over the whole optimizer step: tokens with weight, rows that have one, units.
     host:   this batch on the CPU, where `to` moved it from there.
     """
 
-    tokens: Mapping[str, Tensor]
+    tokens: dict[str, Tensor] | UnreadTokens
     rows: Mapping[str, Tensor]
     totals: Mapping[str, int] = field(default_factory=dict)
     host: Batch | None = None
@@ -51,7 +57,7 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """T."""
-        return int(self.tokens["ids"].shape[0])
+        return int(self.structure.rows["lengths"].sum())
 
     @property
     def num_rows(self) -> int:
@@ -73,56 +79,113 @@ class Batch:
 
     def slice_rows(self, start: int, stop: int) -> Batch:
         """Rows start..stop with all their tokens; `parent` is re-based, `totals` are kept."""
-        lengths = self.structure.rows["lengths"]
+        rows = {k: v[start:stop] for k, v in self.rows.items()}
+        lengths = self.structure.rows["lengths"].numpy()
         first = int(lengths[:start].sum())
         last = first + int(lengths[start:stop].sum())
+        if isinstance(self.tokens, UnreadTokens):
+            before = int(self.rows["unit"][0])
+            units = slice(int(rows["unit"][0]) - before, int(rows["unit"][-1]) - before + 1)
+            return Batch(self.tokens.select(units, slice(first, last)), rows, self.totals)
         tokens = {k: v[first:last] for k, v in self.tokens.items()}
         tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] - first)
-        rows = {k: v[start:stop] for k, v in self.rows.items()}
         return Batch(tokens, rows, self.totals, self.host and self.host.slice_rows(start, stop))
 
     def count(self) -> dict[str, int]:
         """This batch's own contribution to `totals`."""
-        unit = self.rows["unit"]
+        trained = self.rows.get("trained")
+        if trained is None:
+            trained = row_sum(self, (self.tokens["weight"] != 0).long())
         return {
-            "tokens": int((self.tokens["weight"] != 0).sum()),
-            "rows": int((row_sum(self, (self.tokens["weight"] != 0).float()) > 0).sum()),
-            "units": int(torch.unique_consecutive(unit).shape[0]),
+            "tokens": int(trained.sum()),
+            "rows": int((trained > 0).sum()),
+            "units": int(torch.unique_consecutive(self.rows["unit"]).shape[0]),
         }
 
 
-def pack(
-    ids: Sequence[Sequence[int]], weights: Sequence[Sequence[float]], branches: Sequence[Sequence[int]] | None = None
-) -> Batch:
+class UnreadTokens(Mapping[str, Tensor]):
+    """The token channels of some units, all read when one of them is asked for."""
+
+    def __init__(
+        self,
+        units: NDArray[np.int64],
+        read: Callable[[NDArray[np.int64]], Mapping[str, Tensor]],
+        known: Mapping[str, Tensor],
+    ) -> None:
+        """read: the channels of units that it knows by these numbers; known: further ones, [T, ...]."""
+        self._units, self._read, self._known = units, read, known
+
+    @cached_property
+    def _channels(self) -> Mapping[str, Tensor]:
+        return {**self._read(self._units), **self._known}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._known[name] if name in self._known else self._channels[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._channels)
+
+    def __len__(self) -> int:
+        return len(self._channels)
+
+    def select(self, places: slice | NDArray[np.int64], tokens: slice | Tensor) -> UnreadTokens:
+        """The channels of the units at some places. tokens: the places of their tokens."""
+        known = {name: values[tokens] for name, values in self._known.items()}
+        return UnreadTokens(self._units[places], self._read, known)
+
+    def __or__(self, channels: Mapping[str, Tensor]) -> UnreadTokens:
+        return UnreadTokens(self._units, self._read, {**self._known, **channels})
+
+
+def unread_batch(rows: Mapping[str, Tensor], read: Callable[[NDArray[np.int64]], Mapping[str, Tensor]]) -> Batch:
+    """A batch of which units are read when they are needed.
+
+    rows: row channels, `trained` among them, units numbered from 0; read: some of these → their token channels
+    """
+    return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), read, {}), rows)
+
+
+def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence[int]] | None = None) -> Batch:
     """Lay rows end to end, each its own unit; the weight of each unit's first token is set to 0.
 
     ids and weights have N rows of equal lengths. branches: of each, where the continuations of its beginning start;
     the beginning and each of these is then a row of the unit. Raises ValueError for an empty row and for other lengths.
     """
-    edges = [(0, *(branches[at] if branches else ()), len(row)) for at, row in enumerate(ids)]
-    if not ids or any(stop <= start for edge in edges for start, stop in pairwise(edge)):
-        raise ValueError("a batch needs at least one row and no row may be empty")
     sizes = list(map(len, ids))
     if sizes != list(map(len, weights)):
         raise ValueError("every token needs a weight, and every weight a token")
-    lengths = torch.tensor([stop - start for edge in edges for start, stop in pairwise(edge)])
-    unit = torch.repeat_interleave(torch.arange(len(ids)), torch.tensor([len(edge) - 1 for edge in edges]))
-    starts = torch.cumsum(lengths, 0) - lengths
-    roots = torch.tensor([0, *accumulate(sizes)][:-1])
-    shared = torch.tensor([edge[1] if at else 0 for edge in edges for at in range(len(edge) - 1)])
-    index = torch.arange(sum(sizes))
-    positions = index - torch.repeat_interleave(starts - shared, lengths)
-    parent = index - 1
-    parent[starts] = torch.where(shared > 0, roots[unit] + shared - 1, -1)
+    rows = row_layout(np.array(sizes), branches)
+    lengths, unit, start = (channel.numpy() for channel in rows.values())
+    roots, every = np.cumsum(sizes) - sizes, np.arange(max(sizes))
+    positions = [every[first : first + size] for first, size in zip(start.tolist(), lengths.tolist(), strict=True)]
+    parent = np.arange(-1, sum(sizes) - 1)
+    parent[np.cumsum(lengths) - lengths] = np.where(start > 0, roots[unit] + start - 1, -1)
     weight = flatten_rows(weights, np.float32)
-    weight[roots] = 0.0
-    tokens = {"ids": flatten_rows(ids, np.int64), "positions": positions, "parent": parent, "weight": weight}
-    return Batch(tokens, rows={"lengths": lengths, "unit": unit})
+    weight[torch.from_numpy(roots)] = 0.0
+    tokens = {"ids": flatten_rows(ids), "positions": flatten_rows(positions), "parent": torch.from_numpy(parent)}
+    return Batch({**tokens, "weight": weight}, rows)
 
 
-def flatten_rows(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+def row_layout(sizes: NDArray[np.int64], branches: Sequence[Sequence[int]] | None = None) -> dict[str, Tensor]:
+    """The row channels of `pack` for rows of so many tokens; see there for `branches` and errors."""
+    edges = [(0, *one, size) for one, size in zip(branches, sizes.tolist(), strict=True)] if branches else []
+    if sum(map(len, edges)) > 2 * len(edges):
+        lengths = np.concatenate([np.diff(edge) for edge in edges])
+        unit = np.repeat(np.arange(len(sizes)), [len(edge) - 1 for edge in edges])
+        start = np.concatenate([[0, *[edge[1]] * (len(edge) - 2)] for edge in edges])
+    else:
+        lengths, unit, start = sizes, np.arange(len(sizes)), np.zeros_like(sizes)
+    if not len(sizes) or lengths.min() <= 0:
+        raise ValueError("a batch needs at least one row and no row may be empty")
+    return {
+        name: torch.from_numpy(one)
+        for name, one in zip(("lengths", "unit", "start"), (lengths, unit, start), strict=True)
+    }
+
+
+def flatten_rows(rows: Sequence[Row], dtype: type[np.generic] = np.int64) -> Tensor:
     """The numbers of all rows end to end, [T]."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(rows), dtype, count=sum(map(len, rows))))
+    return torch.from_numpy(np.concatenate(rows, dtype=dtype))
 
 
 def with_totals(batch: Batch, totals: Mapping[str, int]) -> Batch:
@@ -142,53 +205,52 @@ def row_sum(batch: Batch, values: Tensor) -> Tensor:
     return values.new_zeros(batch.num_rows).index_add(0, row_of_tokens(batch), values)
 
 
-def concat_batches(parts: Sequence[Batch]) -> Batch:
-    """Concatenate batches with the same channels; `totals` are the first one's, units are renumbered."""
-    sizes = torch.tensor([part.num_tokens for part in parts])
-    offsets = (torch.cumsum(sizes, 0) - sizes).tolist()
-    tokens = {name: torch.cat([part.tokens[name] for part in parts]) for name in parts[0].tokens}
-    shifted = zip((part.tokens["parent"] for part in parts), offsets, strict=True)
-    tokens["parent"] = torch.cat([torch.where(parent < 0, -1, parent + offset) for parent, offset in shifted])
-    rows = {name: torch.cat([part.rows[name] for part in parts]) for name in parts[0].rows}
-    counts = [torch.unique_consecutive(part.rows["unit"], return_inverse=True)[1] for part in parts]
-    starts = [0, *accumulate(int(c[-1]) + 1 for c in counts)]
-    rows["unit"] = torch.cat([count + start for count, start in zip(counts, starts, strict=False)])
-    return Batch(tokens, rows, parts[0].totals)
+def select_units(batch: Batch, order: Sequence[int], spans: NDArray[np.int64] | None = None) -> Batch:
+    """The units at the places `order`, in that order; a view if they are neighbors.
+
+    spans: the batch's `unit_spans`, where they are known
+    """
+    spans, places = unit_spans(batch) if spans is None else spans, np.asarray(order)
+    first, last, sizes = spans[places].T
+    if (np.diff(places) == 1).all():
+        return batch.slice_rows(int(first[0]), int(last[-1]))
+    before = (np.cumsum(spans[:, 2]) - spans[:, 2])[places]
+    index, row_index = ranges(before, sizes), ranges(first, last - first)
+    rows = {name: values[row_index] for name, values in batch.rows.items()}
+    rows["unit"] = torch.from_numpy(np.repeat(np.arange(len(places)), last - first))
+    if isinstance(batch.tokens, UnreadTokens):
+        return Batch(batch.tokens.select(places, index), rows, batch.totals)
+    tokens = {name: values[index] for name, values in batch.tokens.items()}
+    moved = torch.from_numpy(np.repeat(np.cumsum(sizes) - sizes - before, sizes))
+    tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] + moved)
+    return Batch(tokens, rows, batch.totals)
 
 
-def select_units(batch: Batch, order: Sequence[int]) -> Batch:
-    """The units at the places `order`, in that order."""
-    spans = unit_spans(batch)
-    return concat_batches([batch.slice_rows(*spans[at][:2]) for at in order])
+def ranges(firsts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Tensor:
+    """Ranges of integers end to end, each by its first one and its size, int64 [sum of sizes]."""
+    return torch.from_numpy(np.arange(sizes.sum()) + np.repeat(firsts - (np.cumsum(sizes) - sizes), sizes))
 
 
 def with_tokens(batch: Batch, **channels: Tensor) -> Batch:
     """The same batch with token channels added or replaced, on the CPU and in float32."""
-    return replace(batch, tokens={**batch.tokens, **{name: v.cpu().float() for name, v in channels.items()}})
+    return replace(batch, tokens=batch.tokens | {name: values.cpu().float() for name, values in channels.items()})
 
 
-def unit_spans(batch: Batch) -> list[tuple[int, int, int]]:
-    """(first row, row after the last, tokens) of each unit, in order."""
-    rows_of = batch.structure.rows
-    counts = torch.unique_consecutive(rows_of["unit"], return_counts=True)[1].tolist()
-    lengths = rows_of["lengths"].tolist()
-    spans, row = [], 0
-    for rows in counts:
-        spans.append((row, row + rows, sum(lengths[row : row + rows])))
-        row += rows
-    return spans
+def unit_spans(batch: Batch) -> NDArray[np.int64]:
+    """First row, row after the last and tokens of each unit, in order, int64 [units, 3]."""
+    unit, lengths = (batch.structure.rows[name].cpu().numpy() for name in ("unit", "lengths"))
+    first = np.flatnonzero(np.diff(unit, prepend=unit[0] - 1))
+    return np.stack([first, np.append(first[1:], len(unit)), np.add.reduceat(lengths, first)], 1)
 
 
 def prefixes(batch: Batch) -> Tensor:
     """The row that each row continues, int64 [N] on the CPU; -1 for a row that begins at a root."""
-    lengths = batch.structure.rows["lengths"].cpu()
-    ends = torch.cumsum(lengths, 0)
-    parents = batch.structure.tokens["parent"].cpu()[ends - lengths]
-    return torch.where(parents < 0, -1, torch.searchsorted(ends, parents, right=True))
+    rows = batch.structure.rows
+    first, last, _ = unit_spans(batch).T
+    return torch.where(rows["start"].cpu() > 0, torch.from_numpy(np.repeat(first, last - first)), -1)
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
+class Footprint(NamedTuple):
     """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest.
 
     patches: of their images, which the vision part computes beside the tokens
@@ -199,7 +261,7 @@ class Footprint:
     longest: int = 0
     patches: int = 0
 
-    def __add__(self, other: Footprint) -> Footprint:
+    def __add__(self, other: Footprint) -> Footprint:  # type: ignore[override]
         return Footprint(
             self.tokens + other.tokens,
             self.paths + other.paths,
@@ -214,12 +276,12 @@ class Footprint:
 
 def footprints(batch: Batch, padded: bool) -> list[Footprint]:
     """What each unit takes up; without `padded`, no paths."""
-    spans, patches = unit_spans(batch), _num_patches(batch)
+    spans, patches = unit_spans(batch).tolist(), _num_patches(batch)
     if not padded:
         return [Footprint(size, patches=more) for (*_, size), more in zip(spans, patches, strict=True)]
     before = prefixes(batch)
-    ends = torch.cumsum(batch.structure.rows["lengths"], 0)
-    whole = (batch.structure.tokens["positions"][ends - 1] + 1).tolist()  # of each row with what it continues
+    rows = batch.structure.rows
+    whole = (rows["start"] + rows["lengths"]).tolist()  # of each row with what it continues
     shared = set(before.tolist())
     return [
         Footprint(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]), more)
@@ -229,10 +291,14 @@ def footprints(batch: Batch, padded: bool) -> list[Footprint]:
 
 def _num_patches(batch: Batch) -> list[int]:
     """Patches of the images of each unit, by their places."""
-    spans, is_image = unit_spans(batch), batch.structure.tokens["ids"] >= MEDIA_ID
+    rows, spans = batch.structure.rows, unit_spans(batch)
+    if "media" in rows:
+        places = np.add.reduceat(rows["media"].numpy(), spans[:, 0])
+        return [PATCHES_PER_PLACE * count for count in places.tolist()]
+    is_image = batch.structure.tokens["ids"] >= MEDIA_ID
     if not bool(is_image.any()):
         return [0] * len(spans)
-    units = torch.split(is_image, [size for *_, size in spans])
+    units = torch.split(is_image, spans[:, 2].tolist())
     return [PATCHES_PER_PLACE * int(unit.sum()) for unit in units]
 
 
@@ -254,11 +320,11 @@ def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Ite
     """
     spans = unit_spans(batch)
     for run in micro_batch_ranges(footprints(batch, padded), max_tokens, padded=padded):
-        yield batch.slice_rows(spans[run[0]][0], spans[run[-1]][1])
+        yield batch.slice_rows(spans[run[0], 0], spans[run[-1], 1])
 
 
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut a batch of units into `parts` runs of consecutive units whose counts differ by at most one."""
     spans = unit_spans(batch)
     edges = [len(spans) * i // parts for i in range(parts + 1)]
-    return [batch.slice_rows(spans[a][0], spans[b - 1][1]) for a, b in pairwise(edges) if a < b]
+    return [batch.slice_rows(spans[a, 0], spans[b - 1, 1]) for a, b in pairwise(edges) if a < b]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, flatten_rows, prefixes
+from runner.core.batch import Batch, Row, flatten_rows, prefixes, ranges
 
 SHARED = -1  # the `branch` of a prompt that several branches share
 LAYOUT = frozenset({"ids", "positions", "parent"})
@@ -27,8 +27,8 @@ LAYOUT = frozenset({"ids", "positions", "parent"})
 class Branch:
     """One continuation. tokens: channels of its tokens, each as long as `ids`; rows: channels of its row."""
 
-    ids: Sequence[int]
-    tokens: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    ids: Row
+    tokens: Mapping[str, Row] = field(default_factory=dict)
     rows: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -36,7 +36,7 @@ class Branch:
 class Tree:
     """A prompt and what continues it."""
 
-    prompt: Sequence[int]
+    prompt: Row
     branches: Sequence[Branch]
 
 
@@ -60,7 +60,7 @@ def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | 
     0 on prompts; row channels beside `lengths` and `unit`: `branch`, `tree` and those of the branches (0 on prompts).
     Float channels are float32, `branch` and `tree` int64. Raises ValueError for an empty prompt or branch.
     """
-    if not trees or any(not t.prompt or not t.branches or any(not b.ids for b in t.branches) for t in trees):
+    if not trees or any(not len(t.prompt) or not t.branches or any(not len(b.ids) for b in t.branches) for t in trees):
         raise ValueError("a batch needs at least one tree, and every prompt and branch at least one token")
     pack = _Packing(trees)
     for number, tree in enumerate(trees):
@@ -89,8 +89,8 @@ class _Packing:
 
     def __init__(self, trees: Sequence[Tree]) -> None:
         first = trees[0].branches[0]
-        self.tokens: dict[str, list[Sequence[float]]] = {n: [] for n in (*LAYOUT, *first.tokens)}
-        self.rows: dict[str, list[float]] = {n: [] for n in ("lengths", "unit", "branch", "tree", *first.rows)}
+        self.tokens: dict[str, list[Row]] = {n: [] for n in (*LAYOUT, *first.tokens)}
+        self.rows: dict[str, list[float]] = {n: [] for n in ("lengths", "unit", "start", "branch", "tree", *first.rows)}
         self._size = self._units = 0
 
     def unit(self, number: int, tree: Tree, branches: Sequence[int], share: bool) -> None:
@@ -113,21 +113,23 @@ class _Packing:
     def _row(self, tree: int, number: int, row: Branch, positions: range, root: int) -> None:
         size = len(row.ids)
         self.tokens["ids"].append(row.ids)
-        self.tokens["positions"].append(positions)
-        self.tokens["parent"].append([root, *range(self._size, self._size + size - 1)])
+        parent = np.arange(self._size - 1, self._size + size - 1)
+        parent[0] = root
+        self.tokens["positions"].append(np.arange(positions.start, positions.stop))
+        self.tokens["parent"].append(parent)
         for name in self.tokens.keys() - LAYOUT:
-            values = row.tokens[name] if row.tokens else [0.0] * size
+            values = row.tokens[name] if row.tokens else np.zeros(size)
             if len(values) != size:
                 raise ValueError(f"channel {name} has {len(values)} values for {size} tokens")
             self.tokens[name].append(values)
-        fixed = {"lengths": size, "unit": self._units, "branch": number, "tree": tree}
+        fixed = {"lengths": size, "unit": self._units, "start": positions.start, "branch": number, "tree": tree}
         for name, column in self.rows.items():
             column.append(fixed[name] if name in fixed else row.rows.get(name, 0.0))
         self._size += size
 
     def batch(self) -> Batch:
         """The batch laid out so far."""
-        integer = LAYOUT | {"lengths", "unit", "branch", "tree"}
+        integer = LAYOUT | {"lengths", "unit", "start", "branch", "tree"}
         return Batch(
             tokens={n: flatten_rows(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
             rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
@@ -160,12 +162,10 @@ def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
 
 def _concatenate_rows(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Concatenate pairs [n, 2] of rows (-1: none): the length of each pair, and the token at each place."""
-    lengths = batch.structure.rows["lengths"].cpu()
-    flat = parts.flatten()
-    sizes = torch.where(flat < 0, 0, lengths[flat])
-    starts = (torch.cumsum(lengths, 0) - lengths)[flat] - (torch.cumsum(sizes, 0) - sizes)
-    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
-    return tuple(sizes.view(-1, 2).sum(1).tolist()), index
+    lengths = batch.structure.rows["lengths"].cpu().numpy()
+    flat = parts.flatten().numpy()
+    sizes = np.where(flat < 0, 0, lengths[flat])
+    return tuple(sizes.reshape(-1, 2).sum(1).tolist()), ranges((np.cumsum(lengths) - lengths)[flat], sizes)
 
 
 def rows_as_paths(batch: Batch) -> Paths:

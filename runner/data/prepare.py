@@ -146,7 +146,7 @@ class SourcePreparation:
         else:
             table, summary = build_in_memory(schema, fill)
         if reader := images_of(self.tokenizer):
-            reader.register(table.images())
+            reader.register(table.images)
         self.report_source(portion, summary, portion.where)
         return table, summary
 
@@ -333,7 +333,7 @@ def build_data(
 
 def fingerprint(keys: Sequence[str], config: SourceConfig, tables: Sequence[TokenizedTable]) -> str:
     """sha256 of all that the items depend on, the contents of images included."""
-    images = [sorted(image.id for image in table.images()) for table in tables]
+    images = [sorted(image.id for image in table.images) for table in tables]
     own = keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights)
     return digest(own, images) if any(images) else own
 

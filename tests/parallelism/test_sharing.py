@@ -69,7 +69,7 @@ def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
         tuple(m.slice_rows(*span[:2]).tokens["ids"].tolist())
         for s in dealt
         for m in s.micro_batches
-        for span in unit_spans(m)
+        for span in unit_spans(m).tolist()
     ]
     assert sorted(rows) == sorted(map(tuple, ids))
     for share in dealt:

@@ -31,7 +31,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.algorithm.loss_registry import compute_selected
@@ -39,10 +41,10 @@ from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.sft import PackedAlgorithm
-from runner.core.batch import Batch, row_sum, with_totals
+from runner.core.batch import Batch, Row, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
 from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role
+from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedPairs
 from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
@@ -50,17 +52,38 @@ CHOSEN, REJECTED = 0, 1  # the `branch` of each side
 
 
 def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = False) -> Batch:
-    """One tree per pair on the CPU; weight 1 on every token of the answers, 0 on prompts.
+    """One tree per pair, read when it is needed; weight 1 on every token of the answers, 0 on prompts.
 
     share: the prompt is a row of its own, computed once. margins: with a row channel `margin`, 0 where a pair has none.
     Raises ValueError for no pairs, an empty prompt or an empty answer.
     """
-    return pack_trees([_pair_tree(pair, margins) for pair in pairs], share=share)
+    known = pairs if isinstance(pairs, TokenizedPairs) else TokenizedPairs.of(pairs)
+    rows = _pair_rows(known.sizes, share)
+    if margins:
+        given = torch.tensor([[0.0, *[known.margin(at) or 0.0] * 2] for at in range(len(known))])
+        rows["margin"] = given[:, 0 if share else 1 :].flatten()
+
+    def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
+        return pack_trees([_pair_tree(*known.read(unit)) for unit in units.tolist()], share=share).tokens
+
+    return unread_batch(rows, read)
 
 
-def _pair_tree(pair: PreferencePair, margins: bool) -> Tree:
-    rows = {"margin": pair.margin or 0.0} if margins else {}
-    return Tree(pair.prompt, [Branch(ids, {"weight": [1.0] * len(ids)}, rows) for ids in (pair.chosen, pair.rejected)])
+def _pair_rows(sizes: NDArray[np.int64], share: bool) -> dict[str, Tensor]:
+    """The row channels of pairs with so many tokens in prompt, chosen and rejected answer [P, 3]; see `pack_trees`."""
+    if not sizes.size or sizes.min() <= 0:
+        raise ValueError("a batch needs at least one pair, and every prompt and answer at least one token")
+    pair = np.arange(len(sizes))[:, None]
+    trained, start = sizes * [0, 1, 1], sizes[:, :1] * [0, 1, 1]
+    if not share:
+        sizes, trained, start = sizes[:, :1] + sizes[:, 1:], trained[:, 1:], 0 * start[:, 1:]
+    branch = np.arange(sizes.shape[1]) - share
+    found = {"lengths": sizes, "unit": pair, "start": start, "branch": branch, "tree": pair, "trained": trained}
+    return {name: torch.from_numpy(np.broadcast_to(one, sizes.shape).flatten()) for name, one in found.items()}
+
+
+def _pair_tree(prompt: Row, *answers: Row) -> Tree:
+    return Tree(prompt, [Branch(ids, {"weight": np.ones(len(ids))}) for ids in answers])
 
 
 def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +159,7 @@ def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
 def with_reference(batch: Batch, reference: Model) -> Batch:
     """The same batch, on the CPU, with the reference's logprobs in the token channel `reference`."""
     logprobs = reference.forward(batch, LOGPROBS)["logprobs"].cpu()
-    return replace(batch, tokens={**batch.tokens, "reference": logprobs})
+    return replace(batch, tokens=batch.tokens | {"reference": logprobs})
 
 
 class Dpo(PackedAlgorithm):

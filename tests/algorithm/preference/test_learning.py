@@ -232,7 +232,7 @@ def test_an_empty_batch_has_the_same_metrics_and_no_loss(algorithm: Any) -> None
     [batch] = algorithm.prepare(algorithm.collect(0), models)
     loss = algorithm.losses["policy"]
     full = loss(batch, models["policy"].forward(batch, loss.needs))
-    empty = loss(batch.slice_rows(0, 0), {"logprobs": torch.zeros(0, requires_grad=True)})
+    empty = loss(batch.to(torch.device("cpu")).slice_rows(0, 0), {"logprobs": torch.zeros(0, requires_grad=True)})
     assert empty.metrics.sums.keys() == full.metrics.sums.keys()
     empty.total.backward()
     assert float(empty.total.detach()) == 0
