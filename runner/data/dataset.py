@@ -226,7 +226,7 @@ def _note_verified(folder: Path, names: Iterable[str]) -> None:
 
 
 def _file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
-    """What the file system says of each file: anything that writes it, copies it or puts it back changes that."""
+    """What the file system says of each file, which changes when it is written, copied or put back."""
     states = {name: (folder / name).stat() for name in (SUMMARY, *names)}
     return {name: [one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in states.items()}
 
@@ -262,12 +262,13 @@ def stored_examples(tables: Sequence[TokenizedTable], spots: Sequence[ItemIndex]
 def stored_pairs(tables: Sequence[TokenizedTable], spots: Sequence[ItemIndex]) -> TokenizedPairs:
     """The pairs of tables at (table, row), of which only the index is read now."""
     sources, rows = np.array(spots).T
-    sizes = np.zeros((len(spots), 3), np.int64)
+    sizes, has_media = np.zeros((len(spots), 3), np.int64), False
     for source, table in enumerate(tables):
         here = sources == source
         first, ends = table.values("answers")[0][rows[here]], table.values("answers.item")[0]
         sizes[here, 0] = table.lengths("prompt", rows[here])
         sizes[here, 1:] = np.stack([ends[first + 1] - ends[first], ends[first + 2] - ends[first + 1]], 1)
+        has_media |= table.media is not None and bool(table.media[rows[here]].any())
 
     def read(at: int) -> list[NDArray[np.integer]]:
         table, row = tables[sources[at]], rows[at]
@@ -275,7 +276,11 @@ def stored_pairs(tables: Sequence[TokenizedTable], spots: Sequence[ItemIndex]) -
         ends, ids = table.values("answers.item")
         return [table.cell("prompt", row), ids[ends[first] : ends[first + 1]], ids[ends[first + 1] : ends[first + 2]]]
 
-    return TokenizedPairs(sizes, lambda at: json.loads(tables[sources[at]].text("facts", rows[at]))["margin"], read)
+    def margin(at: int) -> float | None:
+        found: float | None = json.loads(tables[sources[at]].text("facts", rows[at]))["margin"]
+        return found
+
+    return TokenizedPairs(sizes, has_media, margin, read)
 
 
 @dataclass(frozen=True)
@@ -319,8 +324,10 @@ class TokenizedData:
     def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]:
         """Items step·count … of the round's endless order; a pure function of its arguments."""
         spots = self.rounds.take(step, count, round)
-        if read := {"sft": stored_examples, "pairs": stored_pairs}.get(self.kind):
-            return read(self.tables, spots)
+        if self.kind == "sft":
+            return stored_examples(self.tables, spots)
+        if self.kind == "pairs":
+            return stored_pairs(self.tables, spots)
         found: dict[int, Any] = {}
         for source, table in enumerate(self.tables):
             slots = [at for at, spot in enumerate(spots) if spot[0] == source]

@@ -81,11 +81,12 @@ class TokenizedExamples(UnreadRows[TokenizedExample]):
 class TokenizedPairs(UnreadRows[PreferencePair]):
     """Preference pairs that are read when one is asked for.
 
-    sizes: tokens of prompt, chosen and rejected answer of each, int64 [U, 3]; margin: of a pair; read: a pair → the ids
-    of its prompt and of both answers
+    sizes: tokens of prompt, chosen and rejected answer of each, int64 [U, 3]; has_media: whether any has images
+    margin: of a pair; read: a pair → the ids of its prompt and of both answers
     """
 
     sizes: NDArray[np.int64]
+    has_media: bool
     margin: Callable[[int], float | None]
     read: Callable[[int], Sequence[Sequence[int] | NDArray[np.integer]]]
 
@@ -93,7 +94,12 @@ class TokenizedPairs(UnreadRows[PreferencePair]):
     def of(cls, items: Sequence[PreferencePair]) -> TokenizedPairs:
         """The same of pairs that are in memory."""
         parts = [(item.prompt, item.chosen, item.rejected) for item in items]
-        return cls(np.array([list(map(len, one)) for one in parts]), lambda at: items[at].margin, parts.__getitem__)
+        return cls(
+            sizes=np.array([list(map(len, one)) for one in parts]),
+            has_media=any(max(ids, default=0) >= MEDIA_ID for one in parts for ids in one),
+            margin=lambda at: items[at].margin,
+            read=parts.__getitem__,
+        )
 
     def row(self, at: int) -> PreferencePair:
         prompt, chosen, rejected = (tuple(map(int, ids)) for ids in self.read(at))

@@ -101,7 +101,7 @@ Lengths = TypeVar("Lengths", int, NDArray[np.int64])
 
 
 def attention_pairs(length: Lengths, window: int | None) -> Lengths:
-    """The pairs of tokens of a row, or of each of several, that see each other, each with itself included."""
+    """The pairs of tokens of a row, or of each of several, that see each other or themselves."""
     reach = length if window is None else np.minimum(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from runner.algorithm.config import SftConfig
+from runner.algorithm.sft import build
 from runner.core.batch import Batch, Footprint, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import total_norm
@@ -17,6 +22,7 @@ from runner.distributed.work_partition import (
     run_partitioned,
     shard_batch,
 )
+from runner.interfaces import TokenizedExample, TokenizedExamples
 from runner.parallelism.parallel_context import ParallelContext
 from tests.parallelism.worlds import on_ranks
 
@@ -78,6 +84,29 @@ def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
             taken = len(lengths) * int(lengths.max()) if padded else micro.num_tokens
             assert taken <= budget or micro.num_rows == 1
         assert share.filler.num_rows == 1 and share.filler.num_tokens == min(sizes)
+
+
+@given(SIZES, st.integers(1, 80), st.integers(1, 5), st.booleans(), st.integers(1, 3))
+def test_a_rank_reads_its_own_rows_alone_and_gets_what_a_read_batch_has(
+    sizes: list[int], budget: int, ranks: int, padded: bool, branches: int
+) -> None:
+    edges = [tuple(range(1, size, -(-size // branches))) if size > branches > 1 else () for size in sizes]
+    items = [
+        TokenizedExample(tuple(range(100 * at, 100 * at + size)), tuple(float(i % 2) for i in range(size)), edge)
+        for at, (size, edge) in enumerate(zip(sizes, edges, strict=True))
+    ]
+    known, seen = TokenizedExamples.of(items), list[int]()
+    watched = replace(known, read=lambda at: seen.append(at) or known.read(at))
+    algorithm = build(SftConfig(), SimpleNamespace(data=None))  # type: ignore[arg-type]
+    read = pack([i.ids for i in items], [i.weights for i in items], edges)
+    for rank in range(ranks):
+        batch, seen[:] = algorithm.experience(watched), []
+        assert batch.count() == read.count()
+        own, wanted = (shard_batch(one, budget, Of(rank, ranks), padded=padded) for one in (batch, read))
+        assert len(own.micro_batches) == len(wanted.micro_batches) and not seen
+        for one, other in zip(own.micro_batches, wanted.micro_batches, strict=True):
+            assert all(torch.equal(one.tokens[name], other.tokens[name]) for name in other.tokens)
+        assert len(seen) == sum(len(unit_spans(micro)) for micro in own.micro_batches)
 
 
 class Replayed(SingleProcess):

@@ -59,6 +59,8 @@ def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = 
     """
     known = pairs if isinstance(pairs, TokenizedPairs) else TokenizedPairs.of(pairs)
     rows = _pair_rows(known.sizes, share)
+    if not known.has_media:  # else they are counted in the ids
+        rows["media"] = torch.zeros_like(rows["lengths"])
     if margins:
         given = torch.tensor([[0.0, *[known.margin(at) or 0.0] * 2] for at in range(len(known))])
         rows["margin"] = given[:, 0 if share else 1 :].flatten()
@@ -70,7 +72,7 @@ def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = 
 
 
 def _pair_rows(sizes: NDArray[np.int64], share: bool) -> dict[str, Tensor]:
-    """The row channels of pairs with so many tokens in prompt, chosen and rejected answer [P, 3]; see `pack_trees`."""
+    """The row channels of pairs with so many tokens in prompt, chosen, rejected [P, 3]; see `pack_trees`."""
     if not sizes.size or sizes.min() <= 0:
         raise ValueError("a batch needs at least one pair, and every prompt and answer at least one token")
     pair = np.arange(len(sizes))[:, None]
