@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -31,6 +30,7 @@ from runner.core.media import MEDIA_ID
 
 PATCHES_PER_PLACE = 4  # the vision parts of most families merge 2 x 2 patches of an image into one of its places
 Row = Sequence[float] | NDArray[np.generic]  # a number for each of its tokens
+ReadUnits = Callable[[NDArray[np.int64]], Mapping[str, Tensor]]  # units → their token channels, but for the layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class Batch:
         if isinstance(self.tokens, UnreadTokens):
             before = int(self.rows["unit"][0])
             units = slice(int(rows["unit"][0]) - before, int(rows["unit"][-1]) - before + 1)
-            return Batch(self.tokens.select(units, slice(first, last)), rows, self.totals)
+            return Batch(self.tokens.select(units, rows, slice(first, last)), rows, self.totals)
         tokens = {k: v[first:last] for k, v in self.tokens.items()}
         tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] - first)
         return Batch(tokens, rows, self.totals, self.host and self.host.slice_rows(start, stop))
@@ -104,20 +104,17 @@ class Batch:
 
 
 class UnreadTokens(Mapping[str, Tensor]):
-    """The token channels of some units, all read when one of them is asked for."""
+    """The token channels of some units, all read when one of them is needed."""
 
     def __init__(
-        self,
-        units: NDArray[np.int64],
-        read: Callable[[NDArray[np.int64]], Mapping[str, Tensor]],
-        known: Mapping[str, Tensor],
+        self, units: NDArray[np.int64], rows: Mapping[str, Tensor], read: ReadUnits, known: Mapping[str, Tensor]
     ) -> None:
-        """read: the channels of units that it knows by these numbers; known: further ones, [T, ...]."""
-        self._units, self._read, self._known = units, read, known
+        """rows: the row channels of these units; known: channels beside those that `read` gives, [T, ...]."""
+        self._units, self._rows, self._read, self._known = units, rows, read, known
 
     @cached_property
     def _channels(self) -> Mapping[str, Tensor]:
-        return {**self._read(self._units), **self._known}
+        return {**self._read(self._units), **token_layout(self._rows), **self._known}
 
     def __getitem__(self, name: str) -> Tensor:
         return self._known[name] if name in self._known else self._channels[name]
@@ -128,21 +125,20 @@ class UnreadTokens(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._channels)
 
-    def select(self, places: slice | NDArray[np.int64], tokens: slice | Tensor) -> UnreadTokens:
-        """The channels of the units at some places. tokens: the places of their tokens."""
+    def select(
+        self, places: slice | NDArray[np.int64], rows: Mapping[str, Tensor], tokens: slice | Tensor
+    ) -> UnreadTokens:
+        """The channels of the units at some places, with their row channels and the places of their tokens."""
         known = {name: values[tokens] for name, values in self._known.items()}
-        return UnreadTokens(self._units[places], self._read, known)
+        return UnreadTokens(self._units[places], rows, self._read, known)
 
     def __or__(self, channels: Mapping[str, Tensor]) -> UnreadTokens:
-        return UnreadTokens(self._units, self._read, {**self._known, **channels})
+        return UnreadTokens(self._units, self._rows, self._read, {**self._known, **channels})
 
 
-def unread_batch(rows: Mapping[str, Tensor], read: Callable[[NDArray[np.int64]], Mapping[str, Tensor]]) -> Batch:
-    """A batch of which units are read when they are needed.
-
-    rows: row channels, `trained` among them, units numbered from 0; read: some of these → their token channels
-    """
-    return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), read, {}), rows)
+def unread_batch(rows: Mapping[str, Tensor], read: ReadUnits) -> Batch:
+    """A batch of which units are read when they are needed. rows: row channels, units numbered from 0."""
+    return Batch(UnreadTokens(np.arange(int(rows["unit"][-1]) + 1), rows, read, {}), rows)
 
 
 def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence[int]] | None = None) -> Batch:
@@ -155,15 +151,28 @@ def pack(ids: Sequence[Row], weights: Sequence[Row], branches: Sequence[Sequence
     if sizes != list(map(len, weights)):
         raise ValueError("every token needs a weight, and every weight a token")
     rows = row_layout(np.array(sizes), branches)
-    lengths, unit, start = (channel.numpy() for channel in rows.values())
-    roots, every = np.cumsum(sizes) - sizes, np.arange(max(sizes))
-    positions = [every[first : first + size] for first, size in zip(start.tolist(), lengths.tolist(), strict=True)]
-    parent = np.arange(-1, sum(sizes) - 1)
-    parent[np.cumsum(lengths) - lengths] = np.where(start > 0, roots[unit] + start - 1, -1)
+    return Batch({**flatten_weighted(ids, weights), **token_layout(rows)}, rows)
+
+
+def flatten_weighted(ids: Sequence[Row], weights: Sequence[Row]) -> dict[str, Tensor]:
+    """The channels `ids` and `weight` of units end to end; the weight of each one's first token is set to 0."""
     weight = flatten_rows(weights, np.float32)
-    weight[torch.from_numpy(roots)] = 0.0
-    tokens = {"ids": flatten_rows(ids), "positions": flatten_rows(positions), "parent": torch.from_numpy(parent)}
-    return Batch({**tokens, "weight": weight}, rows)
+    weight[[0, *accumulate(map(len, ids[:-1]))]] = 0.0
+    return {"ids": flatten_rows(ids), "weight": weight}
+
+
+def token_layout(rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The channels `positions` and `parent` of rows end to end."""
+    lengths, start = rows["lengths"].numpy(), rows["start"].numpy()
+    first, every = np.cumsum(lengths) - lengths, np.arange(int(lengths.max()))
+    positions = np.concatenate([every[:size] for size in lengths.tolist()])
+    parent = np.arange(-1, len(positions) - 1)
+    parent[first] = -1
+    if start.any():
+        positions += np.repeat(start, lengths)
+        roots = np.maximum.accumulate(np.where(start == 0, first, 0))
+        parent[first] = np.where(start > 0, roots + start - 1, -1)
+    return {"positions": torch.from_numpy(positions), "parent": torch.from_numpy(parent)}
 
 
 def row_layout(sizes: NDArray[np.int64], branches: Sequence[Sequence[int]] | None = None) -> dict[str, Tensor]:
@@ -219,7 +228,7 @@ def select_units(batch: Batch, order: Sequence[int], spans: NDArray[np.int64] | 
     rows = {name: values[row_index] for name, values in batch.rows.items()}
     rows["unit"] = torch.from_numpy(np.repeat(np.arange(len(places)), last - first))
     if isinstance(batch.tokens, UnreadTokens):
-        return Batch(batch.tokens.select(places, index), rows, batch.totals)
+        return Batch(batch.tokens.select(places, rows, index), rows, batch.totals)
     tokens = {name: values[index] for name, values in batch.tokens.items()}
     moved = torch.from_numpy(np.repeat(np.cumsum(sizes) - sizes - before, sizes))
     tokens["parent"] = torch.where(tokens["parent"] < 0, -1, tokens["parent"] + moved)
@@ -250,67 +259,66 @@ def prefixes(batch: Batch) -> Tensor:
     return torch.where(rows["start"].cpu() > 0, torch.from_numpy(np.repeat(first, last - first)), -1)
 
 
-class Footprint(NamedTuple):
-    """Size of some units on a device: their tokens, or, padded, one row per path as long as the longest.
+@dataclass(frozen=True, slots=True)
+class Footprints:
+    """What units take up on a device, int64 [units]: their tokens or, padded, one row per path as long as the longest.
 
-    patches: of their images, which the vision part computes beside the tokens
+    patches: of their images, which the vision part computes beside the tokens; paths, longest: None without padding
     """
 
-    tokens: int = 0
-    paths: int = 0
-    longest: int = 0
-    patches: int = 0
+    tokens: NDArray[np.int64]
+    patches: NDArray[np.int64]
+    paths: NDArray[np.int64] | None = None
+    longest: NDArray[np.int64] | None = None
 
-    def __add__(self, other: Footprint) -> Footprint:  # type: ignore[override]
-        return Footprint(
-            self.tokens + other.tokens,
-            self.paths + other.paths,
-            max(self.longest, other.longest),
-            self.patches + other.patches,
-        )
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-    def size(self, padded: bool) -> int:
-        """Their number of slots: tokens, padding and patches."""
-        return (self.paths * self.longest if padded else self.tokens) + self.patches
+    def __getitem__(self, units: slice | NDArray[np.int64]) -> Footprints:
+        if self.paths is None or self.longest is None:
+            return Footprints(self.tokens[units], self.patches[units])
+        return Footprints(self.tokens[units], self.patches[units], self.paths[units], self.longest[units])
+
+    def slots(self) -> NDArray[np.int64]:
+        """The slots (tokens, padding and patches) of the first unit, of the first two together, … of all, [units]."""
+        if self.paths is None or self.longest is None:
+            return np.cumsum(self.tokens + self.patches)
+        padded = np.cumsum(self.paths) * np.maximum.accumulate(self.longest)
+        return padded + np.cumsum(self.patches)
 
 
-def footprints(batch: Batch, padded: bool) -> list[Footprint]:
-    """What each unit takes up; without `padded`, no paths."""
-    spans, patches = unit_spans(batch).tolist(), _num_patches(batch)
+def footprints(batch: Batch, padded: bool) -> Footprints:
+    """What each unit takes up."""
+    spans, patches, rows = unit_spans(batch), _num_patches(batch), batch.structure.rows
     if not padded:
-        return [Footprint(size, patches=more) for (*_, size), more in zip(spans, patches, strict=True)]
-    before = prefixes(batch)
-    rows = batch.structure.rows
-    whole = (rows["start"] + rows["lengths"]).tolist()  # of each row with what it continues
-    shared = set(before.tolist())
-    return [
-        Footprint(size, sum(row not in shared for row in range(first, last)), max(whole[first:last]), more)
-        for (first, last, size), more in zip(spans, patches, strict=True)
-    ]
+        return Footprints(spans[:, 2], patches)
+    before, is_leaf = prefixes(batch).numpy(), np.ones(len(rows["lengths"]), np.int64)
+    is_leaf[before[before >= 0]] = 0
+    whole = (rows["start"] + rows["lengths"]).cpu().numpy()  # of each row with what it continues
+    paths, longest = np.add.reduceat(is_leaf, spans[:, 0]), np.maximum.reduceat(whole, spans[:, 0])
+    return Footprints(spans[:, 2], patches, paths, longest)
 
 
-def _num_patches(batch: Batch) -> list[int]:
-    """Patches of the images of each unit, by their places."""
-    rows, spans = batch.structure.rows, unit_spans(batch)
-    if "media" in rows:
-        places = np.add.reduceat(rows["media"].numpy(), spans[:, 0])
-        return [PATCHES_PER_PLACE * count for count in places.tolist()]
-    is_image = batch.structure.tokens["ids"] >= MEDIA_ID
-    if not bool(is_image.any()):
-        return [0] * len(spans)
-    units = torch.split(is_image, spans[:, 2].tolist())
-    return [PATCHES_PER_PLACE * int(unit.sum()) for unit in units]
+def _num_patches(batch: Batch) -> NDArray[np.int64]:
+    """Patches of the images of each unit, by their places, int64 [units]."""
+    structure, spans = batch.structure, unit_spans(batch)
+    if "media" in structure.rows:
+        places = structure.rows["media"]
+    elif bool((is_image := structure.tokens["ids"] >= MEDIA_ID).any()):
+        places = row_sum(structure, is_image.long())
+    else:
+        return np.zeros(len(spans), np.int64)
+    return PATCHES_PER_PLACE * np.add.reduceat(places.cpu().numpy(), spans[:, 0])
 
 
-def micro_batch_ranges(taken: Sequence[Footprint], budget: int, *, padded: bool) -> list[range]:
-    """Ranges of units that take at most `budget` token slots each; a larger unit is alone in its range."""
-    runs, start, filled = list[range](), 0, Footprint()
-    for unit, more in enumerate(taken):
-        if unit > start and (filled + more).size(padded) > budget:
-            runs.append(range(start, unit))
-            start, filled = unit, Footprint()
-        filled = filled + more
-    return [*runs, range(start, len(taken))] if taken else []
+def micro_batch_ranges(taken: Footprints, budget: int) -> list[range]:
+    """Ranges of units that take at most `budget` slots each; a larger unit is alone in its range."""
+    runs, start = list[range](), 0
+    while start < len(taken):
+        fit = int(np.searchsorted(taken[start : start + budget].slots(), budget, side="right"))
+        runs.append(range(start, start + max(fit, 1)))
+        start = runs[-1].stop
+    return runs
 
 
 def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Iterator[Batch]:
@@ -319,7 +327,7 @@ def micro_batches(batch: Batch, max_tokens: int, *, padded: bool = False) -> Ite
     A slot is a token, a patch of an image or, for a model that runs padded, padding up to the longest row.
     """
     spans = unit_spans(batch)
-    for run in micro_batch_ranges(footprints(batch, padded), max_tokens, padded=padded):
+    for run in micro_batch_ranges(footprints(batch, padded), max_tokens):
         yield batch.slice_rows(spans[run[0], 0], spans[run[-1], 1])
 
 

@@ -11,16 +11,15 @@ that knows no trees. A tree is one unit unless it is split by repeating its prom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, Row, flatten_rows, prefixes, ranges
+from runner.core.batch import Batch, Row, flatten_rows, prefixes, ranges, token_layout
 
 SHARED = -1  # the `branch` of a prompt that several branches share
-LAYOUT = frozenset({"ids", "positions", "parent"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +57,46 @@ def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | 
     share=False repeats the prompt before every branch. With `most_tokens` a tree above it becomes several units,
     each repeating the prompt; without, a tree is one unit. Token channels are those of the branches (all alike),
     0 on prompts; row channels beside `lengths` and `unit`: `branch`, `tree` and those of the branches (0 on prompts).
-    Float channels are float32, `branch` and `tree` int64. Raises ValueError for an empty prompt or branch.
+    Float channels are float32, `branch` and `tree` int64. Raises ValueError for an empty prompt or branch, and for a
+    channel of another length.
     """
     if not trees or any(not len(t.prompt) or not t.branches or any(not len(b.ids) for b in t.branches) for t in trees):
         raise ValueError("a batch needs at least one tree, and every prompt and branch at least one token")
-    pack = _Packing(trees)
+    names, extra = trees[0].branches[0].tokens, trees[0].branches[0].rows
+    rows = list[tuple[float, ...]]()  # lengths, unit, start, branch, tree, those of the branches
+    channels: dict[str, list[Row]] = {name: [] for name in ("ids", *names)}
+    units = 0
     for number, tree in enumerate(trees):
+        prompt, zeros = np.asarray(tree.prompt), np.zeros(len(tree.prompt))
         for part in _parts(tree, share, most_tokens):
-            pack.unit(number, tree, part, share)
-    return pack.batch()
+            if share:
+                rows.append((len(prompt), units, 0, SHARED, number, *(0.0 for _ in extra)))
+                _append(channels, Branch(prompt, dict.fromkeys(names, zeros)))
+            for at in part:
+                branch = tree.branches[at]
+                start, length = (len(prompt), len(branch.ids)) if share else (0, len(prompt) + len(branch.ids))
+                rows.append((length, units, start, at, number, *(branch.rows[name] for name in extra)))
+                if not share:
+                    _append(channels, Branch(prompt, dict.fromkeys(names, zeros)))
+                _append(channels, branch)
+            units += 1
+    kinds = {name: torch.int64 for name in ("lengths", "unit", "start", "branch", "tree")}
+    kinds |= dict.fromkeys(extra, torch.float32)
+    layout = {
+        name: torch.tensor(column, dtype=kind)
+        for (name, kind), column in zip(kinds.items(), zip(*rows, strict=True), strict=True)
+    }
+    tokens = {n: flatten_rows(v, np.int64 if n == "ids" else np.float32) for n, v in channels.items()}
+    return Batch({**tokens, **token_layout(layout)}, layout)
+
+
+def _append(channels: Mapping[str, list[Row]], part: Branch) -> None:
+    """Add a part of a row to each channel."""
+    for name, column in channels.items():
+        values = part.ids if name == "ids" else part.tokens[name]
+        if len(values) != len(part.ids):
+            raise ValueError(f"channel {name} has {len(values)} values for {len(part.ids)} tokens")
+        column.append(values)
 
 
 def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:
@@ -82,58 +112,6 @@ def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:
         else:
             parts, tokens = [*parts, range(number, number + 1)], alone
     return parts[1:]
-
-
-class _Packing:
-    """Lists of every channel while a batch is being laid out."""
-
-    def __init__(self, trees: Sequence[Tree]) -> None:
-        first = trees[0].branches[0]
-        self.tokens: dict[str, list[Row]] = {n: [] for n in (*LAYOUT, *first.tokens)}
-        self.rows: dict[str, list[float]] = {n: [] for n in ("lengths", "unit", "start", "branch", "tree", *first.rows)}
-        self._size = self._units = 0
-
-    def unit(self, number: int, tree: Tree, branches: Sequence[int], share: bool) -> None:
-        """Add some branches of a tree as one unit."""
-        prompt, length = tree.prompt, len(tree.prompt)
-        root = self._size + length - 1
-        if share:
-            self._row(number, SHARED, Branch(prompt), range(length), -1)
-        for at in branches:
-            branch = tree.branches[at]
-            if share:
-                self._row(number, at, branch, range(length, length + len(branch.ids)), root)
-            else:
-                zeros = [0.0] * length
-                whole = {name: [*zeros, *values] for name, values in branch.tokens.items()}
-                ids = [*prompt, *branch.ids]
-                self._row(number, at, replace(branch, ids=ids, tokens=whole), range(len(ids)), -1)
-        self._units += 1
-
-    def _row(self, tree: int, number: int, row: Branch, positions: range, root: int) -> None:
-        size = len(row.ids)
-        self.tokens["ids"].append(row.ids)
-        parent = np.arange(self._size - 1, self._size + size - 1)
-        parent[0] = root
-        self.tokens["positions"].append(np.arange(positions.start, positions.stop))
-        self.tokens["parent"].append(parent)
-        for name in self.tokens.keys() - LAYOUT:
-            values = row.tokens[name] if row.tokens else np.zeros(size)
-            if len(values) != size:
-                raise ValueError(f"channel {name} has {len(values)} values for {size} tokens")
-            self.tokens[name].append(values)
-        fixed = {"lengths": size, "unit": self._units, "start": positions.start, "branch": number, "tree": tree}
-        for name, column in self.rows.items():
-            column.append(fixed[name] if name in fixed else row.rows.get(name, 0.0))
-        self._size += size
-
-    def batch(self) -> Batch:
-        """The batch laid out so far."""
-        integer = LAYOUT | {"lengths", "unit", "start", "branch", "tree"}
-        return Batch(
-            tokens={n: flatten_rows(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
-            rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
-        )
 
 
 def paths(batch: Batch) -> Paths | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, TypeVar
 
 import numpy as np
@@ -62,7 +61,7 @@ def balance_by_cost(costs: Sequence[int], ranks: int) -> list[int]:
     The ranks' costs differ by at most the most expensive piece, and do not depend on the order of pieces.
     """
     loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
+    for piece in sorted(range(len(costs)), key=costs.__getitem__, reverse=True) if ranks > 1 else ():
         load, owners[piece] = loads[0]
         heapq.heapreplace(loads, (load + costs[piece], owners[piece]))
     return owners
@@ -221,7 +220,7 @@ class BatchShard:
     num_fillers: int
     filler: Batch
     spans: NDArray[np.int64]
-    order: Sequence[int]
+    order: NDArray[np.int64]
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """Each micro-batch that this rank runs, and whether it is its own or a filler."""
@@ -246,16 +245,13 @@ class BatchShard:
 def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bool) -> BatchShard:
     """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
     spans, taken = unit_spans(batch), footprints(batch, padded)
-    sizes = [one.tokens for one in taken]
-    owners = balance_by_cost([one.tokens + one.patches for one in taken], peers.size)
-    hands: list[list[int]] = [[] for _ in range(peers.size)]
-    for unit, owner in enumerate(owners):
-        hands[owner].append(unit)
-    cut = [micro_batch_ranges([taken[unit] for unit in hand], budget, padded=padded) for hand in hands]
+    owners = np.array(balance_by_cost((taken.tokens + taken.patches).tolist(), peers.size))
+    hands = [np.flatnonzero(owners == rank) for rank in range(peers.size)]
+    cut = [micro_batch_ranges(taken[hand], budget) for hand in hands]
     mine = hands[peers.rank]
     micros = [select_units(batch, mine[run.start : run.stop], spans) for run in cut[peers.rank]]
-    smallest = select_units(batch, [min(range(len(sizes)), key=sizes.__getitem__)], spans)
-    return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, list(chain.from_iterable(hands)))
+    smallest = select_units(batch, taken.tokens.argmin(keepdims=True), spans)
+    return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, np.concatenate(hands))
 
 
 def map_sharded(

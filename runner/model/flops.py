@@ -93,7 +93,7 @@ class ModelFlops:
         def pairs(window: int | None) -> int:
             return int((attention_pairs(start + lengths, window) - attention_pairs(start, window)).sum())
 
-        patches = sum(one.patches for one in footprints(batch, padded=False))
+        patches = int(footprints(batch, padded=False).patches.sum())
         return self.update(batch.num_tokens, batch.totals["tokens"], pairs, patches)
 
 

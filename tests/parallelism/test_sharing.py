@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.algorithm.config import SftConfig
 from runner.algorithm.sft import build
-from runner.core.batch import Batch, Footprint, micro_batch_ranges, pack, unit_spans
+from runner.core.batch import Batch, Footprints, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import total_norm
 from runner.distributed.work_partition import (
@@ -139,7 +140,7 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
 def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
     batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
     share = shard_batch(batch, budget, SingleProcess(), padded=False)
-    runs = micro_batch_ranges([Footprint(size) for size in sizes], budget, padded=False)
+    runs = micro_batch_ranges(Footprints(np.array(sizes), np.zeros(len(sizes), np.int64)), budget)
     assert [m.num_tokens for m in share.micro_batches] == [sum(sizes[run.start : run.stop]) for run in runs]
     assert not share.num_fillers
 
