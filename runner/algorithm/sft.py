@@ -19,7 +19,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
-from runner.core.batch import Batch, pack, row_layout, row_of_tokens, row_sum, split_rows, unread_batch, with_totals
+from runner.core.batch import (
+    Batch,
+    Row,
+    flatten_weighted,
+    row_layout,
+    row_of_tokens,
+    row_sum,
+    split_rows,
+    unread_batch,
+    with_totals,
+)
 from runner.core.media import MEDIA_ID
 from runner.core.metrics import Metrics
 from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample, TokenizedExamples
@@ -66,13 +76,11 @@ class PackedAlgorithm(OfflineAlgorithm):
     def experience(self, items: Sequence[Any]) -> Experience:
         """Any rows as what `prepare` takes; these learn the tokens that have a weight."""
         rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
-        branches = rows.branches
 
         def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
-            ids, weights = zip(*map(rows.read, units.tolist()), strict=True)
-            return pack(ids, weights, branches and [branches[unit] for unit in units]).tokens
+            return flatten_weighted(*rows.read(units))
 
-        known = row_layout(rows.sizes, branches)
+        known = row_layout(rows.sizes, rows.branches)
         media = torch.zeros_like(known["lengths"])
         media[known["start"] == 0] = torch.from_numpy(rows.media)
         return unread_batch({**known, "trained": torch.from_numpy(rows.trained), "media": media}, read)
@@ -89,9 +97,9 @@ class ContinuedPretraining(PackedAlgorithm):
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
         rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
 
-        def read(at: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
-            ids = np.asarray(rows.read(at)[0])
-            return ids, (ids < MEDIA_ID).astype(np.int8)
+        def read(units: NDArray[np.int64]) -> tuple[list[Row], list[Row]]:
+            ids = [np.asarray(one) for one in rows.read(units)[0]]
+            return list(ids), [one < MEDIA_ID for one in ids]
 
         found: Batch = super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
         return found

@@ -34,9 +34,10 @@ from runner.core.errors import StorageError
 from runner.core.file_lock import FileLock
 from runner.core.fsync_io import sha256
 from runner.data.columns import ColumnWriter, read_columns
-from runner.data.items import ITEMS, QUESTIONS
-from runner.data.sampling_order import ItemIndex, RefillOrders, apportion
-from runner.interfaces import EvalQuestion, TokenizedExamples, TokenizedPairs
+from runner.data.items import QUESTIONS
+from runner.data.sampling_order import RefillOrders, apportion
+from runner.data.table_rows import rows_of_tables
+from runner.interfaces import EvalQuestion
 from runner.interfaces.media import ImageEntry
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.base import ItemKind
@@ -109,7 +110,7 @@ class TokenizedTable:
         if name not in self._values:
             column = self._columns.column(name.removesuffix(".item"))
             column = column.values if name.endswith(".item") else column
-            nested = pa.types.is_large_list(column.type.value_type)
+            nested = pa.types.is_nested(column.type.value_type)
             self._values[name] = column.offsets.to_numpy(), None if nested else column.values.to_numpy()
         return self._values[name]
 
@@ -129,9 +130,9 @@ class TokenizedTable:
         offsets, _ = self.values(name)
         return offsets[rows + 1] - offsets[rows]
 
-    def rows(self, indices: Sequence[int]) -> list[Record]:
-        """The record of each index, in that order."""
-        return [self._columns.slice(index, 1).to_pylist()[0] for index in indices]
+    def record(self, row: int) -> Record:
+        """All that is stored of a row."""
+        return self._columns.slice(row, 1).to_pylist()[0]
 
 
 def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summary]:
@@ -237,52 +238,6 @@ def _is_unchanged(image: ImageEntry) -> bool:
     return path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) == (image.size, image.mtime_ns)
 
 
-def stored_examples(tables: Sequence[TokenizedTable], spots: Sequence[ItemIndex]) -> TokenizedExamples:
-    """The rows of tables at (table, row), of which only the index is read now."""
-    sources, rows = np.array(spots).T
-    sizes, media, trained, branches = np.zeros((4, len(spots)), np.int64)
-    for source, table in enumerate(tables):
-        here = sources == source
-        sizes[here] = table.lengths("ids", rows[here])
-        branches[here] = table.lengths("branches", rows[here])
-        offsets, values = table.values("trained")
-        trained[here] = values[offsets[rows[here]]]
-        if (places := table.media) is not None:
-            media[here] = places[rows[here]]
-    branched = bool(branches.any())
-    return TokenizedExamples(
-        sizes,
-        media,
-        np.concatenate([tables[a].cell("trained", b) for a, b in spots]).astype(np.int64) if branched else trained,
-        [tables[a].cell("branches", b).tolist() for a, b in spots] if branched else None,
-        lambda at: (tables[sources[at]].cell("ids", rows[at]), tables[sources[at]].cell("loss_mask", rows[at])),
-    )
-
-
-def stored_pairs(tables: Sequence[TokenizedTable], spots: Sequence[ItemIndex]) -> TokenizedPairs:
-    """The pairs of tables at (table, row), of which only the index is read now."""
-    sources, rows = np.array(spots).T
-    sizes, has_media = np.zeros((len(spots), 3), np.int64), False
-    for source, table in enumerate(tables):
-        here = sources == source
-        first, ends = table.values("answers")[0][rows[here]], table.values("answers.item")[0]
-        sizes[here, 0] = table.lengths("prompt", rows[here])
-        sizes[here, 1:] = np.stack([ends[first + 1] - ends[first], ends[first + 2] - ends[first + 1]], 1)
-        has_media |= table.media is not None and bool(table.media[rows[here]].any())
-
-    def read(at: int) -> list[NDArray[np.integer]]:
-        table, row = tables[sources[at]], rows[at]
-        first = table.values("answers")[0][row]
-        ends, ids = table.values("answers.item")
-        return [table.cell("prompt", row), ids[ends[first] : ends[first + 1]], ids[ends[first + 1] : ends[first + 2]]]
-
-    def margin(at: int) -> float | None:
-        found: float | None = json.loads(tables[sources[at]].text("facts", rows[at]))["margin"]
-        return found
-
-    return TokenizedPairs(sizes, has_media, margin, read)
-
-
 @dataclass(frozen=True)
 class HeldOut:
     """Held-out rows of one or several tables, and how many of them are used."""
@@ -298,10 +253,14 @@ class HeldOut:
     def __len__(self) -> int:
         return min(self.total, self.limit or self.total)
 
-    def records(self) -> list[Record]:
-        """The first rows of each table, as many as are used, by the tables' sizes."""
+    def spots(self) -> NDArray[np.int64]:
+        """(table, row) of the first rows of each table, as many as are used, by the tables' sizes, int64 [n, 2]."""
         counts = apportion([len(table) for table in self.tables], len(self))
-        return [record for table, count in zip(self.tables, counts, strict=True) for record in table.rows(range(count))]
+        return np.array([(table, row) for table, count in enumerate(counts) for row in range(count)])
+
+    def records(self) -> list[Record]:
+        """All that is stored of the rows that are used."""
+        return [self.tables[table].record(row) for table, row in self.spots().tolist()]
 
 
 @dataclass(frozen=True)
@@ -323,17 +282,7 @@ class TokenizedData:
 
     def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]:
         """Items step·count … of the round's endless order; a pure function of its arguments."""
-        spots = self.rounds.take(step, count, round)
-        if self.kind == "sft":
-            return stored_examples(self.tables, spots)
-        if self.kind == "pairs":
-            return stored_pairs(self.tables, spots)
-        found: dict[int, Any] = {}
-        for source, table in enumerate(self.tables):
-            slots = [at for at, spot in enumerate(spots) if spot[0] == source]
-            records = table.rows([spots[at][1] for at in slots]) if slots else []
-            found.update((at, self._item(record)) for at, record in zip(slots, records, strict=True))
-        return [found[at] for at in range(count)]
+        return rows_of_tables(self.kind, self.tables, self.rounds.take(step, count, round), self.tokenizer)
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
         """The first held-out rows in file order, as many as are used; empty if there are no prompts."""
@@ -346,17 +295,14 @@ class TokenizedData:
     @cached_property
     def _questions(self) -> tuple[EvalQuestion, ...]:
         make = QUESTIONS.get(self.kind)
-        return tuple(make(record, self.tokenizer) for record in self._held_out()) if make else ()
+        records = self.evaluation.records() if make and self.evaluation else ()
+        return tuple(make(record, self.tokenizer) for record in records) if make else ()
 
     @cached_property
     def _held_out_items(self) -> tuple[Any, ...]:
-        return () if self.kind in QUESTIONS else tuple(map(self._item, self._held_out()))
-
-    def _item(self, record: Record) -> Any:
-        return ITEMS[self.kind](record, self.tokenizer)
-
-    def _held_out(self) -> list[Record]:
-        return self.evaluation.records() if self.evaluation else []
+        if self.kind in QUESTIONS or not self.evaluation:
+            return ()
+        return tuple(rows_of_tables(self.kind, self.evaluation.tables, self.evaluation.spots(), self.tokenizer))
 
 
 def no_data(config: object, **parts: Any) -> None:

@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.core.media import MEDIA_ID
-from runner.interfaces.sampling import PreferencePair, TokenizedExample
+from runner.interfaces.sampling import LabeledCompletion, PreferencePair, TokenizedExample
 
 T = TypeVar("T")
+Numbers = Sequence[float] | NDArray[np.integer]
 
 
 class UnreadRows(Sequence[T]):
@@ -42,18 +43,18 @@ class UnreadRows(Sequence[T]):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TokenizedExamples(UnreadRows[TokenizedExample]):
-    """Tokenized rows that are read when one is asked for; what is known of all of them before.
+    """Tokenized rows that are read when they are needed; what is known of all of them before.
 
     sizes: tokens of each, int64 [U]; media: how many of these are places of images, int64 [U]
     trained: tokens with a weight but the first, of each row or, where it has branches, of its beginning and of each of
-    them, int64 [N]; branches: see `TokenizedExample`, None if no row has any; read: a row → its ids and weights
+    them, int64 [N]; branches: see `TokenizedExample`, None if no row has any; read: rows → ids and weights of each
     """
 
     sizes: NDArray[np.int64]
     media: NDArray[np.int64]
     trained: NDArray[np.int64]
     branches: Sequence[Sequence[int]] | None
-    read: Callable[[int], tuple[Sequence[int] | NDArray[np.integer], Sequence[float] | NDArray[np.integer]]]
+    read: Callable[[NDArray[np.int64]], tuple[Sequence[Numbers], Sequence[Numbers]]]
 
     @classmethod
     def of(cls, items: Sequence[TokenizedExample]) -> TokenizedExamples:
@@ -68,39 +69,45 @@ class TokenizedExamples(UnreadRows[TokenizedExample]):
             media=np.array([sum(one >= MEDIA_ID for one in item.ids) for item in items]),
             trained=np.array(trained),
             branches=[item.branches for item in items],
-            read=lambda at: (items[at].ids, items[at].weights),
+            read=lambda units: ([items[at].ids for at in units], [items[at].weights for at in units]),
         )
 
     def row(self, at: int) -> TokenizedExample:
-        ids, weights = self.read(at)
+        [ids], [weights] = self.read(np.array([at]))
         branches = tuple(self.branches[at]) if self.branches else ()
         return TokenizedExample(tuple(map(int, ids)), tuple(map(float, weights)), branches)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class TokenizedPairs(UnreadRows[PreferencePair]):
-    """Preference pairs that are read when one is asked for.
+class TokenizedAnswers(UnreadRows[Any]):
+    """Prompts with answers, preference pairs or labeled completions, that are read when they are needed.
 
-    sizes: tokens of prompt, chosen and rejected answer of each, int64 [U, 3]; has_media: whether any has images
-    margin: of a pair; read: a pair → the ids of its prompt and of both answers
+    sizes: tokens of the prompt and of each answer, int64 [U, 1 + answers]; media: as in `TokenizedExamples`
+    label: the margin of a pair, whether a completion is good; read: a row → the ids of its prompt and of each answer
+    make: the item of these and the label
     """
 
     sizes: NDArray[np.int64]
-    has_media: bool
-    margin: Callable[[int], float | None]
-    read: Callable[[int], Sequence[Sequence[int] | NDArray[np.integer]]]
+    media: NDArray[np.int64]
+    label: Callable[[int], float | None]
+    read: Callable[[int], Sequence[Numbers]]
+    make: Callable[..., PreferencePair | LabeledCompletion]
 
     @classmethod
-    def of(cls, items: Sequence[PreferencePair]) -> TokenizedPairs:
-        """The same of pairs that are in memory."""
-        parts = [(item.prompt, item.chosen, item.rejected) for item in items]
+    def of(cls, items: Sequence[PreferencePair | LabeledCompletion]) -> TokenizedAnswers:
+        """The same of items that are in memory."""
+        parts = [
+            (i.prompt, i.chosen, i.rejected) if isinstance(i, PreferencePair) else (i.prompt, i.completion)
+            for i in items
+        ]
+        labels = [item.margin if isinstance(item, PreferencePair) else item.good for item in items]
         return cls(
             sizes=np.array([list(map(len, one)) for one in parts]),
-            has_media=any(max(ids, default=0) >= MEDIA_ID for one in parts for ids in one),
-            margin=lambda at: items[at].margin,
+            media=np.array([sum(one >= MEDIA_ID for ids in row for one in ids) for row in parts]),
+            label=labels.__getitem__,
             read=parts.__getitem__,
+            make=type(items[0]),
         )
 
-    def row(self, at: int) -> PreferencePair:
-        prompt, chosen, rejected = (tuple(map(int, ids)) for ids in self.read(at))
-        return PreferencePair(prompt, chosen, rejected, self.margin(at))
+    def row(self, at: int) -> PreferencePair | LabeledCompletion:
+        return self.make(*(tuple(map(int, ids)) for ids in self.read(at)), self.label(at))

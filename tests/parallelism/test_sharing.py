@@ -97,7 +97,7 @@ def test_a_rank_reads_its_own_rows_alone_and_gets_what_a_read_batch_has(
         for at, (size, edge) in enumerate(zip(sizes, edges, strict=True))
     ]
     known, seen = TokenizedExamples.of(items), list[int]()
-    watched = replace(known, read=lambda at: seen.append(at) or known.read(at))
+    watched = replace(known, read=lambda units: seen.extend(units) or known.read(units))
     algorithm = build(SftConfig(), SimpleNamespace(data=None))  # type: ignore[arg-type]
     read = pack([i.ids for i in items], [i.weights for i in items], edges)
     for rank in range(ranks):

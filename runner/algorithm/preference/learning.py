@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -41,10 +40,9 @@ from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.sft import PackedAlgorithm
-from runner.core.batch import Batch, Row, row_sum, unread_batch, with_totals
+from runner.core.batch import Batch, flatten_rows, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
-from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedPairs
+from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
@@ -57,35 +55,47 @@ def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = 
     share: the prompt is a row of its own, computed once. margins: with a row channel `margin`, 0 where a pair has none.
     Raises ValueError for no pairs, an empty prompt or an empty answer.
     """
-    known = pairs if isinstance(pairs, TokenizedPairs) else TokenizedPairs.of(pairs)
-    rows = _pair_rows(known.sizes, share)
-    if not known.has_media:  # else they are counted in the ids
-        rows["media"] = torch.zeros_like(rows["lengths"])
+    known = pairs if isinstance(pairs, TokenizedAnswers) else TokenizedAnswers.of(pairs)
+    batch = pack_answers(known, np.broadcast_to(np.arange(len(known))[:, None], known.sizes.shape), share=share)
     if margins:
-        given = torch.tensor([[0.0, *[known.margin(at) or 0.0] * 2] for at in range(len(known))])
-        rows["margin"] = given[:, 0 if share else 1 :].flatten()
+        given = torch.tensor([known.label(at) or 0.0 for at in range(len(known))])
+        margin = torch.where(batch.rows["branch"] < 0, 0.0, given[batch.rows["unit"]])
+        batch = replace(batch, rows={**batch.rows, "margin": margin})
+    return batch
+
+
+def pack_answers(rows: TokenizedAnswers, picks: NDArray[np.int64], *, share: bool) -> Batch:
+    """Prompts with their answers as trees, read when they are needed; weight 1 on answers, 0 on prompts.
+
+    picks: of which row each unit's prompt and answers are, int64 [units, 1 + answers]; share: see `pack_trees`
+    Raises ValueError for no unit, an empty prompt or an empty answer.
+    """
+    num_units, num_parts = picks.shape
+    sizes = rows.sizes[picks, np.arange(num_parts)]
+    if not sizes.size or sizes.min() <= 0:
+        raise ValueError("a batch needs at least one prompt, and every prompt and answer at least one token")
+    # the parts of each unit end to end, and of each of its rows: branch, start and tokens
+    order = list(range(num_parts)) if share else [part for at in range(1, num_parts) for part in (0, at)]
+    branch = np.arange(num_parts - (not share)) - share
+    start = sizes[:, :1] * (branch >= 0) * share
+    lengths = sizes if share else sizes[:, :1] + sizes[:, 1:]
+    unit = np.arange(num_units)[:, None]
+    found = {"lengths": lengths, "unit": unit, "start": start, "branch": branch, "tree": unit}
+    found["trained"] = sizes[:, branch + 1] * (branch >= 0)
+    layout = {name: torch.from_numpy(np.broadcast_to(one, lengths.shape).flatten()) for name, one in found.items()}
+    media = rows.media[picks[:, 0]]
+    if share or not media.any():  # else the images of a repeated prompt are counted in the ids
+        layout["media"] = torch.from_numpy((media[:, None] * (branch == branch[0])).flatten())
 
     def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
-        return pack_trees([_pair_tree(*known.read(unit)) for unit in units.tolist()], share=share).tokens
+        ids = [
+            rows.read(row)[part] for unit in units for part, row in zip(order, picks[unit, order].tolist(), strict=True)
+        ]
+        trained = np.tile(np.array(order) > 0, len(units))
+        weight = np.repeat(trained.astype(np.float32), list(map(len, ids)))
+        return {"ids": flatten_rows(ids), "weight": torch.from_numpy(weight)}
 
-    return unread_batch(rows, read)
-
-
-def _pair_rows(sizes: NDArray[np.int64], share: bool) -> dict[str, Tensor]:
-    """The row channels of pairs with so many tokens in prompt, chosen, rejected [P, 3]; see `pack_trees`."""
-    if not sizes.size or sizes.min() <= 0:
-        raise ValueError("a batch needs at least one pair, and every prompt and answer at least one token")
-    pair = np.arange(len(sizes))[:, None]
-    trained, start = sizes * [0, 1, 1], sizes[:, :1] * [0, 1, 1]
-    if not share:
-        sizes, trained, start = sizes[:, :1] + sizes[:, 1:], trained[:, 1:], 0 * start[:, 1:]
-    branch = np.arange(sizes.shape[1]) - share
-    found = {"lengths": sizes, "unit": pair, "start": start, "branch": branch, "tree": pair, "trained": trained}
-    return {name: torch.from_numpy(np.broadcast_to(one, sizes.shape).flatten()) for name, one in found.items()}
-
-
-def _pair_tree(prompt: Row, *answers: Row) -> Tree:
-    return Tree(prompt, [Branch(ids, {"weight": np.ones(len(ids))}) for ids in answers])
+    return unread_batch(layout, read)
 
 
 def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -226,11 +236,13 @@ class Kto(PackedAlgorithm):
 
     def experience(self, items: Sequence[LabeledCompletion]) -> list[KtoMiniBatch]:
         """Judged answers as what `prepare` takes: a part per mini-batch."""
-        edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
-        parts = [items[a:b] for a, b in pairwise(edges) if a < b]
+        rows = items if isinstance(items, TokenizedAnswers) else TokenizedAnswers.of(items)
+        most = self.config.mini_batches
+        parts = np.split(np.arange(len(rows)), [len(rows) * i // most for i in range(1, most)])
         return [
-            KtoMiniBatch(pack_labeled(part), pack_labeled(mismatch_completions(part)) if part[1:] else None)
+            KtoMiniBatch(pack_labeled(rows, part), pack_mismatched(rows, part) if part[1:].size else None)
             for part in parts
+            if part.size
         ]
 
     def reference_batches(self, experience: list[KtoMiniBatch]) -> Iterator[Batch]:
@@ -255,18 +267,16 @@ class Kto(PackedAlgorithm):
         return float(formulas.kto_baseline(ratios.sum(), known.num_rows))
 
 
-def pack_labeled(items: Sequence[LabeledCompletion]) -> Batch:
-    """One row and unit per completion, behind its prompt, on the CPU; weight 1 on it; row channel `good`."""
-    trees = [
-        Tree(i.prompt, [Branch(i.completion, {"weight": [1.0] * len(i.completion)}, {"good": float(i.good)})])
-        for i in items
-    ]
-    return pack_trees(trees, share=False)
+def pack_labeled(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
+    """Some completions, each behind its prompt and a unit; weight 1 on it; row channel `good`."""
+    batch = pack_answers(rows, np.stack([units, units], 1), share=False)
+    good = torch.tensor([float(rows.label(unit) or 0) for unit in units.tolist()])
+    return replace(batch, rows={**batch.rows, "good": good})
 
 
-def mismatch_completions(items: Sequence[LabeledCompletion]) -> list[LabeledCompletion]:
-    """Each prompt with the next item's completion, the last one with the first's."""
-    return [replace(a, completion=b.completion) for a, b in zip(items, [*items[1:], items[0]], strict=True)]
+def pack_mismatched(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
+    """The prompt of each unit with the next one's completion, of the last one with the first one's."""
+    return pack_answers(rows, np.stack([units, np.roll(units, -1)], 1), share=False)
 
 
 def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:
