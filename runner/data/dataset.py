@@ -18,8 +18,8 @@ import json
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property
 from io import BytesIO
@@ -30,9 +30,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from runner.core.errors import StorageError
-from runner.core.file_lock import FileLock
 from runner.core.fsync_io import sha256
+from runner.data.cache_files import cache_lock, file_state
 from runner.data.columns import ColumnWriter, read_columns
 from runner.data.items import QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
@@ -151,20 +150,14 @@ def load_or_build(
     One process of a machine at a time looks and makes it: the ranks of a job need the same one at once.
     Raises StorageError where it cannot be written.
     """
-    try:
-        with _folder_lock(folder):
-            if folder.exists() and (fault := _damage(folder, schema)):
-                report_damage(f"{folder}: {fault}")
-                shutil.rmtree(folder)
-            if not folder.exists():
-                _build(folder, schema, fill)
+    with cache_lock(folder):
+        if folder.exists() and (fault := _damage(folder, schema)):
+            report_damage(f"{folder}: {fault}")
+            shutil.rmtree(folder)
+        if not folder.exists():
+            _build(folder, schema, fill)
         summary: Summary = json.loads((folder / SUMMARY).read_text())["summary"]
         return _open(folder, schema), summary
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the token cache {folder}: {error.strerror or error}; free space, set the variable "
-            f"RUNNER_CACHE to another folder, or set data.cache=false"
-        ) from error
 
 
 def _open(folder: Path, schema: pa.Schema) -> TokenizedTable:
@@ -173,14 +166,6 @@ def _open(folder: Path, schema: pa.Schema) -> TokenizedTable:
         return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
 
     return TokenizedTable(read_columns(schema, read))
-
-
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock") as lock:
-        lock.acquire(wait=True)
-        yield
 
 
 def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
@@ -228,8 +213,7 @@ def _note_verified(folder: Path, names: Iterable[str]) -> None:
 
 def _file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
     """What the file system says of each file, which changes when it is written, copied or put back."""
-    states = {name: (folder / name).stat() for name in (SUMMARY, *names)}
-    return {name: [one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in states.items()}
+    return {name: file_state(folder / name) for name in (SUMMARY, *names)}
 
 
 def _is_unchanged(image: ImageEntry) -> bool:
