@@ -10,16 +10,29 @@ are divided by their number, and the sum by the rows of the whole optimizer step
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.algorithm.config import AlgorithmConfig, CptConfig, SftConfig
-from runner.core.batch import Batch, pack, row_of_tokens, row_sum, split_rows, with_totals
+from runner.core.batch import (
+    Batch,
+    Row,
+    flatten_weighted,
+    row_layout,
+    row_of_tokens,
+    row_sum,
+    split_rows,
+    unread_batch,
+    with_totals,
+)
 from runner.core.media import MEDIA_ID
 from runner.core.metrics import Metrics
-from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample
+from runner.interfaces import Data, Loss, LossFn, Model, Outputs, Role, TokenizedExample, TokenizedExamples
 from runner.interfaces.learning import AlgorithmInputs, Experience, OfflineAlgorithm
 
 
@@ -62,7 +75,15 @@ class PackedAlgorithm(OfflineAlgorithm):
 
     def experience(self, items: Sequence[Any]) -> Experience:
         """Any rows as what `prepare` takes; these learn the tokens that have a weight."""
-        return pack([i.ids for i in items], [i.weights for i in items], [i.branches for i in items])
+        rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
+
+        def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
+            return flatten_weighted(*rows.read(units))
+
+        known = row_layout(rows.sizes, rows.branches)
+        media = torch.zeros_like(known["lengths"])
+        media[known["start"] == 0] = torch.from_numpy(rows.media)
+        return unread_batch({**known, "trained": torch.from_numpy(rows.trained), "media": media}, read)
 
     def prepare(self, experience: Experience, models: Mapping[Role, Model]) -> Iterator[Batch]:
         """The batch in `mini_batches` parts of whole units, each knowing its totals."""
@@ -74,7 +95,14 @@ class ContinuedPretraining(PackedAlgorithm):
     """Learns every token of given text."""
 
     def experience(self, items: Sequence[TokenizedExample]) -> Batch:
-        return pack([i.ids for i in items], [[float(one < MEDIA_ID) for one in i.ids] for i in items])
+        rows = items if isinstance(items, TokenizedExamples) else TokenizedExamples.of(items)
+
+        def read(units: NDArray[np.int64]) -> tuple[list[Row], list[Row]]:
+            ids = [np.asarray(one) for one in rows.read(units)[0]]
+            return list(ids), [one < MEDIA_ID for one in ids]
+
+        found: Batch = super().experience(replace(rows, trained=rows.sizes - 1 - rows.media, branches=None, read=read))
+        return found
 
 
 def build(config: SftConfig | CptConfig, parts: AlgorithmInputs) -> PackedAlgorithm:

@@ -11,24 +11,23 @@ that knows no trees. A tree is one unit unless it is split by repeating its prom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, flatten_rows, prefixes
+from runner.core.batch import Batch, Row, flatten_rows, prefixes, ranges, token_layout
 
 SHARED = -1  # the `branch` of a prompt that several branches share
-LAYOUT = frozenset({"ids", "positions", "parent"})
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
     """One continuation. tokens: channels of its tokens, each as long as `ids`; rows: channels of its row."""
 
-    ids: Sequence[int]
-    tokens: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    ids: Row
+    tokens: Mapping[str, Row] = field(default_factory=dict)
     rows: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -36,7 +35,7 @@ class Branch:
 class Tree:
     """A prompt and what continues it."""
 
-    prompt: Sequence[int]
+    prompt: Row
     branches: Sequence[Branch]
 
 
@@ -59,15 +58,46 @@ def pack_trees(trees: Sequence[Tree], *, share: bool = True, most_tokens: int | 
     each repeating the prompt; without, a tree is one unit. Token channels are those of the branches (all alike),
     0 on prompts; row channels beside `lengths` and `unit`: `branch`, `tree` and those of the branches (0 on prompts).
     Float channels are float32, `branch` and `tree` int64. Branches of an empty prompt are rows of their own. Raises
-    ValueError for an empty branch.
+    ValueError for an empty branch, and for a channel of another length.
     """
-    if not trees or any(not t.branches or any(not b.ids for b in t.branches) for t in trees):
+    if not trees or any(not t.branches or any(not len(b.ids) for b in t.branches) for t in trees):
         raise ValueError("a batch needs at least one tree, and every branch at least one token")
-    pack = _Packing(trees)
+    names, extra = trees[0].branches[0].tokens, trees[0].branches[0].rows
+    rows = list[tuple[float, ...]]()  # lengths, unit, start, branch, tree, those of the branches
+    channels: dict[str, list[Row]] = {name: [] for name in ("ids", *names)}
+    units = 0
     for number, tree in enumerate(trees):
+        prompt, zeros = np.asarray(tree.prompt), np.zeros(len(tree.prompt))
+        joined = share and len(prompt) > 0
         for part in _parts(tree, share, most_tokens):
-            pack.unit(number, tree, part, share)
-    return pack.batch()
+            if joined:
+                rows.append((len(prompt), units, 0, SHARED, number, *(0.0 for _ in extra)))
+                _append(channels, Branch(prompt, dict.fromkeys(names, zeros)))
+            for at in part:
+                branch = tree.branches[at]
+                start, length = (len(prompt), len(branch.ids)) if joined else (0, len(prompt) + len(branch.ids))
+                rows.append((length, units, start, at, number, *(branch.rows[name] for name in extra)))
+                if not joined:
+                    _append(channels, Branch(prompt, dict.fromkeys(names, zeros)))
+                _append(channels, branch)
+            units += 1
+    kinds = {name: torch.int64 for name in ("lengths", "unit", "start", "branch", "tree")}
+    kinds |= dict.fromkeys(extra, torch.float32)
+    layout = {
+        name: torch.tensor(column, dtype=kind)
+        for (name, kind), column in zip(kinds.items(), zip(*rows, strict=True), strict=True)
+    }
+    tokens = {n: flatten_rows(v, np.int64 if n == "ids" else np.float32) for n, v in channels.items()}
+    return Batch({**tokens, **token_layout(layout)}, layout)
+
+
+def _append(channels: Mapping[str, list[Row]], part: Branch) -> None:
+    """Add a part of a row to each channel."""
+    for name, column in channels.items():
+        values = part.ids if name == "ids" else part.tokens[name]
+        if len(values) != len(part.ids):
+            raise ValueError(f"channel {name} has {len(values)} values for {len(part.ids)} tokens")
+        column.append(values)
 
 
 def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:
@@ -83,56 +113,6 @@ def _parts(tree: Tree, share: bool, most_tokens: int | None) -> list[range]:
         else:
             parts, tokens = [*parts, range(number, number + 1)], alone
     return parts[1:]
-
-
-class _Packing:
-    """Lists of every channel while a batch is being laid out."""
-
-    def __init__(self, trees: Sequence[Tree]) -> None:
-        first = trees[0].branches[0]
-        self.tokens: dict[str, list[Sequence[float]]] = {n: [] for n in (*LAYOUT, *first.tokens)}
-        self.rows: dict[str, list[float]] = {n: [] for n in ("lengths", "unit", "branch", "tree", *first.rows)}
-        self._size = self._units = 0
-
-    def unit(self, number: int, tree: Tree, branches: Sequence[int], share: bool) -> None:
-        """Add some branches of a tree as one unit."""
-        prompt, length = tree.prompt, len(tree.prompt)
-        root, share = self._size + length - 1, share and length > 0
-        if share:
-            self._row(number, SHARED, Branch(prompt), range(length), -1)
-        for at in branches:
-            branch = tree.branches[at]
-            if share:
-                self._row(number, at, branch, range(length, length + len(branch.ids)), root)
-            else:
-                zeros = [0.0] * length
-                whole = {name: [*zeros, *values] for name, values in branch.tokens.items()}
-                ids = [*prompt, *branch.ids]
-                self._row(number, at, replace(branch, ids=ids, tokens=whole), range(len(ids)), -1)
-        self._units += 1
-
-    def _row(self, tree: int, number: int, row: Branch, positions: range, root: int) -> None:
-        size = len(row.ids)
-        self.tokens["ids"].append(row.ids)
-        self.tokens["positions"].append(positions)
-        self.tokens["parent"].append([root, *range(self._size, self._size + size - 1)])
-        for name in self.tokens.keys() - LAYOUT:
-            values = row.tokens[name] if row.tokens else [0.0] * size
-            if len(values) != size:
-                raise ValueError(f"channel {name} has {len(values)} values for {size} tokens")
-            self.tokens[name].append(values)
-        fixed = {"lengths": size, "unit": self._units, "branch": number, "tree": tree}
-        for name, column in self.rows.items():
-            column.append(fixed[name] if name in fixed else row.rows.get(name, 0.0))
-        self._size += size
-
-    def batch(self) -> Batch:
-        """The batch laid out so far."""
-        integer = LAYOUT | {"lengths", "unit", "branch", "tree"}
-        return Batch(
-            tokens={n: flatten_rows(v, np.int64 if n in integer else np.float32) for n, v in self.tokens.items()},
-            rows={n: torch.tensor(v, dtype=None if n in integer else torch.float32) for n, v in self.rows.items()},
-        )
 
 
 def paths(batch: Batch) -> Paths | None:
@@ -161,12 +141,10 @@ def contexts(batch: Batch) -> tuple[tuple[int, ...], Tensor] | None:
 
 def _concatenate_rows(batch: Batch, parts: Tensor) -> tuple[tuple[int, ...], Tensor]:
     """Concatenate pairs [n, 2] of rows (-1: none): the length of each pair, and the token at each place."""
-    lengths = batch.structure.rows["lengths"].cpu()
-    flat = parts.flatten()
-    sizes = torch.where(flat < 0, 0, lengths[flat])
-    starts = (torch.cumsum(lengths, 0) - lengths)[flat] - (torch.cumsum(sizes, 0) - sizes)
-    index = torch.arange(int(sizes.sum())) + torch.repeat_interleave(starts, sizes)
-    return tuple(sizes.view(-1, 2).sum(1).tolist()), index
+    lengths = batch.structure.rows["lengths"].cpu().numpy()
+    flat = parts.flatten().numpy()
+    sizes = np.where(flat < 0, 0, lengths[flat])
+    return tuple(sizes.reshape(-1, 2).sum(1).tolist()), ranges((np.cumsum(lengths) - lengths)[flat], sizes)
 
 
 def rows_as_paths(batch: Batch) -> Paths:

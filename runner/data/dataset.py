@@ -1,37 +1,41 @@
-"""The data of a job: tokenized rows as Arrow tables, and an order over them.
+"""The data of a job: tokenized rows in columns, and an order over them.
 
 A table is memory-mapped from the cache on disk, or held in memory.
 
-    cache_dir/<key>/tokens.arrow    ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches
-                                    TREES (all else): prompt, answers, facts (JSON text)
-    cache_dir/<key>/summary.json    what was found while tokenizing, and the sha256 of tokens.arrow
+    cache_dir/<key>/COLUMN…          ROWS (sft): ids, loss_mask, the answer's span first, last, starts of branches,
+                                     trained tokens of the beginning and of each branch
+                                     TREES (all else): prompt, answers, facts (JSON text)
+    cache_dir/<key>/summary.json     what was found while tokenizing, and the sha256 of each column file
+    cache_dir/<key>/verified.json    what the file system says of the files since they had these checksums
 
 A folder is made aside and renamed, so that it is whole or not there; one that was damaged later is found by
-its checksum and made again.
+its checksums and made again. Files are read for that only where the file system says that they were changed.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from functools import cached_property
-from itertools import accumulate
+from io import BytesIO
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
-from runner.core.errors import StorageError
-from runner.core.file_lock import FileLock
 from runner.core.fsync_io import sha256
-from runner.data.items import ITEMS, QUESTIONS
+from runner.data.cache_files import cache_lock, file_state
+from runner.data.columns import ColumnWriter, read_columns
+from runner.data.items import QUESTIONS
 from runner.data.sampling_order import RefillOrders, apportion
+from runner.data.table_rows import rows_of_tables
 from runner.interfaces import EvalQuestion
 from runner.interfaces.media import ImageEntry
 from runner.run_dir.manifest import PromptStyle
@@ -40,23 +44,29 @@ from runner.spec.base import ItemKind
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 9  # raise it when the files are laid out or summed up in another way, so that no old cache is used
+FORMAT = 10  # raise it when the files are laid out or summed up in another way, so that no old cache is used
 IDS = pa.list_(pa.int32())
 ROWS = pa.schema(
-    [("ids", IDS), ("loss_mask", pa.list_(pa.int8())), ("first", pa.int32()), ("last", pa.int32()), ("branches", IDS)]
+    [
+        *(("ids", IDS), ("loss_mask", pa.list_(pa.int8()))),
+        *(("first", pa.int32()), ("last", pa.int32())),
+        *(("branches", pa.list_(pa.int32())), ("trained", pa.list_(pa.int32()))),
+    ]
 )
 PROMPTS_WITH_ANSWERS = pa.schema([("prompt", IDS), ("answers", pa.list_(IDS)), ("facts", pa.large_string())])
 IMAGE_COLUMN = "images"  # of the tables of an image-text model, whose ids do not fit into 32 bits
-IMAGE_TYPES = {"path": pa.string(), "several": pa.bool_()}
+IMAGE_TYPES = {"path": pa.large_string(), "several": pa.bool_()}
 
 
 def schema_with_images(schema: pa.Schema) -> pa.Schema:
     """The schema of rows whose ids may stand for images, with these in a column of their own."""
     wide = {IDS: pa.list_(pa.int64()), pa.list_(IDS): pa.list_(pa.list_(pa.int64()))}
     images = pa.struct([(one.name, IMAGE_TYPES.get(one.name, pa.int64())) for one in fields(ImageEntry)])
-    return pa.schema([*((one.name, wide.get(one.type, one.type)) for one in schema), (IMAGE_COLUMN, pa.list_(images))])
+    given = [(one.name, wide.get(one.type, one.type)) for one in schema]
+    return pa.schema([*given, (IMAGE_COLUMN, pa.list_(images)), ("media", pa.int64())])
 
 
+SUMMARY, VERIFIED = "summary.json", "verified.json"
 Record = dict[str, Any]
 Summary = dict[str, Any]
 Write = Callable[[pa.RecordBatch], None]
@@ -69,38 +79,66 @@ class TokenizedTable:
     pyarrow alone reads them: `datasets` would import pandas and cost each process half a processor second.
     """
 
-    def __init__(self, source: pa.Buffer | pa.NativeFile) -> None:
-        """`source` holds an Arrow stream, whose batches are not copied."""
-        with pa.ipc.open_stream(source) as stream:
-            self._batches = list(stream)
-        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
+    def __init__(self, columns: pa.RecordBatch) -> None:
+        self._columns = columns
+        self._values: dict[str, tuple[NDArray[np.int64], Any]] = {}
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        size: int = self._columns.num_rows
+        return size
 
+    @cached_property
+    def media(self) -> NDArray[np.int64] | None:
+        """How many tokens of each row are places of images, int64 [rows]; None in a table without images."""
+        return self._columns.column("media").to_numpy() if "media" in self._columns.schema.names else None
+
+    @cached_property
     def images(self) -> list[ImageEntry]:
         """The images of all rows."""
         found: dict[int, ImageEntry] = {}
-        for batch in self._batches if self._batches and IMAGE_COLUMN in self._batches[0].schema.names else ():
-            for one in batch.column(IMAGE_COLUMN).flatten().to_pylist():
+        if IMAGE_COLUMN in self._columns.schema.names:
+            for one in self._columns.column(IMAGE_COLUMN).flatten().to_pylist():
                 found[one["id"]] = ImageEntry(**one)
         return list(found.values())
 
-    def rows(self, indices: Sequence[int]) -> list[Record]:
-        """The record of each index, in that order."""
-        return [self._row(index) for index in indices]
+    def values(self, name: str) -> tuple[NDArray[np.int64], Any]:
+        """Of a column of lists: where each row begins and the last one ends, and the values of all rows.
 
-    def _row(self, index: int) -> Record:
-        number = bisect_right(self._starts, index) - 1
-        record: Record = self._batches[number].slice(index - self._starts[number], 1).to_pylist()[0]
-        return record
+        NAME.item: the lists in a column of lists of lists, one after the other, whose values are those of all.
+        """
+        if name not in self._values:
+            column = self._columns.column(name.removesuffix(".item"))
+            column = column.values if name.endswith(".item") else column
+            nested = pa.types.is_nested(column.type.value_type)
+            self._values[name] = column.offsets.to_numpy(), None if nested else column.values.to_numpy()
+        return self._values[name]
+
+    def text(self, name: str, row: int) -> str:
+        """The text of a row."""
+        found: str = self._columns.column(name)[row].as_py()
+        return found
+
+    def cell(self, name: str, row: int) -> NDArray[np.integer]:
+        """The list of a row in a column of lists."""
+        offsets, values = self.values(name)
+        found: NDArray[np.integer] = values[offsets[row] : offsets[row + 1]]
+        return found
+
+    def lengths(self, name: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths of the lists of some rows, int64 [rows]."""
+        offsets, _ = self.values(name)
+        return offsets[rows + 1] - offsets[rows]
+
+    def record(self, row: int) -> Record:
+        """All that is stored of a row."""
+        return self._columns.slice(row, 1).to_pylist()[0]
 
 
 def build_in_memory(schema: pa.Schema, fill: Fill) -> tuple[TokenizedTable, Summary]:
     """The table that `fill` writes, nothing on disk."""
-    sink = pa.BufferOutputStream()
-    summary = _write(sink, schema, fill)
-    return TokenizedTable(sink.getvalue()), summary
+    files: dict[str, BytesIO] = defaultdict(BytesIO)
+    summary = fill(ColumnWriter(schema, files.__getitem__).write)
+    return TokenizedTable(read_columns(schema, lambda name: pa.py_buffer(files[name].getbuffer()))), summary
 
 
 def load_or_build(
@@ -112,39 +150,34 @@ def load_or_build(
     One process of a machine at a time looks and makes it: the ranks of a job need the same one at once.
     Raises StorageError where it cannot be written.
     """
-    try:
-        with _folder_lock(folder):
-            if folder.exists() and (fault := _damage(folder)):
-                report_damage(f"{folder}: {fault}")
-                shutil.rmtree(folder)
-            if not folder.exists():
-                _build(folder, schema, fill)
-        summary: Summary = json.loads((folder / "summary.json").read_text())["summary"]
-    except OSError as error:
-        raise StorageError(
-            f"cannot write the token cache {folder}: {error.strerror or error}; free space, set the variable "
-            f"RUNNER_CACHE to another folder, or set data.cache=false"
-        ) from error
-    return TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))), summary
+    with cache_lock(folder):
+        if folder.exists() and (fault := _damage(folder, schema)):
+            report_damage(f"{folder}: {fault}")
+            shutil.rmtree(folder)
+        if not folder.exists():
+            _build(folder, schema, fill)
+        summary: Summary = json.loads((folder / SUMMARY).read_text())["summary"]
+        return _open(folder, schema), summary
 
 
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.parent / f".{folder.name}.lock") as lock:
-        lock.acquire(wait=True)
-        yield
+def _open(folder: Path, schema: pa.Schema) -> TokenizedTable:
+    def read(name: str) -> pa.Buffer:
+        path = folder / name
+        return pa.memory_map(str(path)).read_buffer() if path.stat().st_size else pa.py_buffer(b"")
+
+    return TokenizedTable(read_columns(schema, read))
 
 
 def _build(folder: Path, schema: pa.Schema, fill: Fill) -> None:
     aside = Path(tempfile.mkdtemp(prefix=".staging-", dir=folder.parent))
     try:
-        with (aside / "tokens.arrow").open("wb") as file:
-            summary = _write(file, schema, fill)
-            file.flush()
-            os.fsync(file.fileno())
-        record = {"sha256": sha256(aside / "tokens.arrow"), "summary": summary}
-        (aside / "summary.json").write_text(json.dumps(record, indent=2))
+        with ExitStack() as files:
+            writer = ColumnWriter(schema, lambda name: files.enter_context((aside / name).open("wb")))
+            summary = fill(writer.write)
+            writer.sync()
+        digests = {name: digest.hexdigest() for name, digest in writer.digests.items()}
+        (aside / SUMMARY).write_text(json.dumps({"sha256": digests, "summary": summary}, indent=2))
+        _note_verified(aside, digests)
         _rename(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -159,22 +192,28 @@ def _rename(aside: Path, folder: Path) -> None:
             raise
 
 
-def _write(sink: IO[bytes] | pa.NativeFile, schema: pa.Schema, fill: Fill) -> Summary:
-    with pa.ipc.new_stream(sink, schema) as writer:
-        return fill(writer.write_batch)
-
-
-def _damage(folder: Path) -> str:
+def _damage(folder: Path, schema: pa.Schema) -> str:
     """What is damaged in a cache folder, or nothing."""
     try:
-        wanted = json.loads((folder / "summary.json").read_text())["sha256"]
-        if sha256(folder / "tokens.arrow") != wanted:
-            return "the checksum of tokens.arrow does not match"
-        images = TokenizedTable(pa.memory_map(str(folder / "tokens.arrow"))).images()
-        changed = next((one.path for one in images if not _is_unchanged(one)), None)
+        digests = json.loads((folder / SUMMARY).read_text())["sha256"]
+        if _file_states(folder, digests) != json.loads((folder / VERIFIED).read_text()):
+            for name, wanted in digests.items():
+                if sha256(folder / name) != wanted:
+                    return f"the checksum of {name} does not match"
+            _note_verified(folder, digests)
+        changed = next((one.path for one in _open(folder, schema).images if not _is_unchanged(one)), None)
         return f"{changed} has changed" if changed else ""
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+
+
+def _note_verified(folder: Path, names: Iterable[str]) -> None:
+    (folder / VERIFIED).write_text(json.dumps(_file_states(folder, names)))
+
+
+def _file_states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
+    """What the file system says of each file, which changes when it is written, copied or put back."""
+    return {name: file_state(folder / name) for name in (SUMMARY, *names)}
 
 
 def _is_unchanged(image: ImageEntry) -> bool:
@@ -198,10 +237,14 @@ class HeldOut:
     def __len__(self) -> int:
         return min(self.total, self.limit or self.total)
 
-    def records(self) -> list[Record]:
-        """The first rows of each table, as many as are used, by the tables' sizes."""
+    def spots(self) -> NDArray[np.int64]:
+        """(table, row) of the first rows of each table, as many as are used, by the tables' sizes, int64 [n, 2]."""
         counts = apportion([len(table) for table in self.tables], len(self))
-        return [record for table, count in zip(self.tables, counts, strict=True) for record in table.rows(range(count))]
+        return np.array([(table, row) for table, count in enumerate(counts) for row in range(count)])
+
+    def records(self) -> list[Record]:
+        """All that is stored of the rows that are used."""
+        return [self.tables[table].record(row) for table, row in self.spots().tolist()]
 
 
 @dataclass(frozen=True)
@@ -221,15 +264,9 @@ class TokenizedData:
     def __len__(self) -> int:
         return sum(map(len, self.tables))
 
-    def take(self, step: int, count: int, round: int = 0) -> list[Any]:
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]:
         """Items step·count … of the round's endless order; a pure function of its arguments."""
-        spots = self.rounds.take(step, count, round)
-        found: dict[int, Any] = {}
-        for source, table in enumerate(self.tables):
-            slots = [at for at, spot in enumerate(spots) if spot[0] == source]
-            records = table.rows([spots[at][1] for at in slots]) if slots else []
-            found.update((at, self._item(record)) for at, record in zip(slots, records, strict=True))
-        return [found[at] for at in range(count)]
+        return rows_of_tables(self.kind, self.tables, self.rounds.take(step, count, round), self.tokenizer)
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
         """The first held-out rows in file order, as many as are used; empty if there are no prompts."""
@@ -242,17 +279,14 @@ class TokenizedData:
     @cached_property
     def _questions(self) -> tuple[EvalQuestion, ...]:
         make = QUESTIONS.get(self.kind)
-        return tuple(make(record, self.tokenizer) for record in self._held_out()) if make else ()
+        records = self.evaluation.records() if make and self.evaluation else ()
+        return tuple(make(record, self.tokenizer) for record in records) if make else ()
 
     @cached_property
     def _held_out_items(self) -> tuple[Any, ...]:
-        return () if self.kind in QUESTIONS else tuple(map(self._item, self._held_out()))
-
-    def _item(self, record: Record) -> Any:
-        return ITEMS[self.kind](record, self.tokenizer)
-
-    def _held_out(self) -> list[Record]:
-        return self.evaluation.records() if self.evaluation else []
+        if self.kind in QUESTIONS or not self.evaluation:
+            return ()
+        return tuple(rows_of_tables(self.kind, self.evaluation.tables, self.evaluation.spots(), self.tokenizer))
 
 
 def no_data(config: object, **parts: Any) -> None:

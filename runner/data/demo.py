@@ -36,7 +36,14 @@ from runner.core.media import without_media
 from runner.data import demo_shapes
 from runner.data.config import ChatConfig, DemoConfig
 from runner.data.examples import AnswersExample, ChatExample, Example, PromptExample, Reading, held_out_reading
-from runner.data.items import ITEMS, QUESTIONS, LengthLimit, TruncationCounts
+from runner.data.items import (
+    ANSWERS,
+    QUESTIONS,
+    LengthLimit,
+    TruncationCounts,
+    rollout_prompt,
+    tokenized_example,
+)
 from runner.data.message_keys import Message
 from runner.data.readers import Problems, SourceLocation
 from runner.data.sampling_order import ProportionalOrder, RefillOrders, permutation, random_stream
@@ -250,7 +257,7 @@ class DemoData:
 
     def take(self, step: int, count: int, round: int = 0) -> list[Any]:
         """Items step·count … of the round's endless order; a pure function of its arguments."""
-        return self._items([self.config.held_out + index for _, index in self._rounds.take(step, count, round)])
+        return self._items((self.config.held_out + self._rounds.take(step, count, round)[:, 1]).tolist())
 
     def held_out_questions(self) -> Sequence[EvalQuestion]:
         """All held-out rows as questions, whatever the kind, for every policy."""
@@ -267,8 +274,15 @@ class DemoData:
         return tuple(QUESTIONS[kind](row.record(), self.tokenizer.tokenizer) for row in rows)
 
     def _items(self, indices: Sequence[int]) -> list[Any]:
-        make = ITEMS[self.kind]
-        return [make(row.record(), self.tokenizer.tokenizer) for row in self._rows(indices)]
+        return list(map(self._item, self._rows(indices)))
+
+    def _item(self, row: EncodedExample | EncodedAnswers) -> Any:
+        if isinstance(row, EncodedExample):
+            return tokenized_example(row.record())
+        if self.kind == "prompts":
+            return rollout_prompt(row.prompt, row.facts, self.tokenizer.tokenizer)
+        make, label, _ = ANSWERS[self.kind]
+        return make(tuple(row.prompt), *map(tuple, row.answers), row.facts[label])
 
     def _longest(self, limit: LengthLimit) -> int:
         """No item has more tokens. Raises DataError for items above the limit.

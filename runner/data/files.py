@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.core.errors import DataError
-from runner.core.fsync_io import sha256
 from runner.core.untrusted_text import parse_json, without_nulls
+from runner.data.cache_files import file_digest
 from runner.data.readers import Problems, Row, SourceLocation, read_csv, read_json, read_jsonl, read_text
 
 if TYPE_CHECKING:
@@ -257,14 +257,14 @@ class FileSource:
         """Whether `digest` reads parts of the files only: those of a large stream."""
         return self.streamed and sum(file.stat().st_size for file in self.file_list.files) > MOST_HASHED_BYTES
 
-    def digest(self) -> str:
-        """sha256 over the names and bytes of all files.
+    def digest(self, notes: Path | None = None) -> str:
+        """sha256 over the names and bytes of all files; see `file_digest` for `notes`.
 
         Where it is sampled: over their names, sizes, modification times, and first and last MiB.
         """
         total = hashlib.sha256()
         for file in self.file_list.files:
-            content = _sample(file) if self.is_sampled else sha256(file)
+            content = _sample(file) if self.is_sampled else file_digest(file, notes)
             total.update(f"{file.name}:{content}\n".encode())
         return total.hexdigest()
 

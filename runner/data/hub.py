@@ -12,9 +12,9 @@ from pathlib import Path
 import datasets  # type: ignore[import-untyped]
 
 from runner.core.errors import DataError, EnvironmentProblem
-from runner.core.fsync_io import sha256
 from runner.core.http_client import site_fault
 from runner.core.untrusted_text import without_nulls
+from runner.data.cache_files import file_digest
 from runner.data.config import HubConfig, ModelScopeConfig, RemoteConfig
 from runner.data.readers import Problems, Row, SourceLocation
 
@@ -30,14 +30,14 @@ class HubSource:
     key: str = "data.path"
     content: str = ""  # hash of a stream's files
 
-    def digest(self) -> str:
-        """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes from them."""
+    def digest(self, notes: Path | None = None) -> str:
+        """sha256 over the Arrow files that `datasets` keeps, and the rows that the split takes; see `file_digest`."""
         if isinstance(self.table, datasets.IterableDataset):
             return hashlib.sha256(f"{self.name} {self.content}".encode()).hexdigest()
         if not self.table.cache_files:  # held in memory: there is nothing but the rows
             rows = (json.dumps(row, sort_keys=True, default=str).encode() for row in self.table)
             return hashlib.sha256(b"\n".join(rows)).hexdigest()
-        files = [sha256(Path(file["filename"])) for file in self.table.cache_files]
+        files = [file_digest(Path(file["filename"]), notes) for file in self.table.cache_files]
         parts = [files, self.name, len(self.table), self.table.column_names]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 

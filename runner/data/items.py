@@ -265,27 +265,14 @@ Record = Mapping[str, Any]
 Make = Callable[[Record, "PreTrainedTokenizerBase"], Any]
 
 
-def tokenized_example(record: Record, tokenizer: PreTrainedTokenizerBase) -> TokenizedExample:
+def tokenized_example(record: Record) -> TokenizedExample:
     """The item of a tokenized row: weight 1 where it is trained on, 0 where it is context."""
-    return TokenizedExample(
-        tuple(record["ids"]), tuple(map(float, record["loss_mask"])), tuple(record.get("branches") or ())
-    )
+    branches = tuple(record.get("branches") or ())
+    return TokenizedExample(tuple(record["ids"]), tuple(map(float, record["loss_mask"])), branches)
 
 
-def preference_pair(record: Record, tokenizer: PreTrainedTokenizerBase) -> PreferencePair:
-    """Two answers to one prompt."""
-    chosen, rejected = map(tuple, record["answers"])
-    return PreferencePair(tuple(record["prompt"]), chosen, rejected, json.loads(record["facts"])["margin"])
-
-
-def labeled_completion(record: Record, tokenizer: PreTrainedTokenizerBase) -> LabeledCompletion:
-    """One answer, and whether it is a good one."""
-    return LabeledCompletion(tuple(record["prompt"]), tuple(record["answers"][0]), json.loads(record["facts"])["good"])
-
-
-def rollout_prompt(record: Record, tokenizer: PreTrainedTokenizerBase) -> Prompt:
+def rollout_prompt(ids: Sequence[int], facts: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> Prompt:
     """A prompt; its text is what the ids decode to, also where they were cut."""
-    facts, ids = json.loads(record["facts"]), record["prompt"]
     messages = facts["messages"]
     return Prompt(tuple(ids), str(tokenizer.decode(without_media(ids))), messages and tuple(messages), facts["columns"])
 
@@ -296,7 +283,7 @@ def eval_question(record: Record, tokenizer: PreTrainedTokenizerBase) -> EvalQue
     Plain text, and a turn that was cut, have no span: then only the item is there, of which the loss can be measured.
     """
     ids, first, last = record["ids"], record["first"], record["last"]
-    whole = tokenized_example(record, tokenizer)
+    whole = tokenized_example(record)
     if not last:
         return EvalQuestion(whole)
     context = [*ids[: whole.branches[0]], *ids[whole.branches[-1] : first]] if whole.branches else ids[:first]
@@ -328,11 +315,10 @@ def _question(
     )
 
 
-ITEMS: Mapping[ItemKind, Make] = {
-    "sft": tokenized_example,
-    "pairs": preference_pair,
-    "judged": labeled_completion,
-    "prompts": rollout_prompt,
+# of prompts with answers: the item, the fact that is its label, and the number of answers
+ANSWERS: Mapping[ItemKind, tuple[Callable[..., Any], str, int]] = {
+    "pairs": (PreferencePair, "margin", 2),
+    "judged": (LabeledCompletion, "good", 1),
 }
 QUESTIONS: Mapping[ItemKind, Make] = {
     "sft": eval_question,

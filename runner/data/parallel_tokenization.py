@@ -17,7 +17,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ import pyarrow as pa
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from runner.core.errors import EnvironmentProblem, RankLost
+from runner.core.media import MEDIA_ID
 from runner.core.rank_info import RankInfo
 from runner.core.signals import signal_name
 from runner.core.subprocess import end_with_parent
@@ -93,10 +94,16 @@ class BatchTokenizer:
         problems, counts = Problems(own.key, own.source), TruncationCounts()
         encoded = tokenizer.encode(examples, problems)
         records = [item.record() for row in encoded for item in own.limit.apply(row, counts, problems)]
+        for record in records if "trained" in own.schema.names else ():
+            edges = (0, *record["branches"], len(record["ids"]))
+            mask = [0, *record["loss_mask"][1:]]  # nothing predicts the first token
+            record["trained"] = [sum(mask[start:stop]) for start, stop in pairwise(edges)]
         if reader := images_of(own.tokenizer):
             for record in records:
-                ids = [record.get("ids", ()), record.get("prompt", ()), *record.get("answers", ())]
-                record[IMAGE_COLUMN] = [asdict(one) for one in reader.entries(chain.from_iterable(ids))]
+                parts = [record.get("ids", ()), record.get("prompt", ()), *record.get("answers", ())]
+                ids = list(chain.from_iterable(parts))
+                record[IMAGE_COLUMN] = [asdict(one) for one in reader.entries(ids)]
+                record["media"] = sum(one >= MEDIA_ID for one in ids)
         items = pa.RecordBatch.from_pylist(records, own.schema)
         return TokenizedBatch(items, counts, problems, frozenset(tokenizer.notes), frozenset(tokenizer.chat_notes))
 

@@ -66,7 +66,7 @@ class RowSource(Protocol):
     @property
     def name(self) -> str: ...
 
-    def digest(self) -> str: ...  # sha256 of the contents
+    def digest(self, notes: Path | None = None) -> str: ...  # sha256 of the contents; notes: see `file_digest`
 
     def rows(self, problems: Problems) -> Iterator[Row]: ...
 
@@ -130,15 +130,11 @@ class SourcePreparation:
         if reads_date(self.tokenizer):
             chat["date"] = self.chat.date or today()
         images = [reader.how, self.config.media_root] if (reader := images_of(self.tokenizer)) else []
-        return digest(source.digest(), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images)
+        return digest(self._content(source), tokenizer_digest(self.tokenizer), reading, options, chat, *side, *images)
 
     def table(self, portion: DataSplit, key: str) -> tuple[TokenizedTable, Summary]:
         """The portion's table, from the cache where it is; what was found in the rows is said either way."""
-
-        def fill(write: Write) -> Summary:
-            return self._fill(portion, write)
-
-        schema = self._schema(portion.reading)
+        schema, fill = self._schema(portion.reading), partial(self._fill, portion)
         if self.config.cache:  # the libraries may change what a template or a tokenizer does without changing its text
             versions = (FORMAT, transformers.__version__, tokenizers.__version__)
             folder = self.cache_dir / digest(key, *versions)[:32]
@@ -146,7 +142,7 @@ class SourcePreparation:
         else:
             table, summary = build_in_memory(schema, fill)
         if reader := images_of(self.tokenizer):
-            reader.register(table.images())
+            reader.register(table.images)
         self.report_source(portion, summary, portion.where)
         return table, summary
 
@@ -156,8 +152,11 @@ class SourcePreparation:
         if config.holdout is None:
             return None
         keys = {f"{source.key}={source.name}": partial(self._row_keys, source) for source in sources}
-        content = digest([source.digest() for source in sources])
+        content = digest([self._content(source) for source in sources])
         return Holdout(config.holdout, keys, content, config.holdout_group)
+
+    def _content(self, source: RowSource) -> str:
+        return source.digest(self.cache_dir / "digests" if self.config.cache else None)
 
     def _row_keys(self, source: RowSource) -> set[int]:
         """The keys of all rows of a source, by which data.holdout chooses."""
@@ -333,7 +332,7 @@ def build_data(
 
 def fingerprint(keys: Sequence[str], config: SourceConfig, tables: Sequence[TokenizedTable]) -> str:
     """sha256 of all that the items depend on, the contents of images included."""
-    images = [sorted(image.id for image in table.images()) for table in tables]
+    images = [sorted(image.id for image in table.images) for table in tables]
     own = keys[0] if len(keys) == 1 else digest(keys, config.mixture_weights)
     return digest(own, images) if any(images) else own
 

@@ -11,11 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +22,13 @@ from runner.core.errors import DataError
 from runner.core.rng import derive_seed
 
 BLOCK = 1000  # positions after which a mixture has given each source exactly its share
-ItemIndex = tuple[int, int]  # (source, item of the source)
 
 
 class ItemOrder(Protocol):
     """An endless order of items."""
 
-    def item_at(self, position: int) -> ItemIndex: ...
+    # (source, item of the source) at each of some positions, int64 [n, 2]
+    def items_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]: ...
 
 
 class RefillOrders:
@@ -45,14 +42,14 @@ class RefillOrders:
         self._first = make(seed, shuffle)
         self._refill = lru_cache(maxsize=8)(lambda round: make(derive_seed(seed, "refill", round), True))
 
-    def take(self, step: int, count: int, round: int = 0) -> list[ItemIndex]:
-        """Positions step·count … step·count + count − 1 of the round's order."""
+    def take(self, step: int, count: int, round: int = 0) -> NDArray[np.int64]:
+        """(source, item of the source), int64 [count, 2], at the positions step·count … of the round's order."""
         return take_items(self._refill(round) if round else self._first, step, count)
 
 
-def take_items(order: ItemOrder, step: int, count: int) -> list[ItemIndex]:
-    """Positions step·count … step·count + count − 1."""
-    return [order.item_at(step * count + i) for i in range(count)]
+def take_items(order: ItemOrder, step: int, count: int) -> NDArray[np.int64]:
+    """(source, item of the source), int64 [count, 2], at the positions step·count … step·count + count − 1."""
+    return order.items_at(np.arange(step * count, (step + 1) * count))
 
 
 def random_stream(*key: int | str) -> np.random.PCG64:
@@ -87,24 +84,28 @@ class ShuffledEpochs:
         self._size, self._shuffle = size, shuffle
         self._permutation = lru_cache(maxsize=2)(lambda epoch: permutation(size, seed, epoch, "order", name))
 
-    def item(self, visit: int) -> int:
-        """The item of the `visit`-th visit."""
-        epoch, place = divmod(visit, self._size)
-        return int(self._permutation(epoch)[place]) if self._shuffle else place
+    def items(self, visits: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The items of some visits, by their numbers."""
+        epochs, items = np.divmod(visits, self._size)
+        for epoch in np.unique(epochs).tolist() if self._shuffle else ():
+            here = epochs == epoch
+            items[here] = self._permutation(epoch)[items[here]]
+        return items
 
 
 class ProportionalOrder:
     """All items of all sources once in every epoch, in a new order each time, or as they stand."""
 
     def __init__(self, sizes: Sequence[int], seed: int, shuffle: bool) -> None:
-        self._ends = list(accumulate(sizes))
-        self._epochs = ShuffledEpochs(self._ends[-1], shuffle, seed, "all")
+        self._ends = np.cumsum(sizes)
+        self._first = self._ends - sizes  # item of each source
+        self._epochs = ShuffledEpochs(sum(sizes), shuffle, seed, "all")
 
-    def item_at(self, position: int) -> ItemIndex:
-        """The spot at `position`."""
-        item = self._epochs.item(position)
-        source = bisect_right(self._ends, item)
-        return source, item - (self._ends[source - 1] if source else 0)
+    def items_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `ItemOrder`."""
+        items = self._epochs.items(positions)
+        sources = np.searchsorted(self._ends, items, side="right")
+        return np.stack([sources, items - self._first[sources]], 1)
 
 
 class WeightedMixture:
@@ -126,11 +127,16 @@ class WeightedMixture:
             lambda block: _visits(even[permutation(BLOCK, seed, block, "mixture")] if shuffle else even)
         )
 
-    def item_at(self, position: int) -> ItemIndex:
-        """The spot at `position`."""
-        block, slot = divmod(position, BLOCK)
-        source, nth = self._block(block)[slot]
-        return source, self._epochs[source].item(block * self._counts[source] + nth)
+    def items_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """See `ItemOrder`."""
+        blocks, slots = np.divmod(positions, BLOCK)
+        found = np.empty((len(positions), 2), np.int64)
+        for block in np.unique(blocks).tolist():
+            found[blocks == block] = self._block(block)[slots[blocks == block]]
+        for source, epochs in enumerate(self._epochs):
+            here = found[:, 0] == source
+            found[here, 1] = epochs.items(blocks[here] * self._counts[source] + found[here, 1])
+        return found
 
 
 def interleave_sources(counts: Sequence[int]) -> NDArray[np.int64]:
@@ -139,11 +145,9 @@ def interleave_sources(counts: Sequence[int]) -> NDArray[np.int64]:
     return np.array([source for _, source in slots], dtype=np.int64)
 
 
-def _visits(sources: NDArray[np.int64]) -> list[ItemIndex]:
-    """(source, how often it stood in the block before) for each slot."""
-    seen: Counter[int] = Counter()
-    found = []
-    for source in sources.tolist():
-        found.append((source, seen[source]))
-        seen[source] += 1
-    return found
+def _visits(sources: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(source, how often it stood in the block before) for each slot, int64 [slots, 2]."""
+    before = np.empty_like(sources)
+    for source in np.unique(sources):
+        before[sources == source] = np.arange((sources == source).sum())
+    return np.stack([sources, before], 1)

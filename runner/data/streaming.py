@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count, islice
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runner.core.errors import DataError
-from runner.data.dataset import Record, Summary, TokenizedData
+from runner.data.dataset import Summary, TokenizedData, TokenizedTable
 from runner.data.examples import held_out_reading
 from runner.data.formats import FormatCheck
 from runner.data.items import TruncationCounts
@@ -39,6 +39,7 @@ from runner.data.prepare import (
 )
 from runner.data.readers import Problems, Row
 from runner.data.sampling_order import permutation
+from runner.data.table_rows import rows_of_tables
 from runner.data.tokenization import digest
 
 log = logging.getLogger("runner")
@@ -59,10 +60,10 @@ class RowBlocks:
         self.limit = prepare.limit(portion.reading)
         self._tokenizer = BatchTokenizer(prepare.options(portion))
         self._rows, self._next, self._passes = self._endless_rows(), 0, 0
-        self._newest: tuple[range, list[Record]] = (range(0), [])
+        self._newest: tuple[range, TokenizedTable | None] = (range(0), None)
         self._reported: dict[str, set[str]] = {name: set() for name in BY_ROW}
 
-    def items(self, number: int) -> list[Record]:
+    def items(self, number: int) -> TokenizedTable:
         """The items of a block, or of the next one that has any.
 
         Raises DataError where a row is faulty, or a whole pass over the rows has no item.
@@ -74,10 +75,12 @@ class RowBlocks:
             next(islice(self._rows, skipped, skipped), None)
             identical = self.check.num_identical_pairs
             batch, blocks = self._read(self._rows)
-            self._next, self._newest = number + blocks, (range(number, number + blocks), batch.items.to_pylist())
+            self._next, self._newest = number + blocks, (range(number, number + blocks), TokenizedTable(batch.items))
             where = f"block {number}" if blocks == 1 else f"blocks {number} to {self._next - 1}"
             self._report(f"{self._portion.where}, {where}", batch, identical)
-        return self._newest[1]
+        table = self._newest[1]
+        assert table is not None
+        return table
 
     def read_first(self) -> Summary:
         """What was found in the first rows, up to a block with an item. Raises DataError as `items` does."""
@@ -154,18 +157,19 @@ class StreamedData(TokenizedData):
         """Nobody knows how many items a stream has: as many as there may be."""
         return sys.maxsize
 
-    def take(self, step: int, count: int, round: int = 0) -> list[Any]:
+    def take(self, step: int, count: int, round: int = 0) -> Sequence[Any]:
         """Items step·count … of the stream; a pure function of its arguments."""
-        assert not round  # the config's problems() refuse what draws more
-        return [self._item(self._record(position)) for position in range(step * count, (step + 1) * count)]
-
-    def _record(self, position: int) -> Record:
-        assert self.blocks is not None
-        block, place = divmod(position, self.size)
-        items = self.blocks.items(block)
-        place %= len(items)
-        order = _block_order(len(items), self.seed, block) if self.shuffle else None
-        return items[place if order is None else int(order[place])]
+        assert not round and self.blocks is not None  # the config's problems() refuse what draws more
+        blocks, places = np.divmod(np.arange(step * count, (step + 1) * count), self.size)
+        tables, spots = list[TokenizedTable](), list[tuple[int, int]]()
+        for block in np.unique(blocks).tolist():
+            table = self.blocks.items(block)
+            rows = places[blocks == block] % len(table)
+            if self.shuffle:
+                rows = _block_order(len(table), self.seed, block)[rows]
+            spots += [(len(tables), row) for row in rows.tolist()]
+            tables.append(table)
+        return rows_of_tables(self.kind, tables, np.array(spots), self.tokenizer)
 
 
 @lru_cache(maxsize=2)

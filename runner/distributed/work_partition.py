@@ -12,15 +12,17 @@ Legend: N rows, T tokens.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from runner.core.batch import Batch, concat_batches, footprints, micro_batch_ranges, unit_spans
+from runner.core.batch import Batch, footprints, micro_batch_ranges, ranges, select_units, unit_spans
 from runner.core.errors import OutOfMemory, RunnerError
 from runner.distributed.dtensor_utils import is_reduced_in_backward, local_tensor, total_norm
 from runner.interfaces import Outputs, PipelineStage, RankCollectives, Request
@@ -58,10 +60,10 @@ def balance_by_cost(costs: Sequence[int], ranks: int) -> list[int]:
 
     The ranks' costs differ by at most the most expensive piece, and do not depend on the order of pieces.
     """
-    loads, owners = [0] * ranks, [0] * len(costs)
-    for piece in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[piece] = min(range(ranks), key=loads.__getitem__)
-        loads[owners[piece]] += costs[piece]
+    loads, owners = [(0, rank) for rank in range(ranks)], [0] * len(costs)
+    for piece in sorted(range(len(costs)), key=costs.__getitem__, reverse=True) if ranks > 1 else ():
+        load, owners[piece] = loads[0]
+        heapq.heapreplace(loads, (load + costs[piece], owners[piece]))
     return owners
 
 
@@ -211,13 +213,14 @@ class BatchShard:
     """One rank's part of a batch.
 
     micro_batches: of its own units; num_fillers: number of further passes of other ranks; filler: the smallest unit
-    order: for each rank, in order, the spans (first row, row after the last, first token, token after it) of its units
+    spans: the batch's `unit_spans`; order: the units of each rank, rank after rank
     """
 
     micro_batches: Sequence[Batch]
     num_fillers: int
     filler: Batch
-    order: Sequence[tuple[int, int, int, int]]
+    spans: NDArray[np.int64]
+    order: NDArray[np.int64]
 
     def __iter__(self) -> Iterator[tuple[Batch, bool]]:
         """Each micro-batch that this rank runs, and whether it is its own or a filler."""
@@ -234,24 +237,21 @@ class BatchShard:
         """The position of each token's or row's value in the concatenated outputs of the ranks."""
         if not size:  # of a stage that sends everything to another
             return torch.arange(0)
-        per_token = size == sum(last - first for *_, first, last in self.order)
-        spans = [span[2:] if per_token else span[:2] for span in self.order]
-        return torch.argsort(torch.cat([torch.arange(*span) for span in spans]))
+        first, last, tokens = self.spans.T
+        counts = tokens if size == tokens.sum() else last - first
+        return torch.argsort(ranges((np.cumsum(counts) - counts)[self.order], counts[self.order]))
 
 
 def shard_batch(batch: Batch, budget: int, peers: RankCollectives, *, padded: bool) -> BatchShard:
     """This rank's part of a batch, in micro-batches of at most `budget` tokens (see `micro_batches`)."""
-    spans = unit_spans(batch)
-    sizes, taken = [size for *_, size in spans], footprints(batch, padded)
-    owners = balance_by_cost([one.tokens + one.patches for one in taken], peers.size)
-    hands = [[unit for unit, owner in enumerate(owners) if owner == rank] for rank in range(peers.size)]
-    cut = [micro_batch_ranges([taken[unit] for unit in hand], budget, padded=padded) for hand in hands]
+    spans, taken = unit_spans(batch), footprints(batch, padded)
+    owners = np.array(balance_by_cost((taken.tokens + taken.patches).tolist(), peers.size))
+    hands = [np.flatnonzero(owners == rank) for rank in range(peers.size)]
+    cut = [micro_batch_ranges(taken[hand], budget) for hand in hands]
     mine = hands[peers.rank]
-    micros = [_select_units(batch, spans, [mine[at] for at in run]) for run in cut[peers.rank]]
-    ends = list(accumulate(sizes))
-    order = [(*spans[unit][:2], ends[unit] - sizes[unit], ends[unit]) for hand in hands for unit in hand]
-    smallest = min(range(len(sizes)), key=sizes.__getitem__)
-    return BatchShard(micros, max(map(len, cut)) - len(micros), _select_units(batch, spans, [smallest]), order)
+    micros = [select_units(batch, mine[run.start : run.stop], spans) for run in cut[peers.rank]]
+    smallest = select_units(batch, taken.tokens.argmin(keepdims=True), spans)
+    return BatchShard(micros, max(map(len, cut)) - len(micros), smallest, spans, np.concatenate(hands))
 
 
 def map_sharded(
@@ -284,11 +284,3 @@ def drop_filler_outputs(outputs: Mapping[str, Tensor], own: bool) -> Mapping[str
 def concat_outputs(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The concatenated outputs of micro-batches."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def _select_units(batch: Batch, spans: Sequence[tuple[int, int, int]], units: Sequence[int]) -> Batch:
-    """Some units of a batch, in its order; a view if they are neighbors."""
-    edges = [at for at in range(1, len(units)) if units[at] != units[at - 1] + 1]
-    runs = [units[a:b] for a, b in zip([0, *edges], [*edges, len(units)], strict=True)]
-    parts = [batch.slice_rows(spans[run[0]][0], spans[run[-1]][1]) for run in runs]
-    return parts[0] if len(parts) == 1 else concat_batches(parts)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from runner.interfaces.environments import EpisodeBatch as EpisodeBatch
     from runner.interfaces.environments import ExtendConversation as ExtendConversation
     from runner.interfaces.environments import Observation as Observation
+    from runner.interfaces.examples import TokenizedAnswers as TokenizedAnswers
+    from runner.interfaces.examples import TokenizedExamples as TokenizedExamples
     from runner.interfaces.learning import LOGPROBS as LOGPROBS
     from runner.interfaces.learning import Algorithm as Algorithm
     from runner.interfaces.learning import AlgorithmInputs as AlgorithmInputs

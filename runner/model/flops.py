@@ -18,8 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from runner.core.batch import Batch, footprints
@@ -86,18 +88,21 @@ class ModelFlops:
 
     def batch_flops(self, batch: Batch) -> float:
         """The same of a batch that knows its totals."""
-        seen = batch.structure.tokens["positions"] + 1
+        start, lengths = (batch.structure.rows[name].numpy() for name in ("start", "lengths"))
 
         def pairs(window: int | None) -> int:
-            return int((seen if window is None else seen.clamp(max=window)).sum())
+            return int((attention_pairs(start + lengths, window) - attention_pairs(start, window)).sum())
 
-        patches = sum(one.patches for one in footprints(batch, padded=False))
+        patches = int(footprints(batch, padded=False).patches.sum())
         return self.update(batch.num_tokens, batch.totals["tokens"], pairs, patches)
 
 
-def attention_pairs(length: int, window: int | None) -> int:
-    """The pairs of tokens of a row that see each other, each with itself included."""
-    reach = length if window is None else min(length, window)
+Lengths = TypeVar("Lengths", int, NDArray[np.int64])
+
+
+def attention_pairs(length: Lengths, window: int | None) -> Lengths:
+    """The pairs of tokens of a row, or of each of several, that see each other or themselves."""
+    reach = length if window is None else np.minimum(length, window)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 

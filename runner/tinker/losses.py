@@ -184,7 +184,7 @@ def pack_data(data: Sequence[Datum]) -> Batch:
         "old_logprobs": join("logprobs", 0.0).float(),
         "advantages": join("advantages", 0.0).float(),
     }
-    return Batch(tokens, {"lengths": lengths, "unit": torch.arange(len(rows))})
+    return Batch(tokens, {"lengths": lengths, "unit": torch.arange(len(rows)), "start": torch.zeros_like(lengths)})
 
 
 def _column(datum: Datum, at: int, name: str, default: float) -> np.ndarray:

@@ -145,7 +145,7 @@ def even_batches(items: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
 def _per_unit(batch: Batch, outputs: Outputs, loss: LossFn) -> Iterator[Metrics]:
     """What the loss measures on each unit by itself."""
     token = 0
-    for first, last, size in unit_spans(batch):
+    for first, last, size in unit_spans(batch).tolist():
         tokens, rows = slice(token, token + size), slice(first, last)
         mine = {n: v[tokens if len(v) == batch.num_tokens else rows] for n, v in outputs.items()}
         yield loss(batch.slice_rows(first, last), mine).metrics

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runner.core.batch import Batch, Footprint, footprints
+from runner.core.batch import Batch, footprints
 from runner.core.errors import TrainingDiverged
 from runner.core.metrics import Metrics
 from runner.core.rng import derive_seed
@@ -277,7 +277,7 @@ class LocalLearner:
 
     def _oversized_tokens(self, micro: Batch) -> list[int]:
         """The slots that a micro-batch takes, if they are above the budget."""
-        taken = sum(footprints(micro, self.model.is_padded), Footprint()).size(self.model.is_padded)
+        taken = int(footprints(micro, self.model.is_padded).slots()[-1])
         return [taken] if taken > self._budget else []
 
     def _report_oversized(self, oversized: list[int]) -> None:

@@ -147,7 +147,7 @@ class PrecomputedReference(FrozenModel):
         unknown = set().union(*self._everyone.all_gather(own))  # ranks whose caches differ still score the same batches
         if unknown:
             logprobs = super().forward(batch, LOGPROBS)["logprobs"].cpu()
-            sizes = [size for *_, size in unit_spans(batch)]
+            sizes = unit_spans(batch)[:, 2].tolist()
             for key, values in zip(keys, torch.split(logprobs, sizes), strict=True):
                 if key not in self.cache:
                     self.cache.add(key, values)
@@ -255,7 +255,7 @@ def unit_keys(batch: Batch) -> list[bytes]:
     tokens = batch.structure.tokens
     ids, positions, parents = (tokens[name].numpy() for name in ("ids", "positions", "parent"))
     keys, first = list[bytes](), 0
-    for *_, size in unit_spans(batch):
+    for size in unit_spans(batch)[:, 2].tolist():
         span = slice(first, first + size)
         own = np.where(parents[span] < 0, -1, parents[span] - first)
         keys.append(hashlib.sha256(np.stack([ids[span], positions[span], own]).tobytes()).digest())

@@ -59,7 +59,7 @@ def test_micro_batches_are_as_full_as_the_budget_allows(ids: list[list[int]], bu
 def test_a_unit_is_never_cut() -> None:
     batch = packed([[1, 2], [3, 4], [5], [6]])
     batch.rows["unit"][:] = torch.tensor([0, 0, 1, 1])  # type: ignore[index]
-    assert unit_spans(batch) == [(0, 2, 4), (2, 4, 2)]
+    assert unit_spans(batch).tolist() == [[0, 2, 4], [2, 4, 2]]
     assert [piece.num_rows for piece in micro_batches(batch, 3)] == [2, 2]
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import concat_batches, micro_batches, pack, row_of_tokens, row_sum, select_units, unit_spans
+from runner.core.batch import micro_batches, pack, row_of_tokens, row_sum, select_units, unit_spans
 from runner.core.prefix_tree import Branch, Tree, pack_trees, paths
 
 tokens = st.lists(st.integers(0, 99), min_size=1, max_size=6)
@@ -104,13 +104,6 @@ def test_units_can_be_taken_in_any_order_and_joined_again(given_trees: list[Tree
     back = select_units(chosen, [order.index(i) for i in range(len(order))])
     assert all(torch.equal(back.tokens[name], batch.tokens[name]) for name in batch.tokens)
     assert all(torch.equal(back.rows[name], batch.rows[name]) for name in batch.rows)
-
-
-def test_join_numbers_units_anew() -> None:
-    one = pack([[1, 2], [3]], [[1.0, 1.0], [1.0]])
-    both = concat_batches([one, one])
-    assert both.rows["unit"].tolist() == [0, 1, 2, 3]
-    assert both.tokens["parent"].tolist() == [-1, 0, -1, -1, 3, -1]
 
 
 def test_sums_over_rows_are_differentiable() -> None:

@@ -100,14 +100,14 @@ def caches(root: Path) -> list[Path]:
 
 def _read(tmp_path: Path, path: Path, told: Any) -> None:
     decide = Decisions()
-    told.put((data(byte_tokenizer(), tmp_path, decide, path=path).take(0, 20), said(decide, "data.cache")))
+    told.put((list(data(byte_tokenizer(), tmp_path, decide, path=path).take(0, 20)), said(decide, "data.cache")))
 
 
 def test_the_ranks_of_a_job_make_a_damaged_cache_again_once(tokenizer: Any, tmp_path: Path, jsonl: Jsonl) -> None:
     path = jsonl(TALKS)
-    items = data(tokenizer, tmp_path, path=path).take(0, 20)
+    items = list(data(tokenizer, tmp_path, path=path).take(0, 20))  # before the file is damaged
     [folder] = caches(tmp_path)
-    (folder / "tokens.arrow").write_bytes(b"damaged")
+    (folder / "ids.item").write_bytes(b"damaged")
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     ranks = [context.Process(target=_read, args=(tmp_path, path, told)) for _ in range(4)]
@@ -124,20 +124,20 @@ def test_the_cache_is_used_and_a_damaged_one_made_again(
     tokenizer: Any, tmp_path: Path, jsonl: Jsonl, decide: Decisions
 ) -> None:
     path = jsonl(TALKS)
-    items = data(tokenizer, tmp_path, path=path).take(0, 20)
+    items = list(data(tokenizer, tmp_path, path=path).take(0, 20))  # before the file is damaged
     [folder] = caches(tmp_path)
-    before = (folder / "tokens.arrow").stat().st_ino
+    before = (folder / "ids.item").stat().st_ino
     data(tokenizer, tmp_path, decide, path=path)
-    assert (folder / "tokens.arrow").stat().st_ino == before
+    assert (folder / "ids.item").stat().st_ino == before
     assert said(decide, "data.cache") == []
-    whole = (folder / "tokens.arrow").read_bytes()
+    whole = (folder / "ids.item").read_bytes()
     middle = len(whole) // 2
-    (folder / "tokens.arrow").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
+    (folder / "ids.item").write_bytes(whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :])
     assert data(tokenizer, tmp_path, decide, path=path).take(0, 20) == items
     assert "checksum" in said(decide, "data.cache")[0]
     (folder / "summary.json").write_text("{")
     assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
-    (folder / "tokens.arrow").unlink()
+    (folder / "ids.item").unlink()
     assert data(tokenizer, tmp_path, path=path).take(0, 20) == items
     assert caches(tmp_path) == [folder] and not list((tmp_path / "cache").glob(".staging-*"))
 

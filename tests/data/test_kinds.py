@@ -347,7 +347,7 @@ def test_holdout_splits_every_row_to_one_side_and_no_prompt_to_both(
     def prompts(records: list[Any]) -> set[str]:
         return {tokenizer.decode(r["ids"] if kind == "sft" else r["prompt"]).split(".")[0] for r in records}
 
-    training, held_out = prompts(found.tables[0].rows(range(len(found)))), prompts(evaluation.records())
+    training, held_out = prompts(list(map(found.tables[0].record, range(len(found))))), prompts(evaluation.records())
     assert not training & held_out
     assert len(held_out) == wanted
     reordered = data(

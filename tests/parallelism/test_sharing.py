@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.core.batch import Batch, Footprint, micro_batch_ranges, pack, unit_spans
+from runner.algorithm.config import SftConfig
+from runner.algorithm.sft import build
+from runner.core.batch import Batch, Footprints, micro_batch_ranges, pack, unit_spans
 from runner.core.errors import DataError, RunnerError
 from runner.distributed.dtensor_utils import total_norm
 from runner.distributed.work_partition import (
@@ -17,6 +23,7 @@ from runner.distributed.work_partition import (
     run_partitioned,
     shard_batch,
 )
+from runner.interfaces import TokenizedExample, TokenizedExamples
 from runner.parallelism.parallel_context import ParallelContext
 from tests.parallelism.worlds import on_ranks
 
@@ -69,7 +76,7 @@ def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
         tuple(m.slice_rows(*span[:2]).tokens["ids"].tolist())
         for s in dealt
         for m in s.micro_batches
-        for span in unit_spans(m)
+        for span in unit_spans(m).tolist()
     ]
     assert sorted(rows) == sorted(map(tuple, ids))
     for share in dealt:
@@ -78,6 +85,29 @@ def test_every_unit_is_one_ranks_and_all_run_as_many_micro_batches(
             taken = len(lengths) * int(lengths.max()) if padded else micro.num_tokens
             assert taken <= budget or micro.num_rows == 1
         assert share.filler.num_rows == 1 and share.filler.num_tokens == min(sizes)
+
+
+@given(SIZES, st.integers(1, 80), st.integers(1, 5), st.booleans(), st.integers(1, 3))
+def test_a_rank_reads_its_own_rows_alone_and_gets_what_a_read_batch_has(
+    sizes: list[int], budget: int, ranks: int, padded: bool, branches: int
+) -> None:
+    edges = [tuple(range(1, size, -(-size // branches))) if size > branches > 1 else () for size in sizes]
+    items = [
+        TokenizedExample(tuple(range(100 * at, 100 * at + size)), tuple(float(i % 2) for i in range(size)), edge)
+        for at, (size, edge) in enumerate(zip(sizes, edges, strict=True))
+    ]
+    known, seen = TokenizedExamples.of(items), list[int]()
+    watched = replace(known, read=lambda units: seen.extend(units) or known.read(units))
+    algorithm = build(SftConfig(), SimpleNamespace(data=None))  # type: ignore[arg-type]
+    read = pack([i.ids for i in items], [i.weights for i in items], edges)
+    for rank in range(ranks):
+        batch, seen[:] = algorithm.experience(watched), []
+        assert batch.count() == read.count()
+        own, wanted = (shard_batch(one, budget, Of(rank, ranks), padded=padded) for one in (batch, read))
+        assert len(own.micro_batches) == len(wanted.micro_batches) and not seen
+        for one, other in zip(own.micro_batches, wanted.micro_batches, strict=True):
+            assert all(torch.equal(one.tokens[name], other.tokens[name]) for name in other.tokens)
+        assert len(seen) == sum(len(unit_spans(micro)) for micro in own.micro_batches)
 
 
 class Replayed(SingleProcess):
@@ -110,7 +140,7 @@ def test_what_the_ranks_computed_comes_back_in_the_order_of_the_batch(sizes: lis
 def test_alone_a_batch_is_cut_as_it_lies(sizes: list[int], budget: int) -> None:
     batch = pack([[1] * size for size in sizes], [[1.0] * size for size in sizes])
     share = shard_batch(batch, budget, SingleProcess(), padded=False)
-    runs = micro_batch_ranges([Footprint(size) for size in sizes], budget, padded=False)
+    runs = micro_batch_ranges(Footprints(np.array(sizes), np.zeros(len(sizes), np.int64)), budget)
     assert [m.num_tokens for m in share.micro_batches] == [sum(sizes[run.start : run.stop]) for run in runs]
     assert not share.num_fillers
 

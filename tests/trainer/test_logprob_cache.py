@@ -37,7 +37,7 @@ def rows(*lengths: int) -> Batch:
 def values_of(batch: Batch) -> list[Tensor]:
     """Numbers of each unit."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, generator=generator) for *_, size in unit_spans(batch)]
+    return [torch.randn(size, generator=generator) for *_, size in unit_spans(batch).tolist()]
 
 
 def filled(folder: Path, batch: Batch) -> LogprobCache:

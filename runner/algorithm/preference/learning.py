@@ -29,9 +29,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from runner.algorithm.loss_registry import compute_selected
@@ -39,10 +40,9 @@ from runner.algorithm.preference import losses as formulas
 from runner.algorithm.preference.config import DpoConfig, KtoConfig, RmConfig
 from runner.algorithm.preference.losses import bradley_terry
 from runner.algorithm.sft import PackedAlgorithm
-from runner.core.batch import Batch, row_sum, with_totals
+from runner.core.batch import Batch, flatten_rows, row_sum, unread_batch, with_totals
 from runner.core.metrics import Metrics
-from runner.core.prefix_tree import Branch, Tree, pack_trees
-from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role
+from runner.interfaces import LOGPROBS, LabeledCompletion, Loss, Model, Outputs, PreferencePair, Role, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
 from runner.interfaces.losses import PreferenceLosses
 
@@ -50,17 +50,52 @@ CHOSEN, REJECTED = 0, 1  # the `branch` of each side
 
 
 def pack_pairs(pairs: Sequence[PreferencePair], *, share: bool, margins: bool = False) -> Batch:
-    """One tree per pair on the CPU; weight 1 on every token of the answers, 0 on prompts.
+    """One tree per pair, read when it is needed; weight 1 on every token of the answers, 0 on prompts.
 
     share: the prompt is a row of its own, computed once. margins: with a row channel `margin`, 0 where a pair has none.
     Raises ValueError for no pairs, an empty prompt or an empty answer.
     """
-    return pack_trees([_pair_tree(pair, margins) for pair in pairs], share=share)
+    known = pairs if isinstance(pairs, TokenizedAnswers) else TokenizedAnswers.of(pairs)
+    batch = pack_answers(known, np.broadcast_to(np.arange(len(known))[:, None], known.sizes.shape), share=share)
+    if margins:
+        given = torch.tensor([known.label(at) or 0.0 for at in range(len(known))])
+        margin = torch.where(batch.rows["branch"] < 0, 0.0, given[batch.rows["unit"]])
+        batch = replace(batch, rows={**batch.rows, "margin": margin})
+    return batch
 
 
-def _pair_tree(pair: PreferencePair, margins: bool) -> Tree:
-    rows = {"margin": pair.margin or 0.0} if margins else {}
-    return Tree(pair.prompt, [Branch(ids, {"weight": [1.0] * len(ids)}, rows) for ids in (pair.chosen, pair.rejected)])
+def pack_answers(rows: TokenizedAnswers, picks: NDArray[np.int64], *, share: bool) -> Batch:
+    """Prompts with their answers as trees, read when they are needed; weight 1 on answers, 0 on prompts.
+
+    picks: of which row each unit's prompt and answers are, int64 [units, 1 + answers]; share: see `pack_trees`
+    Raises ValueError for no unit, an empty prompt or an empty answer.
+    """
+    num_units, num_parts = picks.shape
+    sizes = rows.sizes[picks, np.arange(num_parts)]
+    if not sizes.size or sizes.min() <= 0:
+        raise ValueError("a batch needs at least one prompt, and every prompt and answer at least one token")
+    # the parts of each unit end to end, and of each of its rows: branch, start and tokens
+    order = list(range(num_parts)) if share else [part for at in range(1, num_parts) for part in (0, at)]
+    branch = np.arange(num_parts - (not share)) - share
+    start = sizes[:, :1] * (branch >= 0) * share
+    lengths = sizes if share else sizes[:, :1] + sizes[:, 1:]
+    unit = np.arange(num_units)[:, None]
+    found = {"lengths": lengths, "unit": unit, "start": start, "branch": branch, "tree": unit}
+    found["trained"] = sizes[:, branch + 1] * (branch >= 0)
+    layout = {name: torch.from_numpy(np.broadcast_to(one, lengths.shape).flatten()) for name, one in found.items()}
+    media = rows.media[picks[:, 0]]
+    if share or not media.any():  # else the images of a repeated prompt are counted in the ids
+        layout["media"] = torch.from_numpy((media[:, None] * (branch == branch[0])).flatten())
+
+    def read(units: NDArray[np.int64]) -> Mapping[str, Tensor]:
+        ids = [
+            rows.read(row)[part] for unit in units for part, row in zip(order, picks[unit, order].tolist(), strict=True)
+        ]
+        trained = np.tile(np.array(order) > 0, len(units))
+        weight = np.repeat(trained.astype(np.float32), list(map(len, ids)))
+        return {"ids": flatten_rows(ids), "weight": torch.from_numpy(weight)}
+
+    return unread_batch(layout, read)
 
 
 def chosen_rejected(batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +171,7 @@ def log_ratios(batch: Batch, logprobs: Tensor) -> Tensor:
 def with_reference(batch: Batch, reference: Model) -> Batch:
     """The same batch, on the CPU, with the reference's logprobs in the token channel `reference`."""
     logprobs = reference.forward(batch, LOGPROBS)["logprobs"].cpu()
-    return replace(batch, tokens={**batch.tokens, "reference": logprobs})
+    return replace(batch, tokens=batch.tokens | {"reference": logprobs})
 
 
 class Dpo(PackedAlgorithm):
@@ -201,11 +236,13 @@ class Kto(PackedAlgorithm):
 
     def experience(self, items: Sequence[LabeledCompletion]) -> list[KtoMiniBatch]:
         """Judged answers as what `prepare` takes: a part per mini-batch."""
-        edges = [len(items) * i // self.config.mini_batches for i in range(self.config.mini_batches + 1)]
-        parts = [items[a:b] for a, b in pairwise(edges) if a < b]
+        rows = items if isinstance(items, TokenizedAnswers) else TokenizedAnswers.of(items)
+        most = self.config.mini_batches
+        parts = np.split(np.arange(len(rows)), [len(rows) * i // most for i in range(1, most)])
         return [
-            KtoMiniBatch(pack_labeled(part), pack_labeled(mismatch_completions(part)) if part[1:] else None)
+            KtoMiniBatch(pack_labeled(rows, part), pack_mismatched(rows, part) if part[1:].size else None)
             for part in parts
+            if part.size
         ]
 
     def reference_batches(self, experience: list[KtoMiniBatch]) -> Iterator[Batch]:
@@ -230,18 +267,16 @@ class Kto(PackedAlgorithm):
         return float(formulas.kto_baseline(ratios.sum(), known.num_rows))
 
 
-def pack_labeled(items: Sequence[LabeledCompletion]) -> Batch:
-    """One row and unit per completion, behind its prompt, on the CPU; weight 1 on it; row channel `good`."""
-    trees = [
-        Tree(i.prompt, [Branch(i.completion, {"weight": [1.0] * len(i.completion)}, {"good": float(i.good)})])
-        for i in items
-    ]
-    return pack_trees(trees, share=False)
+def pack_labeled(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
+    """Some completions, each behind its prompt and a unit; weight 1 on it; row channel `good`."""
+    batch = pack_answers(rows, np.stack([units, units], 1), share=False)
+    good = torch.tensor([float(rows.label(unit) or 0) for unit in units.tolist()])
+    return replace(batch, rows={**batch.rows, "good": good})
 
 
-def mismatch_completions(items: Sequence[LabeledCompletion]) -> list[LabeledCompletion]:
-    """Each prompt with the next item's completion, the last one with the first's."""
-    return [replace(a, completion=b.completion) for a, b in zip(items, [*items[1:], items[0]], strict=True)]
+def pack_mismatched(rows: TokenizedAnswers, units: NDArray[np.int64]) -> Batch:
+    """The prompt of each unit with the next one's completion, of the last one with the first one's."""
+    return pack_answers(rows, np.stack([units, np.roll(units, -1)], 1), share=False)
 
 
 def build_dpo(config: DpoConfig, parts: AlgorithmInputs) -> Dpo:

@@ -6,13 +6,19 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from runner.algorithm.loss_registry import functions
 from runner.algorithm.preference.config import DpoConfig, KtoConfig
-from runner.algorithm.preference.learning import build_dpo, build_kto, mismatch_completions
-from runner.interfaces import LabeledCompletion, PreferencePair
+from runner.algorithm.preference.learning import build_dpo, build_kto, pack_mismatched, pack_pairs
+from runner.core.batch import footprints
+from runner.core.media import MEDIA_ID
+from runner.core.prefix_tree import Branch, Tree, pack_trees
+from runner.interfaces import LabeledCompletion, PreferencePair, TokenizedAnswers
 from runner.interfaces.learning import AlgorithmInputs
 from runner.trainer.reference_model import FrozenModel
 from tests.algorithm.preference.test_losses import ALPHA, BETA, CASES, GAMMA, LAM, SMOOTHING, sig
@@ -232,7 +238,7 @@ def test_an_empty_batch_has_the_same_metrics_and_no_loss(algorithm: Any) -> None
     [batch] = algorithm.prepare(algorithm.collect(0), models)
     loss = algorithm.losses["policy"]
     full = loss(batch, models["policy"].forward(batch, loss.needs))
-    empty = loss(batch.slice_rows(0, 0), {"logprobs": torch.zeros(0, requires_grad=True)})
+    empty = loss(batch.to(torch.device("cpu")).slice_rows(0, 0), {"logprobs": torch.zeros(0, requires_grad=True)})
     assert empty.metrics.sums.keys() == full.metrics.sums.keys()
     empty.total.backward()
     assert float(empty.total.detach()) == 0
@@ -346,13 +352,29 @@ def test_a_single_answer_has_nothing_to_be_swapped_with() -> None:
     assert batch.rows["z"].tolist() == [0.0]
 
 
+IDS = st.lists(st.integers(0, 99) | st.just(MEDIA_ID), min_size=1, max_size=5).map(tuple)
+ANY_PAIRS = st.lists(st.builds(PreferencePair, IDS, IDS, IDS, st.none() | st.floats(0, 2, width=32)), min_size=1)
+
+
+@given(ANY_PAIRS, st.booleans())
+def test_pairs_that_are_read_later_are_the_trees_of_pairs(pairs: list[PreferencePair], share: bool) -> None:
+    def branch(pair: PreferencePair, ids: tuple[int, ...]) -> Branch:
+        return Branch(ids, {"weight": [1.0] * len(ids)}, {"margin": pair.margin or 0.0})
+
+    trees = [Tree(pair.prompt, [branch(pair, pair.chosen), branch(pair, pair.rejected)]) for pair in pairs]
+    found, wanted = pack_pairs(pairs, share=share, margins=True), pack_trees(trees, share=share)
+    assert found.count() == wanted.count()
+    for padded in (True, False):
+        assert footprints(found, padded).slots().tolist() == footprints(wanted, padded).slots().tolist()
+    assert all(torch.equal(found.tokens[name], wanted.tokens[name]) for name in wanted.tokens)
+    assert all(torch.equal(found.rows[name], wanted.rows[name]) for name in wanted.rows)
+
+
 def test_mismatched_answers() -> None:
     items = [LabeledCompletion((n,), (10 + n,), True) for n in range(3)]
-    assert [(i.prompt, i.completion) for i in mismatch_completions(items)] == [
-        ((0,), (11,)),
-        ((1,), (12,)),
-        ((2,), (10,)),
-    ]
+    batch = pack_mismatched(TokenizedAnswers.of(items), np.arange(3))
+    assert batch.tokens["ids"].tolist() == [0, 11, 1, 12, 2, 10]
+    assert batch.tokens["weight"].tolist() == [0, 1] * 3
 
 
 def test_a_few_steps_of_kto_tell_good_from_bad() -> None:

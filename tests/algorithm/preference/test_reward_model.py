@@ -114,7 +114,7 @@ def test_an_empty_batch_has_the_same_metrics_and_no_loss() -> None:
     [batch] = algorithm.prepare(algorithm.collect(0), {})
     loss = algorithm.losses["reward_model"]
     full = loss(batch, {"scores": torch.zeros(batch.num_rows)})
-    empty = loss(batch.slice_rows(0, 0), {"scores": torch.zeros(0, requires_grad=True)})
+    empty = loss(batch.to(torch.device("cpu")).slice_rows(0, 0), {"scores": torch.zeros(0, requires_grad=True)})
     empty.total.backward()
     assert empty.metrics.sums.keys() == full.metrics.sums.keys()
     assert float(empty.total.detach()) == 0

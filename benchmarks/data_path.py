@@ -1,0 +1,130 @@
+"""Processor time of the data path for a token of the global batch: reading, packing, counting, partition among ranks.
+
+    python benchmarks/data_path.py [--ranks 64] [--kind sft] [--json]
+
+One process plays a rank of a job of so many ranks: of each step it takes the rows, makes the batch with its totals and
+counts its operations, as every rank does, and lays out its own micro-batches. The global batch is the same for any
+number of ranks. The cache is written with random rows and read as by a job; its first steps are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from runner.algorithm.config import SftConfig
+from runner.algorithm.preference.config import DpoConfig
+from runner.algorithm.preference.learning import build_dpo
+from runner.algorithm.sft import build
+from runner.core.batch import Batch
+from runner.data.dataset import PROMPTS_WITH_ANSWERS, ROWS, TokenizedData, Write, load_or_build
+from runner.data.sampling_order import ProportionalOrder, RefillOrders
+from runner.distributed.work_partition import SingleProcess, shard_batch
+from runner.model.flops import MatmulWeights, ModelFlops
+
+BUDGET = 8192  # tokens of a micro-batch
+FLOPS = ModelFlops(MatmulWeights(trained=1e9), ((None, 1024),))
+
+
+class OneOf(SingleProcess):
+    """One of several ranks that nobody asks anything."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def make_record(kind: str, random: np.random.Generator, length: int) -> dict[str, Any]:
+    """A row of `length` tokens, of which the second half is trained on."""
+    ids, half = random.integers(0, 150_000, length).tolist(), length // 2
+    if kind == "pairs":
+        answers = [ids[half : half + half // 2 + 1], ids[half + half // 2 :]]
+        return {"prompt": ids[:half], "answers": answers, "facts": '{"margin": null}'}
+    mask = [0] * half + [1] * (length - half)
+    return {"ids": ids, "loss_mask": mask, "first": half, "last": length, "branches": [], "trained": [length - half]}
+
+
+def make_data(folder: Path, kind: str, rows: int, longest: int) -> TokenizedData:
+    """Random rows of 64 to `longest` tokens, read from a cache in the folder."""
+    random = np.random.default_rng(0)
+    schema = PROMPTS_WITH_ANSWERS if kind == "pairs" else ROWS
+
+    def fill(write: Write) -> dict[str, Any]:
+        for first in range(0, rows, 512):
+            lengths = random.integers(64, longest + 1, min(512, rows - first)).tolist()
+            write(pa.RecordBatch.from_pylist([make_record(kind, random, length) for length in lengths], schema))
+        return {}
+
+    table, _ = load_or_build(folder / "cache", schema, fill, print)
+    orders = RefillOrders(lambda seed, shuffle: ProportionalOrder([len(table)], seed, shuffle), 0, True)
+    options: Any = {"prompt_style": "text", "tokenizer": None, "columns": frozenset(), "longest": longest}
+    return TokenizedData(kind=kind, tables=[table], rounds=orders, fingerprint="", **options)  # type: ignore[arg-type]
+
+
+class Scored:
+    """Stands for a reference, whose log-probabilities all ranks get."""
+
+    def forward(self, batch: Batch, needs: frozenset[str]) -> dict[str, torch.Tensor]:
+        """Zeros, [T]."""
+        return {"logprobs": torch.zeros(batch.num_tokens)}
+
+
+def run_step(algorithm: Any, step: int, peers: SingleProcess) -> int:
+    """What a rank does with the rows of a step; returns the tokens of the global batch."""
+    tokens = 0
+    for batch in algorithm.prepare(algorithm.collect(step), {"reference": Scored()}):
+        tokens += batch.num_tokens
+        FLOPS.batch_flops(batch)
+        for micro, _ in shard_batch(batch, BUDGET, peers, padded=False):
+            sum(int(channel[-1]) for channel in micro.tokens.values())
+    return tokens
+
+
+def measure(data: TokenizedData, kind: str, batch_size: int, ranks: int, steps: int) -> float:
+    """Nanoseconds of processor time for a token of the global batch, on the middle one of the ranks."""
+    inputs: Any = SimpleNamespace(data=data)
+    maker: Any = (build_dpo, DpoConfig) if kind == "pairs" else (build, SftConfig)
+    algorithm, peers = maker[0](maker[1](batch_size=batch_size), inputs), OneOf(ranks // 2, ranks)
+    found = []
+    for step in range(steps + 2):
+        begin = time.process_time_ns()
+        tokens = run_step(algorithm, step, peers)
+        found.append((time.process_time_ns() - begin) / tokens)
+    return statistics.median(found[2:])
+
+
+def main() -> None:
+    """Print the figures of 1, 8 and --ranks ranks."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--kind", choices=("sft", "pairs"), default="sft")
+    parser.add_argument("--batch-size", type=int, default=1024, help="rows of a step")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens of the longest row; the shortest has 64")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", action="store_true", help="print one line of JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        data = make_data(Path(folder), args.kind, 4 * args.batch_size, args.longest)
+        found = {
+            ranks: round(measure(data, args.kind, args.batch_size, ranks, args.steps), 2)
+            for ranks in sorted({1, min(8, args.ranks), args.ranks})
+        }
+    if args.json:
+        print(json.dumps({"kind": args.kind, "ns_per_global_token": {str(ranks): ns for ranks, ns in found.items()}}))
+    else:
+        for ranks, nanoseconds in found.items():
+            print(f"{ranks} ranks: {nanoseconds} ns of processor time on each rank for a token of the global batch")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Files in the cache of tokenized data: who writes them, what becomes of errors, and checksums computed once.
+
+NAME            a folder of columns, or a note on a data file: what the file system said of it, and its sha256
+.NAME.lock      held while it is made or checked
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from runner.core.errors import StorageError
+from runner.core.file_lock import FileLock
+from runner.core.fsync_io import atomic_write, sha256
+
+NOTED_BYTES = 2**24  # a smaller file is read in less time than a note saves
+SETTLED_S = 2.0  # a file that was changed later than this may change again within the clock of its file system
+
+
+@contextmanager
+def cache_lock(path: Path) -> Iterator[None]:
+    """Let one process of a machine at a time have a path of the cache: ranks of a job need the same one at once.
+
+    Raises StorageError where the cache cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.parent / f".{path.name}.lock") as lock:
+            lock.acquire(wait=True)
+            yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write the token cache {path}: {error.strerror or error}; free space, set the variable "
+            f"RUNNER_CACHE to another folder, or set data.cache=false"
+        ) from error
+
+
+def file_state(path: Path) -> list[int]:
+    """What the file system says of a file, which changes when it is written, copied or put back."""
+    found = path.stat()
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+def file_digest(path: Path, notes: Path | None) -> str:
+    """The hex sha256 of a file, from its note in the folder `notes` where the file is as it was then.
+
+    Raises OSError and StorageError.
+    """
+    if notes is None or path.stat().st_size < NOTED_BYTES:
+        return sha256(path)
+    note = notes / hashlib.blake2b(os.fsencode(path.absolute()), digest_size=16).hexdigest()
+    with cache_lock(note):
+        state, begin = " ".join(map(str, file_state(path))), time.time()
+        known, _, digest = note.read_text().rpartition(" ") if note.exists() else ("", "", "")
+        if known != state:
+            digest = sha256(path)
+            if begin - path.stat().st_ctime > SETTLED_S:
+                atomic_write(note, f"{state} {digest}".encode())
+        return digest
