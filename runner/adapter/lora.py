@@ -13,6 +13,7 @@ from torch import nn
 from runner.adapter.config import LoraConfig, NoAdapterConfig
 from runner.core.errors import DataError, Problem, SpecError
 from runner.core.progress_bars import no_peft_warnings
+from runner.core.quantized_weight import QuantizedWeight
 from runner.core.rng import derive_seed
 from runner.interfaces import Decide, TrainableModel
 
@@ -71,6 +72,9 @@ def attach(config: LoraConfig, model: M, *, decide: Decide) -> M:
         raise SpecError([Problem(f"adapter.{option}", f"peft cannot add the adapter: {error}")]) from error
     _report_lost_targets(config, model.inner, settings.exclude_modules or (), decide)
     for parameter in module.parameters():
+        if parameter.requires_grad and isinstance(parameter, QuantizedWeight):
+            text = "they are trained, and the base's linear layers are quantized; leave them or model.quantization out"
+            raise SpecError([Problem("adapter.modules_to_save", text)])
         if parameter.requires_grad:  # peft leaves a head that is trained beside the adapter in the base's type
             parameter.data = parameter.data.float()
     return model.with_peft_module(module, decide=decide)

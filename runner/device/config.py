@@ -57,6 +57,10 @@ class DeviceConfig(ComponentConfig):
         """The resources that a job requests: cards of its kind; cores for simulated cards."""
         return self.kind
 
+    def quantization_problem(self) -> str | None:
+        """Why a base cannot be quantized there; None = it can."""
+        return None
+
     @property
     def host_threads(self) -> int:
         """Number of cores that one process uses."""
@@ -180,6 +184,9 @@ class NpuConfig(DeviceConfig):
         "with launch.samplers, else train.",
     )
 
+    def quantization_problem(self) -> str | None:
+        return "bitsandbytes 0.50.2 has no kernels for an NPU"
+
     @property
     def fused_operators(self) -> tuple[str, ...]:
         return self.fused_ops
@@ -245,6 +252,9 @@ class AutoConfig(DeviceConfig):
     def kind(self) -> Kind:
         """The kind of device that will probably be chosen; it is known after torch is imported."""
         return self._likely_device().kind
+
+    def quantization_problem(self) -> str | None:
+        return self._likely_device().quantization_problem()
 
     def environment(self, job: Any) -> Sequence[Preset]:
         """Those of the device that will probably be chosen."""

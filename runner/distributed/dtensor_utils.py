@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from runner.core.quantized_weight import QuantizedWeight
+
 OWNER_ATTRIBUTE = "_runner_home"  # attribute of a tensor
 
 
@@ -41,6 +43,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 def full_tensor_of_holders(tensor: Tensor) -> Tensor:
     """The full tensor, on the ranks that have it or its shards; only these call it."""
     with torch.no_grad():
+        if isinstance(tensor, QuantizedWeight):
+            return tensor.dequantize()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 

@@ -25,6 +25,7 @@ from runner.data.config import ChatConfig
 from runner.device.process_setup import load_torch, set_environment
 from runner.model.model_folder import (
     adapter_base,
+    base_quantization,
     check,
     check_adapter_base,
     check_model_folder,
@@ -248,14 +249,7 @@ def load_source(
             "reward.path=EXPORT"
         )
     return LoadedModel(
-        source.name,
-        generative,
-        model.tokenizer,
-        style,
-        names,
-        step,
-        spec.chat,
-        *spec.sampler.stop_criteria(),
+        source.name, generative, model.tokenizer, style, names, step, spec.chat, *spec.sampler.stop_criteria()
     )
 
 
@@ -289,7 +283,14 @@ def source_spec(
             model |= {"path": source.adapters[0].path, "base": source.path}
             data["adapter"] = {"name": "lora"}
     origins["model.trust_remote_code"] = COMMAND_LINE if trust_remote_code else "spec.yaml"
-    return decode({**data, **section, "model": model}, origins)
+    spec = decode({**data, **section, "model": model}, origins)
+    scheme = base_quantization(source.adapters[0].path) if source.adapters else None
+    if scheme is not None:
+        model["quantization"] = None if spec.device.quantization_problem() else scheme
+        here = f"here, too: {scheme}" if model["quantization"] else "here it is not, so answers differ a little"
+        print(f"{source.adapters[0].path}: trained on a base that was quantized; {here}", file=sys.stderr)
+        spec = decode({**data, **section, "model": model}, origins)
+    return spec
 
 
 log = logging.getLogger("runner")
@@ -380,7 +381,7 @@ def _attach_adapters(model: TrainableModel, source: ModelSource) -> tuple[Traina
     names = {first.name: "default"}
     for index, adapter in enumerate(more, 1):
         names[adapter.name] = f"adapter{index}"
-        check_adapter_base(Path(adapter.path), source.path, decide)
+        check_adapter_base(Path(adapter.path), source.path, decide, model.config.quantization)
         attach_adapter(model.module, Path(adapter.path), name=names[adapter.name])
     return model.with_peft_module(model.module, decide=decide) if more else model, names
 

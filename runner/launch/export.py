@@ -18,7 +18,15 @@ from safetensors import SafetensorError
 
 from runner.core.errors import StorageError
 from runner.core.fsync_io import error_reason, replace_folder
-from runner.model.model_folder import BASE_WEIGHTS, MODEL_CARD, PROMPT_STYLE, adapter_base, is_adapter, is_hub_id
+from runner.model.model_folder import (
+    BASE_QUANTIZATION,
+    BASE_WEIGHTS,
+    MODEL_CARD,
+    PROMPT_STYLE,
+    adapter_base,
+    is_adapter,
+    is_hub_id,
+)
 from runner.run_dir.folder import display_path
 from runner.run_dir.manifest import PromptStyle
 from runner.spec.evaluation import without_bounds
@@ -103,6 +111,7 @@ def write_card(
         "tags": [name for name in (spec.algorithm.name, spec.adapter.name) if name != "none"],
         **({"base_model": base} if base and is_hub_id(base) else {}),
         **({BASE_WEIGHTS: base_weights} if base_weights else {}),
+        **({BASE_QUANTIZATION: spec.model.quantization} if is_adapter(export) and spec.model.quantization else {}),
         **({PROMPT_STYLE: facts.prompt_style} if facts.prompt_style == "text" else {}),
     }
     shown = sorted(name for name in without_bounds(facts.values) if name.startswith(("eval/", "train/loss")))

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from runner.core.auto_choices import Decisions
 from runner.core.batch import pack
 from runner.core.errors import ParityError
+from runner.core.quantized_weight import QuantizedWeight
 from runner.core.tolerance import tolerance_of
 from runner.data.config import ChatConfig
 from runner.data.control_tokens import ControlTokens
@@ -31,6 +33,7 @@ from runner.interfaces import GenerativeModel, Request
 from runner.interfaces.media import images_of, vocabulary_ids
 from runner.launch.infer_export import prompt_ids
 from runner.launch.run_messages import ChatMarkers
+from runner.model.model_folder import is_adapter
 from runner.run_dir.folder import RunFolder
 from runner.run_dir.manifest import PromptStyle
 from runner.sampler.config import TorchSamplerConfig
@@ -68,6 +71,10 @@ def check_export(
     loaded, tokenizes a prompt otherwise, generates other tokens, or has log-probabilities that differ by more than the
     data type's rounding.
     """
+    if is_adapter(folder) and any(isinstance(p, QuantizedWeight) for p in model.module.parameters()):
+        with tempfile.TemporaryDirectory() as base:
+            _write_dequantized_base(model, Path(base))
+            return _compare_answers(model, folder, [(prompt, None) for prompt in prompts], style, other, base)
     reader = images_of(model.tokenizer)
     has_processor = style == "chat" and (folder / "preprocessor_config.json").is_file()
     if (
@@ -80,6 +87,13 @@ def check_export(
         return _compare_answers(
             model, folder, [*((prompt, None) for prompt in prompts), (IMAGE_PROMPT, image)], style, other
         )
+
+
+def _write_dequantized_base(model: GenerativeModel, folder: Path) -> None:
+    """Write the base of an adapter, which holds the numbers that its codes mean in training."""
+    model.save_configs(folder)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in model.hf_tensors("base")}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 def _draw_image() -> bytes:
@@ -99,8 +113,9 @@ def _compare_answers(
     asked: Sequence[tuple[str, Path | None]],
     style: PromptStyle,
     other: Path | None,
+    base: str | None = None,
 ) -> ExportCheck:
-    """See `check_export`; each prompt with its image or None."""
+    """See `check_export`; each prompt with its image or None; base: the folder to load an adapter onto."""
     prompts = [prompt for prompt, _ in asked]
     ids = [prompt_ids(model.tokenizer, prompt, style, images=[image] if image else []) for prompt, image in asked]
     config = TorchSamplerConfig(top_k=1, max_new_tokens=MAX_NEW_TOKENS)  # the likeliest tokens
@@ -108,14 +123,13 @@ def _compare_answers(
     requests = [
         Request(tuple(prompt), seed=0, max_new_tokens=MAX_NEW_TOKENS, group=at) for at, prompt in enumerate(ids)
     ]
-    ends = model.limits().stop_token_ids
-    answers = [[token for token in answer.ids if token not in ends] for answer in sampler.sample(requests)]
+    answers = [list(answer.ids) for answer in sampler.sample(requests)]  # with the end token: none is empty
     logprobs = _logprobs(model, ids, answers)
     expected = list(zip(prompts, ids, answers, logprobs, strict=True))
     dtype = str(model.compute_dtype).removeprefix("torch.")
     stacks, largest = list[str](), 0.0
     for python in (sys.executable, *([str(other)] if other else [])):
-        stack, found = _generate_from_folder(python, model, folder, asked, ids, answers, style)
+        stack, found = _generate_from_folder(python, model, folder, asked, ids, answers, style, base)
         stacks.append(stack)
         for (prompt, own, answer, wanted), theirs in zip(expected, found, strict=True):
             if theirs["prompt_ids"] != vocabulary_ids(own, images_of(model.tokenizer)):
@@ -125,7 +139,7 @@ def _compare_answers(
             if not diff <= (tolerance := tolerance_of(dtype).values):
                 text = f"log-probabilities of the completion of {prompt!r} differ by {diff:.2g}; {dtype} explains"
                 raise _unlike(stack, f"{text} {tolerance:g}")
-            if dtype == "float32" and [token for token in theirs["greedy_ids"] if token not in ends] != answer:
+            if dtype == "float32" and theirs["greedy_ids"] != answer:
                 raise _unlike(stack, f"the greedy completion of {prompt!r} has other tokens")
     return ExportCheck(len(prompts), sum(map(len, answers)), largest, " and ".join(stacks))
 
@@ -158,6 +172,7 @@ def _generate_from_folder(
     ids: Sequence[list[int]],
     answers: Sequence[list[int]],
     style: PromptStyle,
+    base: str | None,
 ) -> tuple[str, list[dict[str, Any]]]:
     """The versions of the libraries that loaded the folder, and what they generated."""
     questions = [
@@ -172,7 +187,8 @@ def _generate_from_folder(
         for (prompt, image), own, answer in zip(prompts, ids, answers, strict=True)
     ]
     dtype = str(model.compute_dtype).removeprefix("torch.")
-    asked = {"folder": str(folder), "dtype": dtype, "threads": torch.get_num_threads(), "questions": questions}
+    asked = {"folder": str(folder), "base": base, "dtype": dtype, "threads": torch.get_num_threads()}
+    asked["questions"] = questions
     done = subprocess.run(
         [python, "-P", str(PROBE)], input=json.dumps(asked), capture_output=True, text=True, check=False
     )

@@ -2,7 +2,8 @@
 
 This program imports nothing of this project, so it sees what any other user of the folder sees.
 
-python export_probe.py < {"folder", "dtype", "threads", "questions": [{"text", "style", "answer", "image": its path}]}
+python export_probe.py < {"folder", "base": that an adapter is loaded onto, null = the one that it names, "dtype",
+                          "threads", "questions": [{"text", "style", "answer", "image": its path}]}
                        > {"stack": versions, "answers": [{"prompt_ids", "greedy_ids", "logprobs": of the answer's ids}]}
 """
 
@@ -31,15 +32,19 @@ from transformers import (  # noqa: E402
 )
 
 
-def load(folder: Path, dtype: str) -> Any:
+def load(folder: Path, base: str | None, dtype: str) -> Any:
     """The folder's model in evaluation mode; an adapter with its base."""
     kind: Any = AutoModelForCausalLM
     if (folder / "config.json").is_file() and hasattr(AutoConfig.from_pretrained(folder), "vision_config"):
         kind = AutoModelForImageTextToText
-    if (folder / "adapter_config.json").is_file():
+    if (folder / "adapter_config.json").is_file() and base is None:
         from peft import AutoPeftModelForCausalLM as kind
     name = "dtype" if version("transformers") >= "5" else "torch_dtype"  # releases before 4.56 know the second alone
-    model = kind.from_pretrained(folder, **{name: getattr(torch, dtype)}).eval()
+    model = kind.from_pretrained(base or folder, **{name: getattr(torch, dtype)}).eval()
+    if base is not None:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder).eval()
     if (folder / "generation_config.json").is_file():  # which an adapter's base does not have
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
@@ -107,7 +112,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(asked["threads"])
     folder = Path(asked["folder"])
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, asked["dtype"])
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder, asked["base"], asked["dtype"])
     libraries = ["transformers", *(["peft"] if hasattr(model, "peft_config") else [])]
     answers = [answer(model, tokenizer, folder, question) for question in asked["questions"]]
     json.dump({"stack": ", ".join(f"{name} {version(name)}" for name in libraries), "answers": answers}, sys.stdout)

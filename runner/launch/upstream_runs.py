@@ -51,6 +51,7 @@ from runner.tracker.text import labeled_line, print_text
 STAGES = OUTPUTS / "stages"
 PLAIN_NAME = re.compile(r"[\w./-]+")
 NOT_IN_KEY = ("name", "tracker", "watch", "strict")  # these do not change the result
+JOB_ONLY = ("quantization",)  # of the model: how a frozen base is stored, and the recipe may train all weights
 LAYOUT = ("launch", "parallelism")  # these change only the order of summation
 KEY_CHARACTERS = 16
 
@@ -76,7 +77,8 @@ def command_words(recipe: str, spec: Mapping[str, Any], *, own_model: bool) -> l
     groups = ("device", "tracker") if own_model else ("device", "model", "tracker")
     words = [f"+recipe={_quote_recipe(recipe)}", f"seed={spec['seed']}"]
     for group in groups:
-        words += [f"{group}={spec[group]['name']}", *_options(group, spec[group])]
+        kept = {key: value for key, value in spec[group].items() if key not in JOB_ONLY}
+        words += [f"{group}={spec[group]['name']}", *_options(group, kept)]
     return words
 
 
@@ -248,6 +250,9 @@ def _run_upstream(spec: JobSpec, recipe: str, key: str, *, own_model: bool) -> P
     Only one job runs it at a time; other jobs wait.
     """
     words = command_words(recipe, spec.model_dump(mode="json"), own_model=own_model)
+    if spec.model.quantization is not None and not own_model:
+        text = f"{key}: +recipe={recipe} does not take over model.quantization={spec.model.quantization}"
+        print_text(f"{text}, which stores the base of this job", file=sys.stderr)
     try:
         folder = RunFolder(cache_folder(recipe, words).absolute())
     except UpstreamRunFailed as error:

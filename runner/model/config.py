@@ -1,15 +1,23 @@
 """What a user can set of a model."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from runner.core.errors import SpecError
+from runner.core.errors import EnvironmentProblem, SpecError
 from runner.spec.base import ComponentConfig, Dtype, ResolveSource, absolute_if_local
 
 ModelPart = Literal["vision", "aligner", "language", "router"]
+
+
+def require_bitsandbytes(quantization: str | None) -> None:
+    """Raise EnvironmentProblem where it is needed (nf4) and not installed."""
+    if quantization == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        text = "a base in nf4 (model.quantization) needs bitsandbytes, which is not installed"
+        raise EnvironmentProblem(f"{text}\n  pip install 'bitsandbytes>=0.50'")
 
 
 class ModelConfig(ComponentConfig):
@@ -45,6 +53,11 @@ class ModelConfig(ComponentConfig):
     compile: bool = Field(
         default=False,
         description="Compile the decoder layers (torch.compile): the first step is slow, later steps are faster.",
+    )
+    quantization: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        description="Store the linear layers of the frozen decoder in 4 bits (nf4, by bitsandbytes) or 8 bits (int8); "
+        "needs adapter=lora.",
     )
     router_replay: Literal["auto", "off", "sampler"] = Field(
         default="auto",
@@ -94,11 +107,14 @@ class ModelConfig(ComponentConfig):
         return self
 
     def preflight(self) -> None:
-        """Raise EnvironmentProblem where this machine cannot get the model's files."""
+        """Raise EnvironmentProblem where this machine cannot get the model's files, or quantize them."""
+        require_bitsandbytes(self.quantization)
 
     def problems(self, job: Any) -> list[tuple[str, str]]:
         found = [("model.compile", text) for text in self._uncompilable(job)] if self.compile else []
         found += self._head_dtype_problems(job)
+        if self.quantization is not None:
+            found += [("model.quantization", text) for text in self._unquantizable(job)]
         if self.router_replay == "sampler" and (reason := self.replay_objection(job)):
             found.append(("model.router_replay", f"{reason}; type model.router_replay=off"))
         if self.activation_offloading and not self.gradient_checkpointing:
@@ -134,6 +150,25 @@ class ModelConfig(ComponentConfig):
             kind = "|".join(cut) or job.parallelism.name
             text = f"with {kind}, embedding and head are cut or gathered in bfloat16, so a float32 head has no effect"
             yield "model.head_dtype", f"{text}; leave it out, or type parallelism=ddp or fsdp"
+
+    def _unquantizable(self, job: Any) -> Iterator[str]:
+        """Why not to quantize the base."""
+        if job.adapter.trains_base:
+            yield "quantized weights cannot be trained; type adapter=lora, or leave model.quantization out"
+        elif job.adapter.needs_whole_layers:
+            option = job.adapter.needs_whole_layers
+            yield f"{option} reads the norms of the base's weights, which is not tested quantized; leave {option} out"
+        if reason := job.device.quantization_problem():
+            yield f"{reason}; leave it out: LoRA on a bfloat16 base"
+        sizes = [name for name in _parallel_sizes(job) if name != "dp_replicate"]
+        if sizes or job.parallelism.deepspeed:
+            kind = ", ".join(f"parallelism.{name}" for name in sizes) or f"parallelism={job.parallelism.name}"
+            yield f"{kind} cuts weights, and a quantized one cannot be cut; type parallelism=ddp"
+        if job.sampler.weights_to_send() == ("adapter",):
+            text = "the server's base is not quantized, so the adapter would meet other numbers there"
+            yield f"{text}; type sampler.weight_sync=reload"
+        if self.compile:
+            yield "is not tested with torch.compile; leave model.compile out"
 
     def _uncompilable(self, job: Any) -> Iterator[str]:
         """Why not to compile the layers."""
@@ -319,6 +354,7 @@ class HfConfig(ModelConfig):
         return self.model_copy(update={"path": resolve(self.path, "model.path", self.base, not self.from_scratch)})
 
     def preflight(self) -> None:
+        super().preflight()
         from runner.model.model_folder import check  # here, because every command reads this module
 
         check(self.path, "model.path")

@@ -2,8 +2,8 @@
 
     shards on every rank ──tensor by tensor──▶ whole on rank 0's CPU, nowhere else ──▶ a module without shards
 
-Only an adapter, or a model that an adapter is merged into, is gathered like this; a whole sharded model is written
-tensor by tensor (`hf_state_dict`). While nothing is trained, LoRA may be merged into the weights: one matrix product
+Only an adapter is gathered like this; a sharded model, and one that an adapter is merged into, is written tensor by
+tensor (`hf_state_dict`). While nothing is trained, LoRA may be merged into the weights: one matrix product
 instead of three.
 """
 
@@ -14,7 +14,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import deepcopy
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,23 +26,16 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from runner.core.errors import RunnerError
 from runner.core.progress_bars import no_peft_warnings, no_progress_bar
+from runner.core.quantized_weight import QuantizedWeight
 from runner.distributed.dtensor_utils import full_tensor
 from runner.interfaces.media import images_of
 from runner.model.initial_weights import WeightsSource
 from runner.model.legacy_keys import add_legacy_keys
-from runner.model.parameters import read_as_stored
 
 
-def write_model(module: Any, folder: Path, *, merged: bool, keep_original: bool) -> None:
-    """Write a transformers or peft module, which lies whole in this process.
-
-    merged: the adapter in its base; keep_original: the module itself stays as it is.
-    """
+def write_model(module: Any, folder: Path) -> None:
+    """Write a transformers module, or the adapter of a peft module, which lies whole in this process."""
     folder.mkdir(parents=True, exist_ok=True)
-    if merged:  # in float32, or little of the adapter would stay
-        module = (deepcopy(module) if keep_original else module).float()
-        read_as_stored(module)
-        module = module.merge_and_unload()
     # or peft would query the hub whether the embedding was resized
     options = {"save_embedding_layers": False} if hasattr(module, "get_base_model") else {}
     with no_progress_bar():
@@ -140,11 +132,7 @@ def merge_temporarily(module: nn.Module) -> Iterator[None]:
     layers = _adapted_layers(module)
     bases = [p for layer in layers for p in layer.get_base_layer().parameters()]
     shares = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
-    if (
-        not layers
-        or unmergeable_layers(module)
-        or any(p.dtype not in MERGEABLE_TYPES or shares[id(p)] > 1 for p in bases)
-    ):
+    if not layers or unmergeable_layers(module) or any(not _is_mergeable(p) or shares[id(p)] > 1 for p in bases):
         yield
         return
     kept: list[Tensor] = [p.data for p in bases]
@@ -162,6 +150,10 @@ def merge_temporarily(module: nn.Module) -> Iterator[None]:
             p.data = data
 
 
+def _is_mergeable(parameter: Tensor) -> bool:
+    return parameter.dtype in MERGEABLE_TYPES and not isinstance(parameter, QuantizedWeight)
+
+
 def _adapted_layers(module: nn.Module) -> list[Any]:
     if not hasattr(module, "get_base_model"):
         return []
@@ -170,13 +162,13 @@ def _adapted_layers(module: nn.Module) -> list[Any]:
     return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
 
 
-def gather_to_cpu(module: Any, *, keep: bool, base: bool) -> dict[str, Tensor]:
+def gather_adapter(module: Any, *, keep: bool) -> dict[str, Tensor]:
     """All parameters and persistent buffers of a peft model by name; empty where not `keep`. Collective.
 
-    Tied tensors are one. Without `base`, tensors outside the adapter have no values, on `meta`.
+    Tied tensors are one. Tensors outside the adapter have no values, on `meta`; those of it are on the CPU.
     """
     tensors = module.state_dict(keep_vars=True)
-    wanted = {id(tensor) for tensor in (tensors if base else adapter_state_dict(module, tensors)).values()}
+    wanted = {id(tensor) for tensor in adapter_state_dict(module, tensors).values()}
     found = meta_tensors(tensors) if keep else {}
     known: dict[int, Tensor] = {}
     for name, tensor in tensors.items():

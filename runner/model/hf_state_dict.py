@@ -18,7 +18,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,31 +42,28 @@ SHARD_FILE_PATTERN = "model{suffix}.safetensors"  # as transformers calls them
 LAYER_PATTERN = re.compile(r"(.*?\.\d+)\.")
 
 
-def save_sharded(module: nn.Module, folder: Path | None, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
-    """Write a transformers model as `save_pretrained` does, without tokenizer. Collective.
+def write_hf_folder(
+    state: HfStateDict, folder: Path | None, dtype: torch.dtype | None, max_shard_size: int | str = MAX_SHARD_SIZE
+) -> None:
+    """Write a model as `save_pretrained` does, an adapter merged, without tokenizer. Collective.
 
-    One rank gives the folder, the others None. max_shard_size: bytes of a file. On the host of the writing rank is
-    one tensor at a time; a layer's, where one on the disk is made of several. Errors of writing, e.g. a full disk,
-    are raised when no other rank waits any more.
+    One rank gives the folder, the others None. dtype: of floating-point numbers, None = the base's own; max_shard_size:
+    bytes of a file. On the host of the writing rank is one tensor at a time; a layer's, where one on the disk is made
+    of several. Errors of writing, e.g. a full disk, are raised when no other rank waits any more.
     """
-    tensors = module.state_dict(keep_vars=True)
-    tied: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        tied.setdefault(id(tensor), []).append(name)
     files: HfFolderWriter | None = None
     failed: Exception | None = None
     try:
-        files = HfFolderWriter(module, tensors, folder, max_shard_size) if folder is not None else None
+        files = HfFolderWriter(state.converter, folder, dtype, max_shard_size) if folder is not None else None
     except Exception as error:
         failed = error
-    for names in tied.values():
-        full = full_tensor(tensors[names[0]])
+    for name, tensor in state.tensors("all", keep=folder is not None, dtype=dtype):
         try:
             if files is not None and failed is None:
-                files.write_tensor(names, full)
+                files.write_tensor(name, tensor)
         except Exception as error:
             failed = error
-        del full  # or it would be there while the next one is made
+        del tensor
     if failed is not None:
         raise failed
 
@@ -109,12 +106,12 @@ class HfFolderWriter:
     """A model's folder, with everything but the tensors' values; they come in any order."""
 
     def __init__(
-        self, module: nn.Module, tensors: Mapping[str, Tensor], folder: Path, max_shard_size: int | str
+        self, converter: HfTensorConverter, folder: Path, dtype: torch.dtype | None, max_shard_size: int | str
     ) -> None:
         """Write configs, headers and index. Raises OSError."""
-        self._written = HfTensorConverter(module, tensors)
-        model, planned = self._written.model, self._written.target_tensors
-        write_configs(model, folder)
+        model = converter.model
+        planned = {name: _cast(tensor, dtype) for name, tensor in converter.target_tensors.items()}
+        write_configs(model, folder, dtype)
         split = split_state_dict_into_shards_factory(
             planned,
             filename_pattern=SHARD_FILE_PATTERN,
@@ -134,15 +131,9 @@ class HfFolderWriter:
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
         self._places = {name: folder / file for name, file in split.tensor_to_filename.items()}
 
-    def write_tensor(self, names: Sequence[str], tensor: Tensor) -> None:
-        """Write a tensor that the model has under these names. Raises OSError.
-
-        It is kept until all tensors are there that it is converted with.
-        """
-        for written, values in self._written.convert(names, tensor.cpu()):
-            self._write_values(written, values)
-
-    def _write_values(self, name: str, values: Tensor) -> None:
+    def write_tensor(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, by its name in the files. Raises OSError."""
+        values = tensor.cpu()
         path = self._places[name]
         layout = self._layouts[path]
         with path.open("r+b") as file:
@@ -150,8 +141,12 @@ class HfFolderWriter:
             file.write(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def write_configs(model: Any, folder: Path) -> None:
-    """Write everything of `save_pretrained` except the weights, on any rank. Raises OSError."""
+def write_configs(model: Any, folder: Path, dtype: torch.dtype | None = None) -> None:
+    """Write everything of `save_pretrained` except the weights, on any rank. Raises OSError.
+
+    model: its type is not changed; dtype: of the weights, None = the model's
+    """
+    model = model if dtype is None else deepcopy(model).to(dtype)
     with no_progress_bar():
         model.save_pretrained(folder, state_dict={})
         if not (folder / "config.json").exists():  # in a process group transformers writes on rank 0 alone
@@ -241,7 +236,6 @@ class HfStateDict:
             found = [self.converter.model.get_parameter_or_buffer(name) for name in names]
         return sum(blank.numel() * blank.itemsize for blank in found)
 
-    @torch.no_grad()
     def tensors(self, which: WeightSubset, *, keep: bool, dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
         """Names and tensors of `which`. Collective: all ranks iterate; those without `keep` get nothing.
 
@@ -250,6 +244,7 @@ class HfStateDict:
         found = self._adapter_tensors(keep) if which == "adapter" else self._merged_tensors(which, keep, dtype)
         for name, tensor in found:
             yield name, _cast(tensor, dtype)
+            del tensor
 
     def _adapter_tensors(self, keep: bool) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in adapter_state_dict(self._module, self._module.state_dict(keep_vars=True)).items():
@@ -265,6 +260,7 @@ class HfStateDict:
         for part in self._plain if which == "base" else self._merged:
             if not any(self._includes(which, name) for name in part.names if name in self.converter.groups):
                 continue
+            full: dict[str, Tensor] = {}  # or the one before would be there while the next one is gathered
             full = {name: full_tensor(tensors[name]) for name in part.sources[: 1 if part.layer is None else None]}
             if not keep:
                 continue
@@ -279,6 +275,7 @@ class HfStateDict:
         """Whether a tensor that is written belongs to `which`."""
         return which in ("all", "base") or (name in self._changing) is (which == "changed")
 
+    @torch.no_grad()
     def _merge_layer(self, path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """An adapted layer's tensors, adapter merged, by their names in the transformers model: float32."""
         if self._skeleton is None:

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,9 +22,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from runner.core.device_kinds import NPU
 from runner.core.errors import EnvironmentProblem
 from runner.core.progress_bars import no_load_report, no_progress_bar
+from runner.core.quantized_weight import QuantizedWeight, Scheme, quantize_weight
+from runner.interfaces import Decide
+from runner.model.config import ModelConfig, require_bitsandbytes
 from runner.model.model_folder import files_digest, weights_digest
+from runner.model.model_parts import decoder_blocks
 from runner.model.parameters import float32_modules
 from runner.spec.base import Dtype
 
@@ -84,25 +90,63 @@ def place_on_device(
     device: torch.device,
     fit: InstallFusedOps | None = None,
     compute: torch.dtype | None = None,
+    quantize: Callable[[nn.Module], None] | None = None,
 ) -> M:
     """The module with its parameters in `dtype` on `device`, `float32_modules` in float32.
 
     Buffers (rotary frequencies) keep their type. `fit` may replace modules by the device's own, which it tries in
-    `compute`, the data type that the module will compute in (None: `dtype`).
+    `compute`, the data type that the module will compute in (None: `dtype`). `quantize` gets it in host memory in
+    `dtype`, and may put single weights on the device (`quantize_layers`).
     """
     wide = {id(parameter) for part in float32_modules(module) for parameter in part.parameters()}
     for parameter in module.parameters():
         parameter.data = parameter.data.to(torch.float32 if id(parameter) in wide else dtype)
     module.config.dtype = dtype
+    if quantize is not None:
+        quantize(module)
     module = module.to(device)
     if fit is not None:
-        kept = [(parameter, parameter.data) for parameter in module.parameters()]
+        plain = (one for one in module.parameters() if not isinstance(one, QuantizedWeight))
+        kept = [(parameter, parameter.data) for parameter in plain]
         for parameter, data in kept:
             parameter.data = data.to(compute or data.dtype)
         fit(module)
         for parameter, data in kept:
             parameter.data = data
     return module
+
+
+def quantizer(config: ModelConfig, device: torch.device, decide: Decide) -> Callable[[nn.Module], None] | None:
+    """What quantizes a model on its way to the device; None = nothing does."""
+    scheme = config.quantization
+    return partial(quantize_layers, device=device, scheme=scheme, decide=decide) if scheme is not None else None
+
+
+def quantize_layers(module: Any, device: torch.device, scheme: Scheme, decide: Decide) -> None:
+    """Quantize the decoder's linear layers except routers and, with a line, experts in one tensor.
+
+    Raises EnvironmentProblem for a model that does not name its layers, without bitsandbytes, and on an NPU, which
+    device=auto may be.
+    """
+    require_bitsandbytes(scheme)
+    if device.type == NPU.name:
+        raise EnvironmentProblem(f"model.quantization={scheme}: not on an NPU, which was chosen here; leave it out")
+    wide = set(float32_modules(module))
+    parts = [part for block in decoder_blocks(module, ()) for part in block.modules()]
+    linears = [part for part in parts if type(part) is nn.Linear and part not in wide]
+    if not linears:
+        text = f"model.quantization={scheme}: {type(module).__name__} has no linear layers in a decoder that it names"
+        raise EnvironmentProblem(f"{text}; leave it out")
+    before = sum(parameter.nbytes for parameter in module.parameters())
+    fused = sum(p.nbytes for part in parts for p in part._parameters.values() if p is not None and p.dim() == 3)
+    if fused:
+        text = f"experts in one tensor, {fused / before:.0%} of the model's bytes, stay as they are"
+        decide("model.quantization", scheme, f"{scheme} without the experts", text)
+    for linear in linears:
+        linear.weight = nn.Parameter(quantize_weight(linear.weight.to(device), scheme), False)
+    after = sum(parameter.nbytes for parameter in module.parameters())
+    text = f"of {len(linears)} linear layers; the model's {before / 2**20:.4g} MiB become {after / 2**20:.4g} MiB"
+    decide.record_fact("model.quantization", scheme, text)
 
 
 def refuse_nonfinite_weights(tensors: Mapping[str, Tensor], source: str) -> None:

@@ -26,6 +26,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MODEL_CARD = "README.md"
 PROMPT_STYLE = "prompt_style"  # in the card's head, where prompts are plain text
 BASE_WEIGHTS = "base_weights"  # in the card's head of an adapter: the digest of its base's weights
+BASE_QUANTIZATION = "base_quantization"  # there too: model.quantization of the base that it was trained on
 INDEX = "model.safetensors.index.json"
 LAYER = re.compile(r"\.(\d+)\.")  # layers.3.mlp, h.3.attn, of experts more than that
 INCOMPLETE = "copy or download all of its files"
@@ -41,6 +42,11 @@ INITS_THAT_CHANGE_THE_BASE = ("pissa", "olora", "loftq", "corda", "lora_ga")
 def says_plain_text(folder: Path) -> bool:
     """Whether the model card of an export says that prompts were plain text in training, and no chat."""
     return _card_value(folder, PROMPT_STYLE) == "text"
+
+
+def base_quantization(folder: str | Path) -> str | None:
+    """How the base of an adapter was quantized in training; None = its model card says nothing."""
+    return _card_value(Path(folder), BASE_QUANTIZATION)
 
 
 def _card_value(folder: Path, name: str) -> str | None:
@@ -99,13 +105,17 @@ def adapter_base(folder: str | Path) -> str:
 BASE_HINT = "set the folder or hub id of its base: model.base=FOLDER (run infer, chat, serve and export: --base FOLDER)"
 
 
-def check_adapter_base(folder: Path, base: str, decide: Decide) -> None:
+def check_adapter_base(folder: Path, base: str, decide: Decide, quantization: str | None = None) -> None:
     """Compare an adapter's base with the one that it was trained on, where the adapter records that.
 
-    base: a folder or hub id. Reads a folder's weights in full (1 to 2 GB a second). Raises CheckpointError for other
+    base: a folder or hub id; quantization: how the base is stored here; facts say where it is another than in
+    training. Reads a folder's weights in full (1 to 2 GB a second). Raises CheckpointError for other
     weights; a fact says that they could not be compared.
     """
     recorded, config = _card_value(folder, BASE_WEIGHTS), read_adapter_config(folder)
+    if (trained := base_quantization(folder)) != quantization:
+        text = f"the adapter {folder} was trained on {trained or 'a base in 16 or 32 bits'}, so answers differ a little"
+        decide.record_fact("adapter's base", quantization or "not quantized", text)
     named, is_local = config.get("base_model_name_or_path"), Path(base).is_dir()
     if recorded and is_local:
         if (found := weights_digest(Path(base))) != recorded:

@@ -41,7 +41,7 @@ def build(
     """
     how = {name: getattr(like, name) for name in ModelConfig.model_fields if name != "name"}
     how |= {"gradient_checkpointing": False, "activation_offloading": False, "compile": False}
-    how |= {"dtype": dtype or like.compute_dtype}
+    how |= {"dtype": dtype or like.compute_dtype, "quantization": None}
     config = HfConfig(path=path, revision=revision, **how)
     own = hf.tokenizer(config, key)
     refuse_other_vocabulary(path, key, own, tokenizer)

@@ -37,6 +37,7 @@ from runner.model.initial_weights import (
     load_folder,
     load_renamed,
     place_on_device,
+    quantizer,
 )
 from runner.model.transformers_model import TransformersModel
 from runner.spec.base import Dtype, Head
@@ -215,7 +216,8 @@ def build(
             load_folder(module, init_from)
         source = WeightsSource(folder=Path(init_from))
     compute = DTYPES[config.compute_dtype]
-    module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute)
+    quantize = quantizer(config, device, decide)
+    module = place_on_device(module, DTYPES[stored] if stored else compute, device, fit, compute, quantize)
     return made(module, tokenizer, config, seed=seed, decide=decide, source=source)
 
 

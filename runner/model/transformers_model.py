@@ -26,9 +26,8 @@ from runner.model.adapters import SharedByAdapters
 from runner.model.batch_layout import BatchTokens, MakeTokens, check_row_length, max_row_length
 from runner.model.capability_probe import PROBE_ROWS, forget_positions, is_close, kernel_objection, packed_objection
 from runner.model.config import ModelConfig
-from runner.model.export import gather_to_cpu, rebuild_module
+from runner.model.export import gather_adapter, rebuild_module
 from runner.model.flops import model_flops
-from runner.model.hf_state_dict import HfStateDict
 from runner.model.initial_weights import WeightsSource, disable_dropout, max_dropout_rate
 from runner.model.media import media_inputs
 from runner.model.model_parts import decoder_blocks, freeze_parts, splittable_ends
@@ -285,12 +284,13 @@ class TransformersModel(SharedByAdapters, WithRouters):
         """
         # where another than torch keeps the pieces
         with nullcontext() if self.whole.is_sharded else self.summon_full_params():
-            if self.whole.is_sharded and self.module is self.inner:
-                hf_state_dict.save_sharded(self.module, folder)
+            if self.merges or (self.whole.is_sharded and self.module is self.inner):
+                wide = self.merges and not self.config.quantization  # else little of the adapter would stay
+                hf_state_dict.write_hf_folder(self._hf_state_dict, folder, torch.float32 if wide else None)
             else:
                 module = self._gather_module(folder is not None)
                 if folder is not None:
-                    export.write_model(module, folder, merged=self.merges, keep_original=module is self.module)
+                    export.write_model(module, folder)
             if folder is not None:
                 num_trained = sum(p.numel() for p in self.module.parameters() if p.requires_grad)
                 export.write_tokenizer_and_verify(folder, self.tokenizer, num_trained)
@@ -315,8 +315,8 @@ class TransformersModel(SharedByAdapters, WithRouters):
         return self._hf_state_dict.num_bytes(subset)
 
     @cached_property
-    def _hf_state_dict(self) -> HfStateDict:
-        return HfStateDict(self.module, self.inner)
+    def _hf_state_dict(self) -> hf_state_dict.HfStateDict:
+        return hf_state_dict.HfStateDict(self.module, self.inner)
 
     def save_configs(self, folder: Path) -> None:
         """Write the merged model's configs, tokenizer, image processor; an adapter's in `adapter`. Raises OSError."""
@@ -327,10 +327,10 @@ class TransformersModel(SharedByAdapters, WithRouters):
             hf_state_dict.write_adapter_config(self.module, folder / "adapter")
 
     def _gather_module(self, keep: bool) -> Any:
-        """The module, gathered where `keep`; the base of an adapter that is not merged has no values."""
+        """The module, or its adapter gathered where `keep`."""
         if not self.whole.is_sharded:
             return self.module
-        tensors = gather_to_cpu(self.module, keep=keep, base=self.merges)
+        tensors = gather_adapter(self.module, keep=keep)
         return rebuild_module(self.module, self.inner, tensors) if keep else None
 
     @property

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.core.errors import EnvironmentProblem
+from runner.core.quantized_weight import QuantizedWeight
 from runner.distributed.dtensor_utils import local_slice
 from runner.distributed.work_partition import run_partitioned
 from runner.interfaces import RankCollectives, TrainableModel
@@ -118,6 +119,14 @@ class WeightScatter:
     def _broadcast_full(self, name: str, room: Tensor | None = None) -> Tensor:
         """A full tensor on every rank's device; in the buffer `room`, if given."""
         like = self._like[name]
+        if isinstance(like, QuantizedWeight):
+            names, settings = like.__tensor_flatten__()
+            parts = {part: torch.empty_like(getattr(like, part), device=self._device) for part in names}
+            for part, empty in parts.items():
+                if self._everyone.rank == 0:
+                    empty.copy_(getattr(self._numbers[name], part))
+                self._everyone.broadcast_(empty)
+            return QuantizedWeight.__tensor_unflatten__(parts, settings, like.shape, None)
         if room is None:
             full = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         else:

@@ -264,6 +264,12 @@ def key(*more: str, recipe: str = "quick") -> str:
     return cache_key(command_words(recipe, spec, own_model=False))
 
 
+def test_a_recipe_that_runs_first_trains_all_weights_of_a_quantized_base(stages: Path) -> None:
+    words = ["+recipe=sft_demo", *SMALL, "adapter=lora", "model.quantization=int8"]
+    passed = command_words("quick", compose_job(words).data, own_model=False)
+    assert "model=tiny" in passed and compose_job(passed).data["model"]["quantization"] is None
+
+
 @pytest.mark.slow
 def test_a_key_is_of_all_that_makes_the_weights_and_of_nothing_else(stages: Path) -> None:
     first = key()

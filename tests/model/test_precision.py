@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,8 @@ from runner.core.tolerance import tolerance_of
 from runner.interfaces import Request
 from runner.model.causal_lm import CausalLM
 from runner.model.config import TinyConfig
-from runner.model.export import write_model
 from runner.model.initial_weights import place_on_device
-from runner.model.parameters import original_class
+from runner.model.parameters import original_class, read_as_stored
 from runner.model.tiny import byte_tokenizer
 from runner.model.value_head import ScalarHeadModel
 from runner.sampler.config import TorchSamplerConfig
@@ -218,16 +218,18 @@ def test_a_frozen_copy_says_what_a_trainable_model_says() -> None:
     assert torch.equal(*said)
 
 
-def test_a_merged_export_has_the_weights_that_are_published(tmp_path: Path) -> None:
+def test_a_merged_export_has_the_weights_of_pefts_own_merge(tmp_path: Path) -> None:
     model = adapted("qwen3")
     with torch.no_grad():
         for name, parameter in model.trainable().items():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
-    published = dict(model.hf_tensors("all", dtype=torch.float32))
-    write_model(model.module, tmp_path, merged=True, keep_original=True)
+    wanted = deepcopy(model.module).float()
+    read_as_stored(wanted)
+    model.merge_on_save()
+    model.save(tmp_path)
     exported = load_file(tmp_path / "model.safetensors")
-    for name, wanted in exported.items():
-        assert torch.allclose(published[name].float(), wanted, rtol=1e-6, atol=1e-7), name
+    for name, tensor in wanted.merge_and_unload().state_dict().items():
+        assert torch.allclose(exported[name], tensor, rtol=1e-6, atol=1e-7), name
 
 
 def test_a_devices_operators_are_tried_in_what_a_model_computes_in() -> None:

@@ -57,7 +57,8 @@ def compare(root: Path, layout: str, make: Make) -> None:
     def work(rank: int) -> None:
         model = spread(layout, make())
         model.save(root / "two" if rank == 0 else None)
-        hf_state_dict.save_sharded(model.module, root / "two many" if rank == 0 else None, SMALL)
+        state = hf_state_dict.HfStateDict(model.module, model.inner)
+        hf_state_dict.write_hf_folder(state, root / "two many" if rank == 0 else None, None, SMALL)
 
     ranks(LAYOUTS[layout][1].world_size, work)
     for kind in ("", " many"):

@@ -76,11 +76,11 @@ def test_keys(section: str, chosen: str, wrong: str, hint: str) -> None:
 @pytest.mark.parametrize(
     ("word", "why"),
     [
-        ("adapter=qlora", "use LoRA on a 16-bit base: adapter=lora"),
+        ("adapter=qlora", "model.quantization=nf4 (4 bits)"),
         ("sampler=SGLang", "the only rollout engine is vLLM"),
         ("model.dtype=fp8", "an Ascend A2 or A3 has no FP8"),
         ("model.use_liger_kernel=true", "device.fused_ops has CANN's operators in Liger's places"),
-        ("model.load_in_4bit=true", "4-bit and 8-bit base models are not supported"),
+        ("model.load_in_4bit=true", "model.quantization=nf4 (4 bits)"),
         ("launch.rewarders=2", "for an external service: reward=http"),
     ],
 )

@@ -23,7 +23,7 @@ from runner.inference.model_source import resolve_model_path
 from runner.model import hf
 from runner.model.causal_lm import CausalLM
 from runner.model.config import HfConfig, ModelConfig
-from runner.model.initial_weights import DTYPES
+from runner.model.initial_weights import DTYPES, quantize_layers
 from runner.model.model_folder import adapter_base, is_adapter
 from runner.model.peft_adapter import attach_adapter
 from runner.model.transformers_model import TransformersModel
@@ -112,6 +112,8 @@ def build_meta_model(spec: JobSpec, head: Head, architecture: Any, adapted: bool
     with torch.device(META):
         module = hf.auto_class(shape, head).from_config(shape, dtype=DTYPES[spec.stored_dtype(trains=adapted)])
     quiet = Decisions()
+    if spec.model.quantization is not None:
+        quantize_layers(module, META, spec.model.quantization, quiet)
     if fused := spec.device.fused_operators:
         install_fused_ops(module, fused, MetaOperators(), quiet)
         if any(hasattr(part, "_is_expert_parallel") for part in module.modules()):
