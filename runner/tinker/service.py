@@ -328,8 +328,8 @@ class TrainingService:
         self._dropped.clear()
         done |= {id: found for id, one in self._own.items() if id not in done and (found := one.result()) is not None}
         for id in done:
-            for number in range(self._own.pop(id).request.count):
-                self._engine.cancel(f"{id}#{number}")
+            for index in range(self._own.pop(id).request.count):
+                self._engine.cancel(f"{id}#{index}")
         gathered = {id: found for own in self._world.world_peers.all_gather(done) for id, found in own.items()}
         for id in gathered:
             del self._running[id]
